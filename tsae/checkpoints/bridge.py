@@ -1,0 +1,72 @@
+"""The TransformerLens backend: the same reading through `TransformerBridge`, and interventions on the residual stream.
+
+The bridge wraps a Hugging Face model *in place* and runs it in eager attention, so the reader loads a model of its
+own. Positions and the true attention mask are passed explicitly: left padding without them is silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tsae.checkpoints.hooks import check_sites, positions
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
+
+Intervention = Callable[[torch.Tensor], torch.Tensor]
+"""(B, T, d_model) -> (B, T, d_model): what the residual stream is replaced with."""
+
+
+class TransformerLensReader:
+    """Reads, and on request rewrites, residual streams through a TransformerBridge."""
+
+    def __init__(self, checkpoint: Checkpoint, sites: Sequence[str], *, device: str = "cpu", dtype: str = "auto") -> None:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        model = checkpoint.load_model(device=device, dtype=dtype, attention="eager")
+        self.tokenizer = checkpoint.load_tokenizer()
+        # A name is only used to look up a configuration; the model and tokenizer are given.
+        self.bridge: Any = TransformerBridge.boot_transformers(
+            checkpoint.path,
+            hf_model=model,
+            tokenizer=self.tokenizer,
+            device=torch.device(device),
+            dtype=next(model.parameters()).dtype,
+        )
+        self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
+
+    @torch.no_grad()
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As `HuggingFaceReader.read`: for every site (B, T, d_model)."""
+        found: dict[str, torch.Tensor] = {}
+
+        # hook.name is the bridge's own name ("blocks.0.hook_in"), not the alias that the site was asked by.
+        def keep(value: torch.Tensor, hook: Any, name: str) -> None:
+            found[name] = value.detach().clone()
+
+        self._run(input_ids, attention_mask, [(s.name, partial(keep, name=s.name)) for s in self.sites])
+        return {site.name: found[site.name] for site in self.sites}
+
+    @torch.no_grad()
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        interventions: dict[str, Intervention] | None = None,
+    ) -> torch.Tensor:
+        """Next-token logits (B, T, vocabulary), with the residual stream rewritten at the given sites."""
+        check_sites(list(interventions or {}) or [self.sites[0].name], int(self.bridge.cfg.n_layers), "interventions")
+        hooks = [(name, lambda value, hook, f=f: f(value)) for name, f in (interventions or {}).items()]
+        return self._run(input_ids, attention_mask, hooks)
+
+    def _run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]]) -> Any:
+        return self.bridge.run_with_hooks(
+            input_ids,
+            fwd_hooks=hooks,
+            attention_mask=attention_mask,
+            position_ids=positions(attention_mask),
+        )

@@ -1,0 +1,131 @@
+"""Difficulty: a property of a problem *and* a model, measured by the model's pass rate with its interval."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtri
+
+from tsae.errors import TsaeError
+from tsae.rollouts.table import BANDS, Rollouts
+
+
+@dataclass(frozen=True)
+class BandCutoffs:
+    """Where the bands end, in pass rate."""
+
+    easy: float = 0.75
+    """Easy: a pass rate of at least this."""
+    hard: float = 0.25
+    """Hard: a pass rate of at most this; medium lies between."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hard < self.easy <= 1:
+            raise TsaeError(
+                f"band cut-offs hard={self.hard}, easy={self.easy} are not in order",
+                where="BandCutoffs",
+                fix="Give 0 <= hard < easy <= 1.",
+            )
+
+
+def wilson_interval(
+    successes: np.ndarray | float, trials: np.ndarray | float, confidence: float = 0.95
+) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's score interval for a proportion (Wilson 1927): (low, high); (0, 1) where there are no trials."""
+    successes, trials = np.asarray(successes, dtype=float), np.asarray(trials, dtype=float)
+    z = ndtri(0.5 + confidence / 2)
+    n = np.maximum(trials, 1e-300)
+    share = successes / n
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    low, high = np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)
+    return np.where(trials > 0, low, 0.0), np.where(trials > 0, high, 1.0)
+
+
+def pass_rates(rollouts: Rollouts, policy: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
+    """Pass rate of every problem.
+
+    Args:
+        rollouts: trajectories of unknown outcome are left out.
+        policy: whose trajectories count; None pools all policies.
+        confidence: of the Wilson interval.
+
+    Returns:
+        one row a problem, indexed by problem_id: n, successes, pass_rate, low, high.
+
+    Raises:
+        TsaeError: where the policy has no trajectories of known outcome.
+    """
+    frame = rollouts.frame
+    known = frame[frame.outcome != "unknown"]
+    if policy is not None:
+        known = known[known.policy == policy]
+    if known.empty:
+        raise TsaeError(
+            f"no trajectory of known outcome was sampled by {policy or 'any policy'}; "
+            f"there are the policies {', '.join(rollouts.policies)}",
+            where="rollouts",
+            fix="Name a policy that sampled rollouts, or sample some from it.",
+        )
+    grouped = (known.outcome == "success").groupby(known.problem_id)
+    table = pd.DataFrame({"n": grouped.size(), "successes": grouped.sum()})
+    table["pass_rate"] = table.successes / table.n
+    table["low"], table["high"] = wilson_interval(table.successes.to_numpy(), table.n.to_numpy(), confidence)
+    return table
+
+
+def with_bands(
+    rollouts: Rollouts,
+    reference: str | None,
+    *,
+    cutoffs: BandCutoffs | None = None,
+    measured_on: Rollouts | None = None,
+) -> Rollouts:
+    """Put every problem into a band by a reference policy's pass rate.
+
+    Problems chosen for low pass rates in a sample look better in the next one by chance alone. Where the same
+    rollouts are compared with others afterwards, measure the bands on separate ones (`measured_on`).
+
+    Args:
+        rollouts: gets the columns band, pass_rate, pass_rate_low and pass_rate_high.
+        reference: the policy whose pass rate counts; None pools all policies.
+        cutoffs: by default easy >= .75, hard <= .25.
+        measured_on: rollouts of the same problems to measure on, by default `rollouts` itself.
+
+    Raises:
+        TsaeError: where a problem was not measured, or a band is empty.
+    """
+    cutoffs = cutoffs or BandCutoffs()
+    rates = pass_rates(measured_on or rollouts, reference)
+    rates["band"] = np.select([rates.pass_rate >= cutoffs.easy, rates.pass_rate <= cutoffs.hard], ["easy", "hard"], "medium")
+    ids = pd.Index(rollouts.table["problem_id"].to_pylist())
+    unmeasured = ids.difference(rates.index)
+    if len(unmeasured):
+        raise TsaeError(
+            f"{len(unmeasured)} problems have no rollouts of known outcome from {reference or 'any policy'} "
+            f"(first: {unmeasured[0]})",
+            where="rollouts",
+            fix="Sample rollouts of these problems from the reference checkpoint, or leave the problems out.",
+        )
+    mine = rates.loc[ids.unique()]
+    empty = [band for band in BANDS if not (mine.band == band).any()]
+    if empty:
+        low, high = mine.pass_rate.min(), mine.pass_rate.max()
+        raise TsaeError(
+            f"no problem falls into the band {' or '.join(empty)}: pass rates of {reference or 'all policies'} run from "
+            f"{low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {cutoffs.easy} and hard <= {cutoffs.hard}",
+            where="bands",
+            fix="Add problems of that difficulty, or move the cut-offs.",
+        )
+    rows = rates.loc[ids]
+    for column, source in (
+        ("band", "band"),
+        ("pass_rate", "pass_rate"),
+        ("pass_rate_low", "low"),
+        ("pass_rate_high", "high"),
+    ):
+        rollouts = rollouts.with_column(column, rows[source].to_numpy())
+    info = {**rollouts.info, "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None}}
+    return Rollouts(rollouts.table, info)

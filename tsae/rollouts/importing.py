@@ -1,0 +1,146 @@
+"""Rollouts from a plain log: JSON lines or Parquet with one trajectory a row, columns named by the user.
+
+Where the log has only text, prompt and response are tokenised with a checkpoint's tokenizer and chat template;
+trajectories whose decoded tokens differ from the log's text are counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+from tsae.rollouts.checking import find_verifier
+from tsae.rollouts.sampling import encode_prompt
+from tsae.rollouts.table import Rollouts, outcome_name
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Which column of the log holds what."""
+
+    prompt: str = "prompt"
+    """Text of the problem, before any chat template."""
+    response: str = "response"
+    """Text of the response."""
+    problem_id: str = "problem_id"
+    """Problem id; where the log has no such column, equal prompts are one problem."""
+    policy: str = "policy"
+    """What sampled the response; where the log has no such column, `default_policy`."""
+    default_policy: str = "unknown"
+    """Policy id for a log without a policy column."""
+    correct: str = "correct"
+    """true or false; where the log has no such column, `verifier` decides, or a reward above 0."""
+    reward: str = "reward"
+    """Reward; where the log has no such column, 1 for correct and 0 for incorrect."""
+    answer: str = "answer"
+    """Reference answer; only needed for a verifier."""
+    level: str = "level"
+    """The author's difficulty label, if any."""
+    verifier: str | None = None
+    """exact, last_number, or module:function, for logs that do not say what is correct."""
+    prompt_format: Literal["auto", "plain", "chat"] = "auto"
+    """Whether the checkpoint's chat template is applied to prompts."""
+
+
+class Imported(NamedTuple):
+    """What an import gave."""
+
+    rollouts: Rollouts
+    not_round_tripping: int
+    """Trajectories whose response tokens decode to another text than the log's."""
+
+
+def import_text(path: str | Path, checkpoint: Checkpoint, config: ImportConfig | None = None) -> Imported:
+    """Read a log of texts and tokenise it for a checkpoint.
+
+    Args:
+        path: .jsonl or .parquet, one trajectory a row.
+        checkpoint: its tokenizer (and chat template) is used.
+        config: column names.
+
+    Raises:
+        TsaeError: for missing columns, lines that are not JSON, empty responses, or an unknown verifier.
+    """
+    from tsae.checkpoints.loading import tokenizer_fingerprint
+
+    path, config = Path(path), config or ImportConfig()
+    verify = find_verifier(config.verifier) if config.verifier else None
+    tokenizer = checkpoint.load_tokenizer()
+    records, lossy = [], 0
+    prompts: dict[str, list[int]] = {}
+    for where, row in _rows(path):
+        missing = [name for name in (config.prompt, config.response) if not isinstance(row.get(name), str)]
+        if missing:
+            raise TsaeError(
+                f"has no text in {' and '.join(missing)}; its columns are {', '.join(row)}",
+                where=where,
+                fix="Name the columns that hold the prompt and the response (--columns.prompt, --columns.response).",
+            )
+        prompt, response = row[config.prompt], row[config.response]
+        reward, answer = row.get(config.reward), str(row.get(config.answer) or "")
+        right = row.get(config.correct)
+        if right is None and verify is not None:
+            right = verify(response, answer)
+        if right is None and reward is not None:
+            right = reward > 0
+        if prompt not in prompts:
+            prompts[prompt] = encode_prompt(tokenizer, prompt, config.prompt_format)
+        response_ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+        if not response_ids:
+            raise TsaeError("the response is empty", where=where, fix="Drop that row.")
+        lossy += tokenizer.decode(response_ids) != response
+        records.append(
+            {
+                "problem_id": str(row.get(config.problem_id, prompt)),
+                "policy": str(row.get(config.policy) or config.default_policy),
+                "prompt": prompt,
+                "response": response,
+                "answer": answer,
+                "level": row.get(config.level),
+                "prompt_ids": prompts[prompt],
+                "response_ids": response_ids,
+                "reward": float(reward) if reward is not None else None if right is None else float(bool(right)),
+                "outcome": outcome_name(None if right is None else bool(right)),
+                "finish_reason": "unknown",
+            }
+        )
+    if not records:
+        raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
+    return Imported(Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(tokenizer)}), lossy)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of every row, read piece by piece."""
+    if not path.is_file():
+        raise TsaeError("no such log", where=path, fix="Give a .jsonl or .parquet file.")
+    if path.suffix == ".parquet":
+        try:
+            file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise TsaeError(f"not a Parquet file ({str(error).splitlines()[0]})", where=path) from error
+        number = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield f"{path}: row {number}", row
+                number += 1
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise TsaeError(f"not a line of JSON in UTF-8 ({error})", where=where, fix="Correct that line.") from error
+            if not isinstance(row, dict):
+                raise TsaeError(f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line.")
+            yield where, row

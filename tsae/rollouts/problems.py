@@ -1,0 +1,68 @@
+"""Problems: what a model is asked, and the answer that a verifier holds against its response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with a checkable answer."""
+
+    id: str
+    """Unique within a problem set."""
+    prompt: str
+    """The text that the model reads, before any chat template."""
+    answer: str
+    """The reference answer."""
+    level: str | None = None
+    """Where the author put it (number of operations, school year); not a Band, which depends on a model."""
+
+
+def write_problems(problems: Iterable[Problem], path: str | Path) -> None:
+    """Write problems as JSON lines: id, prompt, answer, level."""
+    lines = [json.dumps(problem.__dict__, ensure_ascii=False) for problem in problems]
+    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def read_problems(path: str | Path) -> list[Problem]:
+    """Read JSON lines with the fields id, prompt, answer and, optionally, level.
+
+    Raises:
+        TsaeError: where the file is missing, a line is not JSON, a field is missing, or an id comes twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TsaeError("no such problem file", where=path, fix="Give a JSONL file of id, prompt and answer.")
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                problem = Problem(
+                    id=str(record["id"]),
+                    prompt=record["prompt"],
+                    answer=str(record["answer"]),
+                    level=record.get("level"),
+                )
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise TsaeError(
+                    f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer",
+                    where=f"{path}:{number}",
+                    fix="Correct that line.",
+                ) from error
+            if problem.id in seen:
+                raise TsaeError(f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique.")
+            seen.add(problem.id)
+            problems.append(problem)
+    if not problems:
+        raise TsaeError("holds no problems", where=path, fix="Give a JSONL file of id, prompt and answer.")
+    return problems

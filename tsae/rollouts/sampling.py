@@ -1,0 +1,182 @@
+"""Sampling rollouts from a checkpoint with Hugging Face generate: batched, seeded, with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.problems import Problem
+from tsae.rollouts.table import Rollouts, outcome_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tsae.checkpoints.series import Checkpoint
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are sampled."""
+
+    n_samples: int = 8
+    """Responses per problem (the group size)."""
+    temperature: float = 1.0
+    """Softmax temperature; training rollouts use 1."""
+    max_new_tokens: int = 512
+    """Tokens after which a response is cut off (finish_reason "length")."""
+    batch_size: int = 256
+    """Responses generated at once."""
+    prompt_format: Literal["auto", "plain", "chat"] = "auto"
+    """"chat" applies the tokenizer's chat template, "plain" does not; "auto" applies it where there is one."""
+    seed: int = 0
+    """The same seed, batch size and machine give the same responses."""
+    device: str = "cpu"
+    """A torch device."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_samples", "max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
+        if not self.temperature > 0:
+            raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_format: Literal["auto", "plain", "chat"] = "auto"
+) -> list[int]:
+    """Token ids of what the model reads before its response."""
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if prompt_format == "chat" and not has_template:
+        raise TsaeError(
+            "the tokenizer has no chat template", where="prompt_format", fix='Use prompt_format="plain" instead of "chat".'
+        )
+    if prompt_format == "plain" or not has_template:
+        return list(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    # The template writes its own special tokens.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def sample(
+    checkpoint: Checkpoint,
+    problems: Sequence[Problem],
+    config: SamplingConfig | None = None,
+    *,
+    verify: Callable[[str, str], bool] | None = None,
+    progress: bool = True,
+) -> Rollouts:
+    """Sample responses of a checkpoint to problems.
+
+    Args:
+        checkpoint: the policy.
+        problems: every one gets `config.n_samples` responses.
+        config: defaults of `SamplingConfig`.
+        verify: (response text, reference answer) -> right or not; without it outcomes are unknown and rewards null.
+        progress: show a bar.
+
+    Returns:
+        the responses in order of problems; token ids of a response end with its end-of-sequence token where the
+        model gave one.
+    """
+    import torch
+    from tqdm.auto import tqdm
+
+    from tsae.checkpoints.loading import tokenizer_fingerprint
+
+    config = config or SamplingConfig()
+    tokenizer = checkpoint.load_tokenizer()
+    model: Any = checkpoint.load_model(device=config.device)
+    eos = _end_tokens(model, tokenizer, checkpoint.path)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    prompts = [encode_prompt(tokenizer, problem.prompt, config.prompt_format) for problem in problems]
+    _check_lengths(model, prompts, problems, config.max_new_tokens)
+
+    # Short prompts with short ones, so that little is padded.
+    requests = [(i, s) for i in sorted(range(len(problems)), key=lambda i: len(prompts[i])) for s in range(config.n_samples)]
+    responses: dict[tuple[int, int], list[int]] = {}
+    with tqdm(total=len(requests), desc=f"sampling {checkpoint.id}", unit="response", disable=not progress) as bar:
+        for start in range(0, len(requests), config.batch_size):
+            batch = requests[start : start + config.batch_size]
+            width = max(len(prompts[i]) for i, _ in batch)
+            ids = torch.full((len(batch), width), pad, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, (i, _) in enumerate(batch):
+                ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
+                mask[row, width - len(prompts[i]) :] = 1
+            with torch.random.fork_rng(devices=[config.device] if config.device != "cpu" else []), torch.no_grad():
+                torch.manual_seed(config.seed * 1_000_003 + start)
+                output = model.generate(
+                    input_ids=ids.to(config.device),
+                    attention_mask=mask.to(config.device),
+                    do_sample=True,
+                    temperature=config.temperature,
+                    top_k=0,
+                    top_p=1.0,
+                    max_new_tokens=config.max_new_tokens,
+                    pad_token_id=pad,
+                    eos_token_id=eos,
+                )
+            for key, row in zip(batch, output[:, width:].tolist(), strict=True):
+                responses[key] = _until_end(row, eos)
+            bar.update(len(batch))
+
+    records = []
+    for i, problem in enumerate(problems):
+        for s in range(config.n_samples):
+            response_ids = responses[i, s]
+            text = tokenizer.decode(response_ids, skip_special_tokens=True)
+            right = None if verify is None else bool(verify(text, problem.answer))
+            records.append(
+                {
+                    "problem_id": problem.id,
+                    "policy": checkpoint.id,
+                    "prompt": problem.prompt,
+                    "response": text,
+                    "answer": problem.answer,
+                    "level": problem.level,
+                    "prompt_ids": prompts[i],
+                    "response_ids": response_ids,
+                    "reward": None if right is None else float(right),
+                    "outcome": outcome_name(right),
+                    "finish_reason": "stop" if response_ids[-1] in eos else "length",
+                }
+            )
+    return Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(tokenizer)})
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        raise TsaeError(
+            "the model has no end-of-sequence token, so that no response would ever end",
+            where=where,
+            fix="Set eos_token in its tokenizer_config.json.",
+        )
+    return list(np.atleast_1d(found).tolist())
+
+
+def _until_end(row: list[int], eos: list[int]) -> list[int]:
+    for position, token in enumerate(row):
+        if token in eos:
+            return row[: position + 1]
+    return row
+
+
+def _check_lengths(model: Any, prompts: list[list[int]], problems: Sequence[Problem], new: int) -> None:
+    if not problems:
+        raise TsaeError("no problems given", where="sample", fix="Give at least one problem.")
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    if context is not None and len(prompts[longest]) + new > context:
+        raise TsaeError(
+            f"problem {problems[longest].id} has {len(prompts[longest])} prompt tokens, which with "
+            f"max_new_tokens={new} exceeds the model's context of {context}",
+            where="sample",
+            fix="Lower max_new_tokens, or leave that problem out.",
+        )

@@ -1,0 +1,271 @@
+"""The Rollouts table: one row a trajectory. Parquet on disk, Arrow in memory, token ids authoritative.
+
+A row's position is its id: activation stores and feature tables refer to trajectories by it, and carry a copy of the
+table that they were made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
+    from tsae.rollouts.difficulty import BandCutoffs
+
+BANDS = ("easy", "medium", "hard")
+OUTCOMES = ("success", "failure", "unknown")
+
+SCHEMA = pa.schema(
+    [
+        pa.field("problem_id", pa.string()),
+        pa.field("policy", pa.string()),  # id of the checkpoint that sampled the response
+        pa.field("prompt", pa.string()),
+        pa.field("response", pa.string()),  # derived from response_ids; special tokens left out
+        pa.field("answer", pa.string()),
+        pa.field("level", pa.string()),  # the author's label, if any
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("response_ids", pa.list_(pa.int32())),
+        pa.field("reward", pa.float64()),  # null where unknown
+        pa.field("outcome", pa.string()),
+        pa.field("advantage", pa.float64()),  # null until computed or imported
+        pa.field("finish_reason", pa.string()),  # stop, length or unknown
+        pa.field("band", pa.string()),  # null until computed
+    ]
+)
+"""The columns every table has; further columns are kept as they are."""
+
+_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+
+
+class Rollouts:
+    """A table of trajectories.
+
+    Args:
+        table: has at least the columns of `SCHEMA`; others are kept.
+        info: what the token ids and bands mean: ``tokenizer`` (fingerprint), ``bands`` (reference and cut-offs), ….
+        where: named in error messages.
+
+    Raises:
+        TsaeError: for missing columns, unknown outcomes or bands, empty or null token ids, or NaN rewards.
+    """
+
+    def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None, where: str = "rollouts") -> None:
+        self.table = _checked(table, where)
+        self.info: dict[str, Any] = dict(info or {})
+
+    @classmethod
+    def from_records(cls, records: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None) -> Rollouts:
+        """Make a table from one mapping a trajectory; columns of `SCHEMA` that are missing become null."""
+        names = list(dict.fromkeys(name for record in records for name in record))
+        arrays = {}
+        for name in names:
+            kind = SCHEMA.field(name).type if name in SCHEMA.names else None
+            arrays[name] = pa.array([record.get(name) for record in records], type=kind)
+        return cls(pa.table(arrays), info)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Rollouts:
+        """Read a Parquet file that `write` wrote."""
+        path = Path(path)
+        if not path.is_file():
+            raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
+        try:
+            table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise TsaeError(
+                f"not a Parquet file ({str(error).splitlines()[0]})",
+                where=path,
+                fix="Give the Parquet file that `tsae rollouts` wrote.",
+            ) from error
+        info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
+        return cls(table.replace_schema_metadata(None), info, where=str(path))
+
+    def write(self, path: str | Path) -> Path:
+        """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".tmp")
+        metadata = {b"tsae": json.dumps(self.info, sort_keys=True).encode()}
+        pq.write_table(self.table.replace_schema_metadata(metadata), partial, compression="zstd")
+        os.replace(partial, path)
+        return path
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __repr__(self) -> str:
+        policies = ", ".join(self.policies[:4]) + (", …" if len(self.policies) > 4 else "")
+        return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The columns without token ids, plus ``prompt_length`` and ``response_length`` in tokens."""
+        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids")]
+        frame = self.table.select(kept).to_pandas()
+        for name in ("prompt", "response"):
+            frame[f"{name}_length"] = self.lengths(f"{name}_ids")
+        return frame
+
+    @property
+    def policies(self) -> list[str]:
+        """Policy ids in order of appearance."""
+        return list(dict.fromkeys(self.table["policy"].to_pylist()))
+
+    @property
+    def n_problems(self) -> int:
+        return len(set(self.table["problem_id"].to_pylist()))
+
+    def lengths(self, column: str) -> np.ndarray:
+        """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""
+        return np.diff(_offsets(self.table[column].combine_chunks()))
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt ids, response ids) of one trajectory, int32."""
+        return tuple(  # type: ignore[return-value]
+            np.asarray(self.table[name][row].as_py(), dtype=np.int32) for name in ("prompt_ids", "response_ids")
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the trajectories: problem, policy and token ids, in order."""
+        digest = hashlib.sha256()
+        for name in ("problem_id", "policy"):
+            digest.update("\0".join(self.table[name].to_pylist()).encode("utf-8", "surrogatepass"))
+        for name in ("prompt_ids", "response_ids"):
+            array = self.table[name].combine_chunks()
+            digest.update(_offsets(array).tobytes())
+            digest.update(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes())
+        return digest.hexdigest()[:16]
+
+    def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
+        """The given rows (a boolean mask or positions), in order."""
+        rows = np.asarray(rows)
+        picked = np.flatnonzero(rows) if rows.dtype == bool else rows
+        return Rollouts(self.table.take(pa.array(picked)), self.info)
+
+    def where(self, **columns: str | Sequence[str]) -> Rollouts:
+        """The rows whose columns have the given value, or one of the given values."""
+        mask = np.ones(len(self), dtype=bool)
+        for name, value in columns.items():
+            wanted = {value} if isinstance(value, str) else set(value)
+            mask &= np.array([v in wanted for v in self.table[name].to_pylist()])
+        return self.select(mask)
+
+    def with_column(self, name: str, values: Any) -> Rollouts:
+        """A copy with one column set."""
+        if name in SCHEMA.names:
+            array = pa.array(values, type=SCHEMA.field(name).type, from_pandas=True)
+        else:
+            array = pa.array(values, from_pandas=True)
+        table = self.table
+        if name in table.column_names:
+            table = table.set_column(table.column_names.index(name), name, array)
+        else:
+            table = table.append_column(name, array)
+        return Rollouts(table, self.info)
+
+    @staticmethod
+    def concat(parts: Sequence[Rollouts]) -> Rollouts:
+        """All parts after one another.
+
+        Raises:
+            TsaeError: where they were tokenised with different tokenizers.
+        """
+        prints = {part.info.get("tokenizer") for part in parts}
+        if len(prints) > 1:
+            raise TsaeError(
+                f"rollouts tokenised with different tokenizers ({', '.join(map(str, sorted(prints, key=str)))})",
+                where="Rollouts.concat",
+                fix="Put together rollouts of models that share a tokenizer.",
+            )
+        tables = pa.concat_tables([part.table for part in parts], promote_options="default")
+        return Rollouts(tables, parts[0].info)
+
+    def with_bands(
+        self,
+        reference: Checkpoint | str | None,
+        *,
+        cutoffs: BandCutoffs | None = None,
+        measured_on: Rollouts | None = None,
+    ) -> Rollouts:
+        """Put every problem into easy, medium or hard by a reference policy's pass rate; see `difficulty.with_bands`."""
+        from tsae.rollouts.difficulty import with_bands
+
+        id = reference if reference is None or isinstance(reference, str) else reference.id
+        return with_bands(self, id, cutoffs=cutoffs, measured_on=measured_on)
+
+    def with_advantages(self, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:
+        """Set group-relative advantages; see `advantages.group_advantages`."""
+        from tsae.rollouts.advantages import with_advantages
+
+        return with_advantages(self, kind)
+
+
+def outcome_name(right: bool | None) -> str:
+    """success, failure, or unknown for None."""
+    return "unknown" if right is None else "success" if right else "failure"
+
+
+def _offsets(array: pa.ListArray) -> np.ndarray:
+    offsets = array.offsets.to_numpy()
+    return offsets - offsets[0]
+
+
+def _checked(table: pa.Table, where: str) -> pa.Table:
+    missing = [name for name in _REQUIRED if name not in table.column_names]
+    if missing:
+        raise TsaeError(
+            f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}",
+            where=where,
+            fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
+        )
+    columns, n = {}, table.num_rows
+    for field in SCHEMA:
+        if field.name in table.column_names:
+            try:
+                columns[field.name] = table[field.name].cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                raise TsaeError(
+                    f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})", where=where
+                ) from error
+        else:
+            columns[field.name] = pa.nulls(n, field.type)
+    columns |= {name: table[name] for name in table.column_names if name not in columns}
+    if n == 0:
+        raise TsaeError("holds no trajectories", where=where, fix="Give at least one trajectory.")
+    for name in _REQUIRED:
+        if columns[name].null_count:
+            raise TsaeError(f"{columns[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
+    for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
+        unknown = set(columns[name].unique().to_pylist()) - {*allowed, None}
+        if unknown:
+            raise TsaeError(
+                f"{name} {sorted(unknown)[0]!r} is none of {', '.join(allowed)}", where=where, fix=f"Correct {name}."
+            )
+    checked = pa.table(columns)
+    for name in ("prompt_ids", "response_ids"):
+        empty = np.flatnonzero(np.diff(_offsets(checked[name].combine_chunks())) == 0)
+        if len(empty):
+            raise TsaeError(
+                f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",
+                where=where,
+                fix="Drop them, or check the tokenizer that they were tokenised with.",
+            )
+    reward = checked["reward"].to_numpy()
+    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(checked["reward"].is_null()))
+    if len(bad):
+        raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
+    return checked

@@ -1,0 +1,75 @@
+"""The arithmetic testbed: a small model whose every response token has a known role and a known truth.
+
+Chains of digits and operators are answered by a three-layer Llama, either at once or by a scratchpad. Three GRPO runs
+from one base, on easy, medium and hard chains, ship as a checkpoint series. data/README.md has the measured table;
+scripts/build_testbed.py makes everything anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tsae.errors import TsaeError
+from tsae.rollouts.problems import Problem
+from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response
+from tsae.testbed.problems import LEVELS, evaluate, generate_problems, parse_prompt
+from tsae.testbed.tokenizer import VOCABULARY, make_tokenizer, split_tokens
+from tsae.testbed.verifier import given_answer, verify
+
+if TYPE_CHECKING:
+    from tsae.checkpoints import CheckpointSeries
+
+__all__ = [
+    "LEVELS",
+    "VOCABULARY",
+    "ResponseFacts",
+    "TokenLabel",
+    "annotate",
+    "describe_response",
+    "eval_problems",
+    "evaluate",
+    "generate_problems",
+    "given_answer",
+    "make_tokenizer",
+    "parse_prompt",
+    "series",
+    "series_path",
+    "split_tokens",
+    "verify",
+]
+
+
+def series_path() -> Path:
+    """The folder of the shipped checkpoints, with ``series.json`` in it.
+
+    Raises:
+        TsaeError: where the installation has none.
+    """
+    path = Path(__file__).parent / "series"
+    if not (path / "series.json").is_file():
+        raise TsaeError(
+            "the testbed's checkpoints are missing",
+            where=path,
+            fix=f"Reinstall the package, or build them: python scripts/build_testbed.py --out {path}",
+        )
+    return path
+
+
+def series() -> CheckpointSeries:
+    """The shipped series: one base and three GRPO runs (easy, medium, hard), several steps of each."""
+    from tsae.checkpoints import CheckpointSeries
+
+    return CheckpointSeries.load(series_path())
+
+
+def eval_problems(n_per_level: int = 64, seed: int = 0) -> list[Problem]:
+    """Evaluation problems: ``n_per_level`` of "easy", "medium" and "hard", in this order.
+
+    None of the medium and hard ones was ever trained on. "easy" has only 300 problems in all, and every checkpoint has
+    been trained on them.
+
+    Raises:
+        TsaeError: where more than 300 are asked for.
+    """
+    return [problem for level in LEVELS for problem in generate_problems(level, n_per_level, seed)]
