@@ -1,7 +1,7 @@
 """Build the arithmetic testbed: train the base, run GRPO on each level, measure every checkpoint.
 
-Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped, so that an interrupted build goes on
-where it stopped. What the folder holds at the end is what ships in tsae/testbed/series:
+Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped, so that an interrupted build
+goes on where it stopped. What the folder holds at the end is what ships in tsae/testbed/series:
 
     series.json               the checkpoints, and what made them
     base/ easy-050/ ...       one Hugging Face checkpoint each, with its tokenizer
@@ -89,13 +89,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to build in; made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
     parser.add_argument("--steps", type=int, help="GRPO steps per run (default: 150)")
     parser.add_argument("--base-steps", type=int, help="training steps of the base (default: 900)")
-    parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all, in this order)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)")
+    parser.add_argument(
+        "--only", nargs="+", choices=STAGES, help="stages to run (default: all, in this order)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds: nothing is learned")
     return parser.parse_args(arguments)
 
@@ -104,7 +110,9 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     """The recipe that the options ask for."""
     base, grpo, responses = BaseConfig(), GRPORecipe(), 1000
     if options.quick:
-        base = BaseConfig(model=ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64), steps=20, batch=16, warmup=2)
+        base = BaseConfig(
+            model=ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64), steps=20, batch=16, warmup=2
+        )
         grpo = GRPORecipe(steps=2, save_at=(1, 2), log_every=1, prompts=2, samples=4)
         responses = 8
     if options.base_steps is not None:
@@ -130,7 +138,9 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
             print(f"{stage}: finished before", file=sys.stderr)
             continue
         if stage != "base" and not (out / "base").exists():
-            raise TsaeError(f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first.")
+            raise TsaeError(
+                f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first."
+            )
         started = time.monotonic()
         with quiet_libraries():
             if stage == "base":
@@ -200,8 +210,12 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     shutil.rmtree(logs, ignore_errors=True)
     wanted = grpo.steps * grpo.prompts
     # On "easy" there are only 300 chains: the trainer goes through them again and again.
-    problems = generate_problems(run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train")
-    dataset = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems])
+    problems = generate_problems(
+        run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train"
+    )
+    dataset = Dataset.from_list(
+        [{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems]
+    )
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
     def correct(
@@ -299,7 +313,9 @@ def save_checkpoint(model: Any, path: Path) -> None:
 
 def existing_checkpoints(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
     """The entries of series.json for the checkpoints that are there, base first."""
-    entries: list[dict[str, Any]] = [{"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}]
+    entries: list[dict[str, Any]] = [
+        {"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}
+    ]
     for run in RUNS:
         for step in recipe.grpo.save_at:
             name = checkpoint_id(run, step)

@@ -1,8 +1,8 @@
 """The arithmetic testbed: a small model whose every response token has a known role and a known truth.
 
-Chains of digits and operators are answered by a three-layer Llama, either at once or by a scratchpad. Three GRPO runs
-from one base, on easy, medium and hard chains, ship as a checkpoint series. data/README.md has the measured table;
-scripts/build_testbed.py makes everything anew.
+Chains of digits and operators are answered by a three-layer Llama, either at once or by a scratchpad. Three
+GRPO runs from one base, on easy, medium and hard chains, ship as a checkpoint series. data/README.md has the
+measured table; scripts/build_testbed.py makes everything anew.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def series() -> CheckpointSeries:
 def eval_problems(n_per_level: int = 64, seed: int = 0) -> list[Problem]:
     """Evaluation problems: ``n_per_level`` of "easy", "medium" and "hard", in this order.
 
-    None of the medium and hard ones was ever trained on. "easy" has only 300 problems in all, and every checkpoint has
-    been trained on them.
+    None of the medium and hard ones was ever trained on. "easy" has only 300 problems in all, and every
+    checkpoint has been trained on them.
 
     Raises:
         TsaeError: where more than 300 are asked for.

@@ -1,17 +1,18 @@
 """Ground truth for every token of a response: what it is for, and whether it is right.
 
-A full response writes one step per operation, ``a op b = r ;``, and then ``# answer <eos>``. A response is read by a
-small state machine, from left to right:
+A full response writes one step per operation, ``a op b = r ;``, and then ``# answer <eos>``. A response is
+read by a small state machine, from left to right:
 
-1. Step k must copy the result of step k-1 *as written* (the first digit of the problem for k = 0), operator k and digit
-   k+1 of the problem; each of these three tokens is right or wrong by itself. A step beyond the last operation has
-   nothing to copy: its operands and operator are wrong.
-2. Its result is right if it follows from the step's *own* operands and operator. So a slip is marked where it happens,
-   and not again in the steps that carry it on; a miscopied operand does not make the result wrong.
+1. Step k must copy the result of step k-1 *as written* (the first digit of the problem for k = 0), operator k
+   and digit k+1 of the problem; each of these three tokens is right or wrong by itself. A step beyond the
+   last operation has nothing to copy: its operands and operator are wrong.
+2. Its result is right if it follows from the step's *own* operands and operator. So a slip is marked where it
+   happens, and not again in the steps that carry it on; a miscopied operand does not make the result wrong.
 3. The answer is right if it is the problem's answer, whatever was written before it.
-4. Separators, equals signs, answer markers and the end carry no judgement (None) where the grammar allows them. A
-   token where the grammar does not allow it is wrong: under its own role for ``;``, ``#`` and ``<eos>``, as "other" for
-   the rest, up to the next ``;`` or ``#``. What follows the first ``<eos>``, and padding at the end, is "other" and None.
+4. Separators, equals signs, answer markers and the end carry no judgement (None) where the grammar allows
+   them. A token where the grammar does not allow it is wrong: under its own role for ``;``, ``#`` and
+   ``<eos>``, as "other" for the rest, and then so is all that follows in that step, up to the ``;`` or ``#``
+   that ends it. What follows the first ``<eos>``, and padding at the end, is "other" and None.
 
 Any sequence of strings gets labels, one per token; only a prompt that is no chain is refused.
 """
@@ -26,7 +27,9 @@ from tsae.testbed.problems import OPERATORS, Chain, apply_operator, parse_prompt
 from tsae.testbed.tokenizer import EOS, PAD, split_tokens
 from tsae.testbed.verifier import given_answer, verify
 
-Role = Literal["operand", "operator", "equals", "result", "separator", "answer_marker", "answer", "end", "other"]
+Role = Literal[
+    "operand", "operator", "equals", "result", "separator", "answer_marker", "answer", "end", "other"
+]
 Style = Literal["scratchpad", "direct"]
 
 _STEP_ROLES: tuple[Role, ...] = ("operand", "operator", "operand", "equals", "result", "separator")
@@ -52,14 +55,15 @@ class ResponseFacts:
     """What one response did."""
 
     style: Style
-    """Is "scratchpad" if at least one complete step is written, else "direct" (so also for a response without answer)."""
+    """Is "scratchpad" if at least one complete step is written, else "direct" (so also for a response without
+    answer)."""
     n_steps_required: int
     """Operations of the problem."""
     n_steps_written: int
     """Complete steps ``a op b = r``, whether right or wrong."""
     n_steps_valid: int
-    """Of these, the ones that carry out the operation that was due (operands and operator rightly copied); a step with
-    a wrong result counts, since the computation was written, if badly."""
+    """Of these, the ones that carry out the operation that was due (operands and operator rightly copied); a
+    step with a wrong result counts, since the computation was written, if badly."""
     n_steps_skipped: int
     """Required steps that no valid step carries out."""
     skipped_share: float
@@ -67,8 +71,8 @@ class ResponseFacts:
     first_wrong: int | None
     """Index of the first response token with correct=False, None if there is none."""
     skip_index: int | None
-    """Index of the first answer marker if it comes before all required steps were written: where computation was
-    skipped; None otherwise. A right direct answer has a skip_index and no first_wrong."""
+    """Index of the first answer marker if it comes before all required steps were written: where computation
+    was skipped; None otherwise. A right direct answer has a skip_index and no first_wrong."""
     n_tokens: int
     """Response tokens up to and including the first ``<eos>``, without padding."""
     answer: str | None
@@ -82,7 +86,8 @@ def annotate(prompt: str, response: Sequence[str]) -> list[TokenLabel]:
 
     Args:
         prompt: the chain, such as ``3+5*2-7?``.
-        response: the token strings of the response, special tokens as ``<eos>`` and ``<pad>``, one per token id.
+        response: the token strings of the response, special tokens as ``<eos>`` and ``<pad>``, one per token
+            id.
 
     Returns:
         One label per token.
@@ -156,7 +161,9 @@ class _Reader:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.step = 0
-        self.place: int | None = 0  # within the step: index into _STEP_ROLES; None once the step broke the grammar
+        self.place: int | None = (
+            0  # within the step: index into _STEP_ROLES; None once the step broke the grammar
+        )
         self.mode: Literal["steps", "answer", "done"] = "steps"
         self.carried = chain.digits[0]  # what the next step must start from
         self.own: list[str] = []  # tokens of the step so far
@@ -167,8 +174,9 @@ class _Reader:
         if token == EOS:
             return "end", (None if self.mode == "done" else False), None
         if token == "#":
-            # Allowed between steps only: not within one, and not twice.
-            allowed = self.mode == "steps" and self.place == 0
+            # Allowed between steps, and after a step whose fault is marked already: not within one, and not
+            # twice.
+            allowed = self.mode == "steps" and self.place in (0, None)
             self.mode = "answer"
             return "answer_marker", (None if allowed else False), None
         if self.mode != "steps":
@@ -181,7 +189,7 @@ class _Reader:
     def _read_in_step(self, token: str) -> _Label:
         step = self.step
         if token == ";":
-            finished = self.place == len(_STEP_ROLES) - 1
+            finished = self.place in (len(_STEP_ROLES) - 1, None)
             self.step, self.place, self.own = step + 1, 0, []
             return "separator", (None if finished else False), step
         if self.place is None or not _fits(token, self.place):

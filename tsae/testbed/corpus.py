@@ -1,10 +1,10 @@
 """The base model's training text: chains answered at once or by a scratchpad that sometimes slips.
 
 A response is either the answer alone, ``#9``, or one step per operation and then the answer,
-``3+5=8;8*2=6;6-7=9;#9``. Direct answers are always right; a scratchpad step is now and then replaced by a wrong digit
-that the rest carries on. That makes the two styles differ in what they are good for: on one operation the direct
-answer is the more reliable, on long chains only the scratchpad can be right. Which style reinforcement learning then
-favours depends on the level that it trains on.
+``3+5=8;8*2=6;6-7=9;#9``. Direct answers are always right; a scratchpad step is now and then replaced by a
+wrong digit that the rest carries on. That makes the two styles differ in what they are good for: on one
+operation the direct answer is the more reliable, on long chains only the scratchpad can be right. Which style
+reinforcement learning then favours depends on the level that it trains on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class CorpusConfig:
     """The mixture of the base model's training text."""
 
     short_weights: tuple[float, ...] = (0.25, 0.2, 0.15, 0.14, 0.13, 0.13)
-    """Relative weight of chains of 1, 2, 3, ... operations; short ones are over-weighted, being the building blocks."""
+    """Relative weight of chains of 1, 2, 3, ... operations; short ones are over-weighted, being the building
+    blocks."""
     long_share: float = 0.02
     """Share of chains that are longer; without any, no long chain is ever solved by scratchpad."""
     long_ops: tuple[int, int] = (7, 14)
@@ -34,11 +35,15 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         for name in ("long_share", "direct_share", "slip_rate"):
             if not 0 <= getattr(self, name) <= 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is not a share", where=name, fix="Give 0 to 1.")
+                raise TsaeError(
+                    f"{name}={getattr(self, name)} is not a share", where=name, fix="Give 0 to 1."
+                )
         if not self.short_weights or min(self.short_weights) < 0 or sum(self.short_weights) <= 0:
             raise TsaeError("short_weights must be non-negative and not all zero", where="short_weights")
         if not 1 <= self.long_ops[0] <= self.long_ops[1]:
-            raise TsaeError(f"long_ops={self.long_ops} is not a range", where="long_ops", fix="Give (fewest, most).")
+            raise TsaeError(
+                f"long_ops={self.long_ops} is not a range", where="long_ops", fix="Give (fewest, most)."
+            )
 
 
 @dataclass(frozen=True)

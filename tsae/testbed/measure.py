@@ -1,8 +1,8 @@
 """Accuracy and behaviour of a checkpoint on the testbed's levels, with 95 % intervals.
 
-Responses are sampled at temperature 1, as in training. Shares of responses have Wilson intervals; means (skipped
-computation, length) have normal intervals. Both count responses as independent: where several responses answer one
-problem (on "easy", which has only 300 problems) the intervals are a little too narrow.
+Responses are sampled at temperature 1, as in training. Shares of responses have Wilson intervals; means
+(skipped computation, length) have normal intervals. Both count responses as independent: where several
+responses answer one problem (on "easy", which has only 300 problems) the intervals are a little too narrow.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def summarise(checkpoint: str, level: str, n_problems: int, facts: Sequence[Resp
         TsaeError: where there is no response.
     """
     if not facts:
-        raise TsaeError("no responses to measure", where=f"{checkpoint} on {level}", fix="Sample at least one.")
+        raise TsaeError(
+            "no responses to measure", where=f"{checkpoint} on {level}", fix="Sample at least one."
+        )
     by_style = {style: [f for f in facts if f.style == style] for style in ("direct", "scratchpad")}
     return Measurement(
         checkpoint=checkpoint,

@@ -1,12 +1,13 @@
 """Arithmetic chains: what the model organism is asked, and what the right answer is.
 
-A chain is a digit followed by pairs of operator and digit, evaluated from left to right (no precedence) modulo 10:
-``3+5*2-7?`` is ((3 + 5) * 2 - 7) mod 10 = 9. Every intermediate result is one digit, so that every chain of n
-operations takes n steps of the same kind, whatever its length.
+A chain is a digit followed by pairs of operator and digit, evaluated from left to right (no precedence)
+modulo 10: ``3+5*2-7?`` is ((3 + 5) * 2 - 7) mod 10 = 9. Every intermediate result is one digit, so that every
+chain of n operations takes n steps of the same kind, whatever its length.
 
-Training and evaluation chains are kept apart by a checksum of the chain itself, and not by a list: whoever samples
-chains for training, with whatever seed, cannot meet an evaluation chain. Chains of one operation are the exception:
-there are only 300 of them, both sides draw from all 300, and accuracy on them says nothing about generalisation.
+Training and evaluation chains are kept apart by a checksum of the chain itself, and not by a list: whoever
+samples chains for training, with whatever seed, cannot meet an evaluation chain. Chains of one operation are
+the exception: there are only 300 of them, both sides draw from all 300, and accuracy on them says nothing
+about generalisation.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def parse_prompt(prompt: str) -> Chain:
     match = _CHAIN.fullmatch(prompt.strip())
     if match is None:
         raise TsaeError(
-            f"not an arithmetic chain: {prompt!r}", where="prompt", fix="Expected digits and + - *, as in '3+5*2-7?'."
+            f"not an arithmetic chain: {prompt!r}",
+            where="prompt",
+            fix="Expected digits and + - *, as in '3+5*2-7?'.",
         )
     text = match.group(1)
     return Chain(digits=tuple(int(digit) for digit in text[::2]), operators=tuple(text[1::2]))
@@ -107,7 +110,8 @@ def evaluate(prompt: str) -> str:
 
 
 def in_split(chain: Chain, split: Split) -> bool:
-    """Whether a chain may be used for this split. Chains of one operation belong to both (there are only 300)."""
+    """Whether a chain may be used for this split. Chains of one operation belong to both (there are only
+    300)."""
     if chain.n_ops == 1:
         return True
     held_out = zlib.crc32(chain.prompt.encode()) % _EVAL_ONE_IN == 0
@@ -125,15 +129,17 @@ def sample_chain(n_ops: int, rng: random.Random, split: Split) -> Chain:
             return chain
 
 
-def generate_problems(level: str | tuple[int, int], n: int, seed: int, split: Split = "eval") -> list[Problem]:
+def generate_problems(
+    level: str | tuple[int, int], n: int, seed: int, split: Split = "eval"
+) -> list[Problem]:
     """``n`` distinct problems of one level; the same arguments give the same problems on every machine.
 
     Args:
-        level: "easy" (1 operation), "medium" (4 to 6), "hard" (10 to 14), or a pair (fewest, most operations). The
-            number of operations is uniform over the range.
+        level: "easy" (1 operation), "medium" (4 to 6), "hard" (10 to 14), or a pair (fewest, most
+            operations). The number of operations is uniform over the range.
         n: how many; at most 300 for "easy".
-        seed: of the sampling, not of the split: training and evaluation problems of two or more operations are
-            disjoint whatever their seeds.
+        seed: of the sampling, not of the split: training and evaluation problems of two or more operations
+            are disjoint whatever their seeds.
         split: "eval" (an eighth of all chains) or "train".
 
     Returns:
@@ -182,6 +188,8 @@ def _range_of(level: str | tuple[int, int]) -> tuple[int, int, str]:
     fewest, most = level
     if not 1 <= fewest <= most:
         raise TsaeError(
-            f"expected 1 <= fewest <= most operations, found {fewest} and {most}", where="level", fix="Correct the pair."
+            f"expected 1 <= fewest <= most operations, found {fewest} and {most}",
+            where="level",
+            fix="Correct the pair.",
         )
     return fewest, most, f"{fewest}-{most} ops"

@@ -1,7 +1,7 @@
 """The testbed's tokenizer: 20 tokens, one per character, as an ordinary fast Hugging Face tokenizer.
 
-One character is one token, so that labels of characters are labels of tokens, and decoding gives back exactly the text
-that was encoded.
+One character is one token, so that labels of characters are labels of tokens, and decoding gives back exactly
+the text that was encoded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _TOKEN = re.compile("|".join(re.escape(token) for token in (BOS, PAD, EOS)) + "|
 
 
 def split_tokens(text: str) -> list[str]:
-    """Cut text into token strings as the tokenizer does: special tokens whole, every other character by itself.
+    """Cut text into token strings as the tokenizer does: special tokens whole, every other character by
+    itself.
 
     Characters outside the vocabulary are kept as they are, so that no text is refused.
     """
@@ -36,14 +37,15 @@ def split_tokens(text: str) -> list[str]:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, as `AutoTokenizer.from_pretrained` loads it from a checkpoint folder.
 
-    It puts ``<bos>`` in front of every text (``add_special_tokens=False`` leaves it out), pads on the right, and
-    decodes without inserting spaces. Pad on the left for generation in batches: ``tokenizer.padding_side = "left"``.
-    Encoding a character outside the vocabulary raises the tokenizers library's own exception.
+    It puts ``<bos>`` in front of every text (``add_special_tokens=False`` leaves it out), pads on the right,
+    and decodes without inserting spaces. Pad on the left for generation in batches: ``tokenizer.padding_side
+    = "left"``. Encoding a character outside the vocabulary raises the tokenizers library's own exception.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # No unknown token: a character outside the vocabulary is refused instead of being encoded to something else.
+    # No unknown token: a character outside the vocabulary is refused instead of being encoded to something
+    # else.
     core = Tokenizer(models.WordLevel(vocab=dict(TOKEN_IDS), unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.post_processor = processors.TemplateProcessing(

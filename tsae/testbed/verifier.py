@@ -10,10 +10,12 @@ _FINAL = re.compile(r"#(\d)\Z")
 
 
 def given_answer(response_text: str) -> str | None:
-    """The digit after the last ``#``, if the response ends with it; None for a response without a final answer.
+    """The digit after the last ``#``, if the response ends with it; None for a response without a final
+    answer.
 
     Args:
-        response_text: the response with or without its special tokens. Text after the first ``<eos>`` is ignored.
+        response_text: the response with or without its special tokens. Text after the first ``<eos>`` is
+            ignored.
     """
     text = response_text.partition(EOS)[0].removeprefix(BOS)
     while text.endswith(PAD):
@@ -23,7 +25,8 @@ def given_answer(response_text: str) -> str | None:
 
 
 def verify(response_text: str, answer: str) -> bool:
-    """Whether a response ends in ``#`` and the right digit, and in nothing else; the way to it is not looked at.
+    """Whether a response ends in ``#`` and the right digit, and in nothing else; the way to it is not looked
+    at.
 
     A response that was cut off, that goes on after the answer, or that gives none is wrong.
     """
