@@ -1,0 +1,232 @@
+"""The activation store: a folder with ``manifest.json``, a copy of the rollouts, and HDF5 shards.
+
+::
+
+    acts/
+      manifest.json       sites, d_model, dtype, readers with their shards, hashes of what was read
+      rollouts.parquet    the Rollouts table that row ids refer to
+      base/00000.h5       one reader's shard: whole trajectories, no padding
+        /activations/<site>   (n_tokens, d_model) contiguous; float32, float16, or bfloat16 as uint16
+        /token_ids            (n_tokens,) int32
+        /offsets              (n_trajectories + 1,) int64
+        /trajectory           (n_trajectories,) int64, row ids into the rollouts
+
+Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest only once it is whole
+and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import h5py
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "tsae-activations"
+VERSION = 1
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
+
+TokenSpan = Literal["response", "prompt", "all"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Whole trajectories as one reader read them. Arrays are memory maps."""
+
+    path: Path
+    reader: str
+    dtype: str
+    token_ids: np.ndarray
+    """(n_tokens,) int32."""
+    offsets: np.ndarray
+    """(n_trajectories + 1,) int64: trajectory i has the tokens offsets[i]:offsets[i + 1]."""
+    trajectory: np.ndarray
+    """(n_trajectories,) row ids into the rollouts."""
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def raw(self, site: str) -> np.ndarray:
+        """(n_tokens, d_model) memory map in the stored dtype."""
+        return _mapped(self.path, f"activations/{site}")
+
+    def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
+        """(…, d_model) float32 rows of a site."""
+        return as_float32(self.raw(site)[index], self.dtype)
+
+    def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
+        """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
+        lengths = np.diff(self.offsets)
+        position = np.arange(self.n_tokens) - np.repeat(self.offsets[:-1], lengths)
+        in_prompt = position < np.repeat(rollouts.lengths("prompt_ids")[self.trajectory], lengths)
+        wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
+        return wanted & ~np.isin(self.token_ids, list(special_ids))
+
+
+class ActivationStore:
+    """Activations of (reader, trajectory, site), read through memory maps.
+
+    Args:
+        path: the folder that `tsae.capture` wrote.
+
+    Raises:
+        TsaeError: where there is no store, its capture did not finish, or a shard is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        if not self.manifest["complete"]:
+            raise TsaeError("its capture did not finish", where=self.path, fix="Run the same capture again; it goes on.")
+
+    def __repr__(self) -> str:
+        return f"ActivationStore({str(self.path)!r}: {', '.join(self.readers)} at {', '.join(self.sites)})"
+
+    @property
+    def sites(self) -> list[str]:
+        return list(self.manifest["sites"])
+
+    @property
+    def readers(self) -> list[str]:
+        """Reader ids, the base first."""
+        return [reader["id"] for reader in self.manifest["readers"]]
+
+    def reader_info(self, reader: str) -> Mapping[str, Any]:
+        """id, run, step and trained_on of a reader."""
+        for record in self.manifest["readers"]:
+            if record["id"] == reader:
+                return record
+        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where=self.path)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.manifest["special_ids"])
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        return Rollouts.read(self.path / "rollouts.parquet")
+
+    def d_model(self, site: str) -> int:
+        if site not in self.manifest["sites"]:
+            raise TsaeError(
+                f"no site {site!r}; there are {', '.join(self.sites)}", where=self.path, fix="Choose one of these sites."
+            )
+        return int(self.manifest["sites"][site]["d_model"])
+
+    def shards(self, reader: str | None = None) -> Iterator[Shard]:
+        """Shards in order, of one reader or of all."""
+        for record in self.manifest["readers"]:
+            if reader is None or record["id"] == reader:
+                for shard in record["shards"]:
+                    yield self._shard(record["id"], shard)
+
+    def _shard(self, reader: str, record: Mapping[str, Any]) -> Shard:
+        path = (self.path / record["file"]).resolve()
+        if not path.is_relative_to(self.path.resolve()):
+            raise TsaeError(
+                f"the shard path {record['file']!r} leaves the store", where=self.path / "manifest.json", fix="Capture again."
+            )
+        if not path.is_file():
+            raise TsaeError("a shard of the manifest is missing", where=path, fix="Delete the store and capture again.")
+        shard = Shard(
+            path=path,
+            reader=reader,
+            dtype=self.manifest["dtype"],
+            token_ids=_mapped(path, "token_ids"),
+            offsets=np.asarray(_mapped(path, "offsets")),
+            trajectory=np.asarray(_mapped(path, "trajectory")),
+        )
+        for site in self.sites:
+            expected, found = (record["n_tokens"], self.d_model(site)), shard.raw(site).shape
+            if found != expected:
+                raise TsaeError(f"{site} has shape {found}, expected {expected}", where=path, fix="Capture again.")
+        return shard
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store, finished or not."""
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise TsaeError(f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again.") from error
+    if not known:
+        raise TsaeError(
+            f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} version {VERSION}", where=file
+        )
+    return dict(manifest)
+
+
+def write_shard(
+    path: Path,
+    activations: Mapping[str, torch.Tensor],
+    dtype: str,
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    trajectory: np.ndarray,
+) -> None:
+    """Write one shard under a temporary name, flush it to disk, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    try:
+        with h5py.File(partial, "w", libver="latest") as file:
+            for site, tensor in activations.items():
+                dataset = file.create_dataset(f"activations/{site}", data=_as_stored(tensor, dtype))
+                dataset.attrs["dtype"] = dtype
+            file.create_dataset("token_ids", data=token_ids.astype(np.int32))
+            file.create_dataset("offsets", data=offsets.astype(np.int64))
+            file.create_dataset("trajectory", data=trajectory.astype(np.int64))
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
+    import torch
+
+    tensor = tensor.to(getattr(torch, dtype)).contiguous().cpu()
+    return np.asarray((tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy())
+
+
+def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Stored values as float32."""
+    if dtype == "bfloat16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(raw, dtype=np.float32)
+
+
+def _mapped(path: Path, name: str) -> np.ndarray:
+    """A contiguous dataset as a read-only memory map."""
+    try:
+        with h5py.File(path, "r") as file:
+            dataset = file[name]
+            offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
+    except (OSError, KeyError) as error:
+        raise TsaeError(
+            f"cannot read /{name} ({str(error).splitlines()[0]})", where=path, fix="Delete this store and capture again."
+        ) from error
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    if offset is None:
+        raise TsaeError(f"/{name} is not stored contiguously", where=path, fix="Capture again.")
+    return np.memmap(path, mode="r", dtype=dtype, offset=offset, shape=shape)

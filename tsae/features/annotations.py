@@ -1,0 +1,116 @@
+"""What features respond to: classes of tokens, from an annotator or from token identity.
+
+An annotator is a plain function (prompt, response tokens) -> one class per response token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.features.table import FeatureTable
+
+Annotator = Callable[[str, Sequence[str]], Sequence[str]]
+"""(prompt text, response tokens as strings) -> class of each response token."""
+
+PROMPT_CLASS, SPECIAL_CLASS = "prompt", "special"
+_MIN_TOKENS = 20  # A class with fewer tokens cannot be what a feature responds to.
+
+
+@dataclass(frozen=True)
+class TokenClasses:
+    """A class for every token of a FeatureTable."""
+
+    names: list[str]
+    code: np.ndarray
+    """(n_tokens,) index into names."""
+
+
+def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings: Sequence[str]) -> TokenClasses:
+    """Apply an annotator to every trajectory; prompt tokens and special tokens get classes of their own.
+
+    Args:
+        features: the table.
+        annotator: called once a trajectory.
+        token_strings: text of every token id.
+    """
+    names: dict[str, int] = {PROMPT_CLASS: 0, SPECIAL_CLASS: 1}
+    by_trajectory: dict[int, np.ndarray] = {}
+    prompts = features.rollouts.table["prompt"].to_pylist()
+    prompt_lengths = features.rollouts.lengths("prompt_ids")
+    code = np.zeros(len(features.token_ids), dtype=np.int32)
+    for row, trajectory in enumerate(features.trajectory.tolist()):
+        start, stop = features.row_offsets[row] + prompt_lengths[trajectory], features.row_offsets[row + 1]
+        if trajectory not in by_trajectory:
+            tokens = [token_strings[i] for i in features.token_ids[start:stop]]
+            classes = annotator(prompts[trajectory] or "", tokens)
+            by_trajectory[trajectory] = np.array([names.setdefault(c, len(names)) for c in classes], dtype=np.int32)
+        code[start:stop] = by_trajectory[trajectory]
+    code[np.isin(features.token_ids, features.info["special_ids"])] = 1
+    return TokenClasses(list(names), code)
+
+
+def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
+    """For every feature the class on whose tokens it is most active.
+
+    The class is the one with the largest mean activation among classes with at least 20 tokens; special tokens do not
+    count. Activation is descriptive: a class that a feature responds to is not thereby what it does.
+
+    Returns:
+        indexed by feature: responds_to, lift (mean activation in the class / over all counted tokens), share (of the
+        feature's summed activation that falls on the class), n_tokens (active, counted).
+    """
+    counted = classes.code != classes.names.index(SPECIAL_CLASS)
+    tokens = np.flatnonzero(counted)
+    n_classes, n = len(classes.names), len(classes.code)
+    membership = sp.csr_array((np.ones(len(tokens), np.float32), (classes.code[tokens], tokens)), shape=(n_classes, n))
+    sums = np.asarray((membership @ features.codes).todense(), dtype=np.float64)  # (n_classes, n_features)
+    sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
+    means = np.where(sizes[:, None] >= _MIN_TOKENS, sums / np.maximum(sizes, 1)[:, None], -1.0)
+    best = means.argmax(0)
+    total = sums.sum(0)
+    column = np.arange(features.n_features)
+    active = np.asarray((membership @ features.codes.astype(bool).astype(np.float32)).sum(0)).ravel()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        lift = means[best, column] / (total / sizes.sum())
+        share = sums[best, column] / total
+    table = pd.DataFrame(
+        {
+            "responds_to": np.where(total > 0, np.array(classes.names, dtype=object)[best], "never active"),
+            "lift": lift,
+            "share": share,
+            "n_tokens": active.astype(np.int64),
+        },
+        index=pd.RangeIndex(features.n_features, name="feature"),
+    )
+    table.loc[total == 0, ["lift", "share"]] = 0.0
+    return table
+
+
+def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5) -> pd.DataFrame:
+    """For every feature the tokens that carry most of its activation.
+
+    Returns:
+        indexed by feature: top_tokens (the strings, most activation first), top_token_share (of the feature's summed
+        activation that falls on the first; near 1 means that the feature may be lexical).
+    """
+    mask = features.span_mask("all")
+    tokens = np.flatnonzero(mask)
+    ids, token_code = np.unique(features.token_ids[tokens], return_inverse=True)
+    shape = (len(ids), len(features.token_ids))
+    membership = sp.csr_array((np.ones(len(tokens), np.float32), (token_code, tokens)), shape=shape)
+    sums = sp.csc_array(membership @ features.codes)
+    names, shares = [], []
+    for feature in range(features.n_features):
+        column = slice(sums.indptr[feature], sums.indptr[feature + 1])
+        values, which = sums.data[column], sums.indices[column]
+        order = np.argsort(-values, kind="stable")[:n]
+        names.append([token_strings[ids[i]] for i in which[order]])
+        shares.append(float(values[order[0]] / values.sum()) if len(order) else 0.0)
+    return pd.DataFrame(
+        {"top_tokens": names, "top_token_share": shares}, index=pd.RangeIndex(features.n_features, name="feature")
+    )

@@ -1,0 +1,120 @@
+"""Encoding: the SAE's codes of every stored token, and how well the SAE reconstructs every reader."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from tsae.activations.store import ActivationStore, Shard
+from tsae.features.table import FeatureTable
+from tsae.provenance import write_run
+from tsae.sae.evaluation import check_fits
+from tsae.sae.model import TemporalSAE
+
+
+def encode(
+    sae: TemporalSAE | str | Path,
+    store: ActivationStore | str | Path,
+    *,
+    to: str | Path | None = None,
+    batch_tokens: int = 8192,
+    progress: bool = True,
+) -> FeatureTable:
+    """Sparse codes of everything in a store.
+
+    Args:
+        sae: or its folder.
+        store: or its folder.
+        to: folder to save the table in; None keeps it in memory.
+        batch_tokens: tokens encoded at once.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where the SAE was made for another site or d_model.
+    """
+    from tqdm.auto import tqdm
+
+    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    check_fits(sae, store)
+    limit = float(sae.training_info.get("norms", {}).get("limit", np.inf))
+    parts: list[sp.csr_array] = []
+    token_ids, lengths, readers, trajectories = [], [], [], []
+    records: list[dict[str, Any]] = []
+    total = sum(shard.n_tokens for shard in store.shards())
+    with tqdm(total=total, desc="encode", unit="token", unit_scale=True, disable=not progress) as bar:
+        for number, reader in enumerate(store.readers):
+            quality = _Reconstruction(sae.d_model, limit)
+            for shard in store.shards(reader):
+                for low in range(0, shard.n_tokens, batch_tokens):
+                    index = slice(low, min(low + batch_tokens, shard.n_tokens))
+                    parts.append(_encode_batch(sae, shard, index, store, quality))
+                    bar.update(index.stop - index.start)
+                token_ids.append(np.asarray(shard.token_ids))
+                lengths.append(np.diff(shard.offsets))
+                readers.append(np.full(len(shard.trajectory), number, dtype=np.int32))
+                trajectories.append(shard.trajectory)
+            info = store.reader_info(reader)
+            records.append({**{k: info[k] for k in ("id", "run", "step", "trained_on")}, **quality.summary()})
+    table = FeatureTable(
+        codes=sp.csr_array(sp.vstack(parts, format="csr")),
+        token_ids=np.concatenate(token_ids),
+        row_offsets=np.concatenate([[0], np.concatenate(lengths).cumsum()]),
+        reader=np.concatenate(readers),
+        trajectory=np.concatenate(trajectories),
+        rollouts=store.rollouts,
+        info={
+            "sae": {**asdict(sae.config), "d_high": sae.config.d_high, "d_model": sae.d_model, "site": sae.site},
+            "readers": records,
+            "special_ids": sorted(store.special_ids),
+        },
+    )
+    if to is not None:
+        table.save(to)
+        write_run(to, "encode", sae.config, {"rollouts": store.manifest["rollouts"], "site": sae.site})
+    return table
+
+
+class _Reconstruction:
+    """FVE and L0 of one reader over its non-special tokens below the outlier limit."""
+
+    def __init__(self, d_model: int, limit: float) -> None:
+        self.limit = limit
+        self.n, self.active, self.error, self.square = 0, 0, 0.0, 0.0
+        self.total = torch.zeros(d_model, dtype=torch.float64)
+
+    def add(self, x: torch.Tensor, x_hat: torch.Tensor, codes: torch.Tensor, counted: torch.Tensor) -> None:
+        counted = counted & (x.norm(dim=1) <= self.limit)
+        x, x_hat = x[counted].double(), x_hat[counted].double()
+        self.n += len(x)
+        self.active += int((codes[counted] > 0).sum())
+        self.error += (x - x_hat).pow(2).sum().item()
+        self.square += x.pow(2).sum().item()
+        self.total += x.sum(0)
+
+    def summary(self) -> dict[str, float | int | None]:
+        if self.n == 0:
+            return {"n_tokens": 0, "fve": None, "l0": None}
+        variance = self.square - self.total.pow(2).sum().item() / self.n
+        return {"n_tokens": self.n, "fve": 1 - self.error / max(variance, 1e-12), "l0": self.active / self.n}
+
+
+@torch.no_grad()
+def _encode_batch(
+    sae: TemporalSAE, shard: Shard, index: slice, store: ActivationStore, quality: _Reconstruction
+) -> sp.csr_array:
+    x = torch.from_numpy(shard.read(sae.site, index))
+    codes = sae.encode(x.to(sae.W_dec.device))
+    special = np.isin(shard.token_ids[index], list(store.special_ids))
+    quality.add(x, sae.decode(codes).cpu(), codes.cpu(), torch.from_numpy(~special))
+    codes = codes.cpu()
+    row, column = codes.nonzero(as_tuple=True)
+    offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
+    return sp.csr_array(
+        (codes[row, column].numpy(), column.numpy().astype(np.int32), offsets), shape=(len(codes), sae.config.d_sae)
+    )

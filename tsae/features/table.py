@@ -1,0 +1,145 @@
+"""The FeatureTable: sparse codes of (reader, trajectory), a row a pair.
+
+One folder::
+
+    features/
+      features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
+                         /token_ids (n_tokens,), /row_offsets (n_rows + 1,), /reader (n_rows,), /trajectory (n_rows,)
+      features.json      SAE, readers with their reconstruction, special ids
+      rollouts.parquet   the Rollouts table that /trajectory refers to
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import scipy.sparse as sp
+
+from tsae.activations.store import TokenSpan
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+from tsae.rollouts.table import Rollouts
+
+_ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory")
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """Sparse codes of every token that every reader read."""
+
+    codes: sp.csr_array
+    """(n_tokens, d_sae) float32, non-negative."""
+    token_ids: np.ndarray
+    """(n_tokens,) int32."""
+    row_offsets: np.ndarray
+    """(n_rows + 1,): row i has the tokens row_offsets[i]:row_offsets[i + 1], prompt and response."""
+    reader: np.ndarray
+    """(n_rows,) index into `readers`."""
+    trajectory: np.ndarray
+    """(n_rows,) row ids into `rollouts`."""
+    rollouts: Rollouts
+    info: dict[str, Any] = field(default_factory=dict)
+    """sae (config, site), readers (id, run, step, trained_on, reconstruction), special_ids."""
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.trajectory)
+
+    @property
+    def n_features(self) -> int:
+        return int(self.codes.shape[1])
+
+    @property
+    def readers(self) -> list[str]:
+        """Reader ids, the base first."""
+        return [reader["id"] for reader in self.info["readers"]]
+
+    @property
+    def d_high(self) -> int:
+        """Features below this index are high-level."""
+        return int(self.info["sae"]["d_high"])
+
+    def __repr__(self) -> str:
+        return (
+            f"FeatureTable({self.n_rows:,} rows (reader, trajectory), {self.codes.shape[0]:,} tokens, "
+            f"{self.n_features:,} features, {self.codes.nnz:,} active; readers: {', '.join(self.readers)})"
+        )
+
+    def reader_info(self, reader: str) -> Mapping[str, Any]:
+        for record in self.info["readers"]:
+            if record["id"] == reader:
+                return record
+        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where="features")
+
+    @cached_property
+    def row_of_token(self) -> np.ndarray:
+        """(n_tokens,) row of each token."""
+        return np.repeat(np.arange(self.n_rows), np.diff(self.row_offsets))
+
+    def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
+        """(n_tokens,) bool: tokens of the response, the prompt or both; special tokens never count."""
+        position = np.arange(len(self.token_ids)) - self.row_offsets[self.row_of_token]
+        in_prompt = position < self.rollouts.lengths("prompt_ids")[self.trajectory][self.row_of_token]
+        wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
+        return wanted & ~np.isin(self.token_ids, self.info["special_ids"])
+
+    def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
+        """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""
+        mask = self.span_mask(span)
+        tokens, rows = np.flatnonzero(mask), self.row_of_token[mask]
+        counts = np.bincount(rows, minlength=self.n_rows)
+        weights = sp.csr_array(
+            ((1 / counts[rows]).astype(np.float32), (rows, tokens)), shape=(self.n_rows, len(self.token_ids))
+        )
+        return sp.csr_array(weights @ self.codes)
+
+    def rows(self, *, reader: str, policy: str | None = None) -> np.ndarray:
+        """Rows of a reader, over the trajectories of one policy or of all."""
+        mask = self.reader == self.readers.index(self.reader_info(reader)["id"])
+        if policy is not None:
+            mask &= np.array(self.rollouts.table["policy"].to_pylist())[self.trajectory] == policy
+        return np.flatnonzero(mask)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the folder; features.json comes last, so that a half-written table is not read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "features.json").unlink(missing_ok=True)
+        self.rollouts.write(folder / "rollouts.parquet")
+        arrays = {
+            "indices": self.codes.indices.astype(np.int32),
+            "values": self.codes.data.astype(np.float32),
+            "offsets": self.codes.indptr.astype(np.int64),
+            **{name: getattr(self, name) for name in _ARRAYS[3:]},
+        }
+        with h5py.File(folder / "features.h5", "w", libver="latest") as file:
+            for name, array in arrays.items():
+                file.create_dataset(name, data=array)
+        write_json(folder / "features.json", {**self.info, "n_features": self.n_features})
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> FeatureTable:
+        """Read a folder that `save` wrote."""
+        folder = Path(folder)
+        for name in ("features.json", "features.h5", "rollouts.parquet"):
+            if not (folder / name).is_file():
+                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
+        info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+        try:
+            with h5py.File(folder / "features.h5", "r") as file:
+                arrays = {name: file[name][()] for name in _ARRAYS}
+        except (OSError, KeyError) as error:
+            raise TsaeError(
+                f"features.h5 cannot be read ({str(error).splitlines()[0]})", where=folder, fix="Encode again."
+            ) from error
+        shape = (len(arrays["token_ids"]), info.pop("n_features"))
+        codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
+        return cls(codes=codes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info, **arrays)

@@ -1,0 +1,94 @@
+"""Config of a temporal SAE and of its training. Imports nothing heavy: the CLI builds its options from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class SAEConfig:
+    """What the T-SAE is and what it is trained for (Bhalla et al., arXiv 2511.05541)."""
+
+    d_sae: int = 4096
+    """Width of the dictionary: number of latents."""
+    k: int = 20
+    """Latents active per token, on average over a batch (BatchTopK)."""
+    high_share: float = 0.2
+    """Share of the latents in the high-level group, which comes first; the paper's is 20 %."""
+    temporal_weight: float = 1.0
+    """Weight α of the InfoNCE term between high-level codes of adjacent tokens; 0 gives a plain Matryoshka SAE."""
+    temperature: float = 1.0
+    """Divides the cosine similarities in the InfoNCE term; the paper's is 1."""
+    aux_weight: float = 1 / 32
+    """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093)."""
+    dead_after_tokens: int | None = None
+    """A latent that did not fire for this many tokens is dead; by default a tenth of the training, at most 10 M."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.d_sae < 2:
+            raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="SAEConfig")
+        if self.k > self.d_sae:
+            raise TsaeError(f"k={self.k} exceeds d_sae={self.d_sae}", where="SAEConfig", fix="Lower k or widen d_sae.")
+        if not 0 < self.high_share < 1 or not 0 < self.d_high < self.d_sae:
+            raise TsaeError(
+                f"high_share={self.high_share} of d_sae={self.d_sae} leaves a group empty",
+                where="SAEConfig",
+                fix="Choose a share between 0 and 1.",
+            )
+        if self.temporal_weight < 0 or self.aux_weight < 0 or self.temperature <= 0:
+            raise TsaeError(
+                f"temporal_weight={self.temporal_weight}, aux_weight={self.aux_weight} must be at least 0, "
+                f"temperature={self.temperature} above 0",
+                where="SAEConfig",
+            )
+
+    @property
+    def d_high(self) -> int:
+        """Number of high-level latents, the first ones."""
+        return round(self.high_share * self.d_sae)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a T-SAE is trained on a store."""
+
+    site: str | None = None
+    """TransformerLens name; by default the store's only site."""
+    tokens: int = 2_000_000
+    """Tokens to train on; the store is read again in another order when it has fewer."""
+    batch_tokens: int = 2048
+    """Tokens of one step."""
+    window: int = 8
+    """Adjacent tokens read together; each gives up to window − 1 pairs."""
+    span: Literal["response", "prompt", "all"] = "all"
+    """Which tokens count; special tokens never do."""
+    max_norm: float = 10.0
+    """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
+    learning_rate: float | None = None
+    """Adam's; by default 2e-4 · sqrt(16384 / d_sae), the scaling of Gao et al."""
+    warmup_share: float = 0.05
+    """Share of the steps over which the learning rate rises linearly."""
+    decay_share: float = 0.2
+    """Share of the steps, at the end, over which it falls linearly to 0."""
+    seed: int = 0
+    """Of the initial weights and the order of the data."""
+    device: str = "cpu"
+    """A torch device."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < self.batch_tokens:
+            raise TsaeError(
+                f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}", where="TrainingConfig"
+            )
+        if self.batch_tokens < 2 * self.window or self.window < 2:
+            raise TsaeError(
+                f"batch_tokens={self.batch_tokens} must hold at least two windows of window={self.window} >= 2 tokens",
+                where="TrainingConfig",
+            )
+        if not 0 <= self.warmup_share + self.decay_share <= 1 or min(self.warmup_share, self.decay_share) < 0:
+            raise TsaeError(
+                f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1", where="TrainingConfig"
+            )

@@ -1,0 +1,129 @@
+"""The temporal sparse autoencoder.
+
+    pre = (x − b_dec) W_enc + b_enc                      (n_tokens, d_sae)
+    training:   f = BatchTopK(ReLU(pre)):  the k · n_tokens largest of the batch are kept
+    inference:  f = pre · 1[pre > threshold]
+    x̂_high = f[:, :d_high] W_dec[:d_high] + b_dec,   x̂ = f W_dec + b_dec
+
+Rows of W_dec have unit norm. The first d_high latents are high-level, the others low-level.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+from tsae.sae.config import SAEConfig
+
+FORMAT = "tsae-temporal-sae"
+
+
+class TemporalSAE(torch.nn.Module):
+    """A two-group Matryoshka BatchTopK SAE whose high-level codes are trained to be alike on adjacent tokens.
+
+    Args:
+        d_model: width of the residual stream.
+        config: of the SAE.
+        site: where its activations come from.
+        training: metadata of its training, saved beside the weights.
+    """
+
+    def __init__(
+        self, d_model: int, config: SAEConfig, *, site: str = "", training: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.d_model, self.config, self.site = d_model, config, site
+        self.training_info = training or {}
+        self.W_enc = torch.nn.Parameter(torch.zeros(d_model, config.d_sae))
+        self.b_enc = torch.nn.Parameter(torch.zeros(config.d_sae))
+        self.W_dec = torch.nn.Parameter(torch.zeros(config.d_sae, d_model))
+        self.b_dec = torch.nn.Parameter(torch.zeros(d_model))
+        self.threshold: torch.Tensor
+        self.register_buffer("threshold", torch.zeros(()))
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"TemporalSAE(d_model={self.d_model}, d_sae={c.d_sae}, k={c.k}, d_high={c.d_high}, site={self.site!r})"
+
+    @torch.no_grad()
+    def initialize(self, mean: torch.Tensor, generator: torch.Generator) -> None:
+        """Random unit decoder rows, the encoder their transpose, and the data's mean as decoder bias."""
+        rows = torch.randn(self.config.d_sae, self.d_model, generator=generator)
+        self.W_dec.copy_(rows / rows.norm(dim=1, keepdim=True))
+        self.W_enc.copy_(self.W_dec.T)
+        self.b_enc.zero_()
+        self.b_dec.copy_(mean)
+
+    def preactivations(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) -> (n, d_sae) ReLU of the encoder, before any selection."""
+        return torch.relu(torch.addmm(self.b_enc - self.b_dec @ self.W_enc, x, self.W_enc))
+
+    @torch.no_grad()
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) -> (n, d_sae) codes at inference, in the units of x."""
+        pre = self.preactivations(x)
+        return pre * (pre > self.threshold)
+
+    def encode_high(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) -> (n, d_high) codes of the high-level latents."""
+        return self.encode(x)[:, : self.config.d_high]
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """(n, d_sae) -> (n, d_model)."""
+        return codes @ self.W_dec + self.b_dec
+
+    @torch.no_grad()
+    def fold_scale(self, scale: float) -> None:
+        """Make an SAE of scale · x one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
+        self.b_enc.div_(scale)
+        self.b_dec.div_(scale)
+        self.threshold.div_(scale)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write sae.safetensors, config.json and training.json."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "training.json", self.training_info)
+        config = {"format": FORMAT, "d_model": self.d_model, "site": self.site, "sae": asdict(self.config)}
+        write_json(folder / "config.json", config)
+        partial = folder / "sae.safetensors.tmp"
+        save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, partial)
+        partial.replace(folder / "sae.safetensors")
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
+        """Read a folder that `save` wrote.
+
+        Raises:
+            TsaeError: where a file is missing, damaged, or weights and config disagree.
+        """
+        folder = Path(folder)
+        for name in ("config.json", "sae.safetensors"):
+            if not (folder / name).is_file():
+                raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
+        try:
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
+            info = json.loads((folder / "training.json").read_text()) if (folder / "training.json").is_file() else {}
+            sae = cls(content["d_model"], SAEConfig(**content["sae"]), site=content["site"], training=info)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise TsaeError(f"config.json is not an SAE's ({error})", where=folder) from error
+        try:
+            sae.load_state_dict(load_file(folder / "sae.safetensors"))
+        except (RuntimeError, SafetensorError) as error:
+            raise TsaeError(
+                f"sae.safetensors does not fit config.json ({str(error).splitlines()[-1].strip()})",
+                where=folder,
+                fix="Train it again.",
+            ) from error
+        return sae.to(device).eval()
