@@ -148,9 +148,7 @@ def capture(
                     file = f"{checkpoint.id}/{number:05d}.h5"
                     token_ids, offsets, found = _read_shard(reader, checkpoint, rollouts, rows, dtype, config, bar)
                     write_shard(to / file, found, dtype, token_ids, offsets, rows)
-                    record["shards"].append(
-                        {"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)}
-                    )
+                    record["shards"].append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
                     write_json(to / "manifest.json", manifest)
         write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "series": series.name})
         write_json(to / "manifest.json", {**manifest, "complete": True})
@@ -207,7 +205,13 @@ def _reader(checkpoint: Checkpoint, sites: list[str], config: CaptureConfig) -> 
 
 
 def _read_shard(
-    reader: Any, checkpoint: Checkpoint, rollouts: Rollouts, rows: np.ndarray, dtype: str, config: CaptureConfig, bar: Any
+    reader: Any,
+    checkpoint: Checkpoint,
+    rollouts: Rollouts,
+    rows: np.ndarray,
+    dtype: str,
+    config: CaptureConfig,
+    bar: Any,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
     """(token_ids, offsets, {site: (n_tokens, d_model)}) of one shard."""
     import torch

@@ -91,7 +91,9 @@ class ActivationStore:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
-            raise TsaeError("its capture did not finish", where=self.path, fix="Run the same capture again; it goes on.")
+            raise TsaeError(
+                "its capture did not finish", where=self.path, fix="Run the same capture again; it goes on."
+            )
 
     def __repr__(self) -> str:
         return f"ActivationStore({str(self.path)!r}: {', '.join(self.readers)} at {', '.join(self.sites)})"
@@ -123,7 +125,9 @@ class ActivationStore:
     def d_model(self, site: str) -> int:
         if site not in self.manifest["sites"]:
             raise TsaeError(
-                f"no site {site!r}; there are {', '.join(self.sites)}", where=self.path, fix="Choose one of these sites."
+                f"no site {site!r}; there are {', '.join(self.sites)}",
+                where=self.path,
+                fix="Choose one of these sites.",
             )
         return int(self.manifest["sites"][site]["d_model"])
 
@@ -138,7 +142,9 @@ class ActivationStore:
         path = (self.path / record["file"]).resolve()
         if not path.is_relative_to(self.path.resolve()):
             raise TsaeError(
-                f"the shard path {record['file']!r} leaves the store", where=self.path / "manifest.json", fix="Capture again."
+                f"the shard path {record['file']!r} leaves the store",
+                where=self.path / "manifest.json",
+                fix="Capture again.",
             )
         if not path.is_file():
             raise TsaeError("a shard of the manifest is missing", where=path, fix="Delete the store and capture again.")
@@ -166,10 +172,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise TsaeError(f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again.") from error
+        raise TsaeError(
+            f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again."
+        ) from error
     if not known:
         raise TsaeError(
-            f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} version {VERSION}", where=file
+            f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} version {VERSION}",
+            where=file,
         )
     return dict(manifest)
 
@@ -209,10 +218,11 @@ def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored values as float32."""
+    """Stored values as a writable float32 array."""
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
-    return np.asarray(raw, dtype=np.float32)
+    values = np.asarray(raw, dtype=np.float32)
+    return values if values.flags.writeable else values.copy()
 
 
 def _mapped(path: Path, name: str) -> np.ndarray:
@@ -223,7 +233,9 @@ def _mapped(path: Path, name: str) -> np.ndarray:
             offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
     except (OSError, KeyError) as error:
         raise TsaeError(
-            f"cannot read /{name} ({str(error).splitlines()[0]})", where=path, fix="Delete this store and capture again."
+            f"cannot read /{name} ({str(error).splitlines()[0]})",
+            where=path,
+            fix="Delete this store and capture again.",
         ) from error
     if 0 in shape:
         return np.empty(shape, dtype)

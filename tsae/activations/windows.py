@@ -92,8 +92,13 @@ class Windows:
 
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
         rng = np.random.default_rng(self.seed)
-        per_token = np.repeat(self.segments[:, 1] - np.cumsum(self.segments[:, 2]) + self.segments[:, 2], self.segments[:, 2])
-        shard, position = np.repeat(self.segments[:, 0], self.segments[:, 2]), per_token + np.arange(self.n_tokens)
+        per_token = np.repeat(
+            self.segments[:, 1] - np.cumsum(self.segments[:, 2]) + self.segments[:, 2], self.segments[:, 2]
+        )
+        shard, position = (
+            np.repeat(self.segments[:, 0], self.segments[:, 2]),
+            per_token + np.arange(self.n_tokens),
+        )
         picked = np.sort(rng.choice(self.n_tokens, min(sample, self.n_tokens), replace=False))
         x = self._gather(shard[picked], position[picked])
         norm = np.linalg.norm(x, axis=1)

@@ -24,7 +24,9 @@ Intervention = Callable[[torch.Tensor], torch.Tensor]
 class TransformerLensReader:
     """Reads, and on request rewrites, residual streams through a TransformerBridge."""
 
-    def __init__(self, checkpoint: Checkpoint, sites: Sequence[str], *, device: str = "cpu", dtype: str = "auto") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, sites: Sequence[str], *, device: str = "cpu", dtype: str = "auto"
+    ) -> None:
         from transformer_lens.model_bridge import TransformerBridge
 
         model = checkpoint.load_model(device=device, dtype=dtype, attention="eager")

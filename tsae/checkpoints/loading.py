@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from tsae.checkpoints.series import Checkpoint
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -90,7 +97,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(**_source(checkpoint))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise TsaeError(f"cannot load its tokenizer ({_first_line(error)})", where=path) from error
-    if len(tokenizer) < 2 or not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
+    if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise TsaeError(
             f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing",
             where=path,
@@ -137,8 +144,15 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
             import gguf  # noqa: F401
         except ImportError as error:
             raise TsaeError("reading GGUF needs gguf", where=path, fix="pip install 'tsae[smollm]'") from error
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
-    source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "local_files_only": path.exists()}
+        return {
+            "pretrained_model_name_or_path": str(path.parent),
+            "gguf_file": path.name,
+            "local_files_only": True,
+        }
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": checkpoint.path,
+        "local_files_only": path.exists(),
+    }
     if checkpoint.revision is not None:
         source["revision"] = checkpoint.revision
     if checkpoint.subfolder is not None:

@@ -112,5 +112,6 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
         names.append([token_strings[ids[i]] for i in which[order]])
         shares.append(float(values[order[0]] / values.sum()) if len(order) else 0.0)
     return pd.DataFrame(
-        {"top_tokens": names, "top_token_share": shares}, index=pd.RangeIndex(features.n_features, name="feature")
+        {"top_tokens": names, "top_token_share": shares},
+        index=pd.RangeIndex(features.n_features, name="feature"),
     )

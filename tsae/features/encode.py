@@ -69,7 +69,12 @@ def encode(
         trajectory=np.concatenate(trajectories),
         rollouts=store.rollouts,
         info={
-            "sae": {**asdict(sae.config), "d_high": sae.config.d_high, "d_model": sae.d_model, "site": sae.site},
+            "sae": {
+                **asdict(sae.config),
+                "d_high": sae.config.d_high,
+                "d_model": sae.d_model,
+                "site": sae.site,
+            },
             "readers": records,
             "special_ids": sorted(store.special_ids),
         },
@@ -116,5 +121,6 @@ def _encode_batch(
     row, column = codes.nonzero(as_tuple=True)
     offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
     return sp.csr_array(
-        (codes[row, column].numpy(), column.numpy().astype(np.int32), offsets), shape=(len(codes), sae.config.d_sae)
+        (codes[row, column].numpy(), column.numpy().astype(np.int32), offsets),
+        shape=(len(codes), sae.config.d_sae),
     )

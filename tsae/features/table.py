@@ -138,7 +138,9 @@ class FeatureTable:
                 arrays = {name: file[name][()] for name in _ARRAYS}
         except (OSError, KeyError) as error:
             raise TsaeError(
-                f"features.h5 cannot be read ({str(error).splitlines()[0]})", where=folder, fix="Encode again."
+                f"features.h5 cannot be read ({str(error).splitlines()[0]})",
+                where=folder,
+                fix="Encode again.",
             ) from error
         shape = (len(arrays["token_ids"]), info.pop("n_features"))
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)

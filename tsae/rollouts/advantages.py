@@ -53,7 +53,9 @@ def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"]
     rewards = rollouts.table["reward"]
     if rewards.null_count:
         raise TsaeError(
-            f"{rewards.null_count} trajectories have no reward", where="rollouts", fix="Fill rewards, or drop the rows."
+            f"{rewards.null_count} trajectories have no reward",
+            where="rollouts",
+            fix="Fill rewards, or drop the rows.",
         )
     frame = rollouts.frame
     groups = (frame.policy + "\0" + frame.problem_id).to_numpy()

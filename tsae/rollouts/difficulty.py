@@ -99,7 +99,9 @@ def with_bands(
     """
     cutoffs = cutoffs or BandCutoffs()
     rates = pass_rates(measured_on or rollouts, reference)
-    rates["band"] = np.select([rates.pass_rate >= cutoffs.easy, rates.pass_rate <= cutoffs.hard], ["easy", "hard"], "medium")
+    rates["band"] = np.select(
+        [rates.pass_rate >= cutoffs.easy, rates.pass_rate <= cutoffs.hard], ["easy", "hard"], "medium"
+    )
     ids = pd.Index(rollouts.table["problem_id"].to_pylist())
     unmeasured = ids.difference(rates.index)
     if len(unmeasured):
@@ -127,5 +129,8 @@ def with_bands(
         ("pass_rate_high", "high"),
     ):
         rollouts = rollouts.with_column(column, rows[source].to_numpy())
-    info = {**rollouts.info, "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None}}
+    info = {
+        **rollouts.info,
+        "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None},
+    }
     return Rollouts(rollouts.table, info)

@@ -140,7 +140,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(line.decode("utf-8"))
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise TsaeError(f"not a line of JSON in UTF-8 ({error})", where=where, fix="Correct that line.") from error
+                raise TsaeError(
+                    f"not a line of JSON in UTF-8 ({error})", where=where, fix="Correct that line."
+                ) from error
             if not isinstance(row, dict):
-                raise TsaeError(f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line.")
+                raise TsaeError(
+                    f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line."
+                )
             yield where, row

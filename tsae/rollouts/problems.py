@@ -60,7 +60,9 @@ def read_problems(path: str | Path) -> list[Problem]:
                     fix="Correct that line.",
                 ) from error
             if problem.id in seen:
-                raise TsaeError(f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique.")
+                raise TsaeError(
+                    f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique."
+                )
             seen.add(problem.id)
             problems.append(problem)
     if not problems:

@@ -52,11 +52,15 @@ def encode_prompt(
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if prompt_format == "chat" and not has_template:
         raise TsaeError(
-            "the tokenizer has no chat template", where="prompt_format", fix='Use prompt_format="plain" instead of "chat".'
+            "the tokenizer has no chat template",
+            where="prompt_format",
+            fix='Use prompt_format="plain" instead of "chat".',
         )
     if prompt_format == "plain" or not has_template:
         return list(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
     # The template writes its own special tokens.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -96,7 +100,9 @@ def sample(
     _check_lengths(model, prompts, problems, config.max_new_tokens)
 
     # Short prompts with short ones, so that little is padded.
-    requests = [(i, s) for i in sorted(range(len(problems)), key=lambda i: len(prompts[i])) for s in range(config.n_samples)]
+    requests = [
+        (i, s) for i in sorted(range(len(problems)), key=lambda i: len(prompts[i])) for s in range(config.n_samples)
+    ]
     responses: dict[tuple[int, int], list[int]] = {}
     with tqdm(total=len(requests), desc=f"sampling {checkpoint.id}", unit="response", disable=not progress) as bar:
         for start in range(0, len(requests), config.batch_size):
@@ -107,7 +113,10 @@ def sample(
             for row, (i, _) in enumerate(batch):
                 ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
                 mask[row, width - len(prompts[i]) :] = 1
-            with torch.random.fork_rng(devices=[config.device] if config.device != "cpu" else []), torch.no_grad():
+            with (
+                torch.random.fork_rng(devices=[config.device] if config.device != "cpu" else []),
+                torch.no_grad(),
+            ):
                 torch.manual_seed(config.seed * 1_000_003 + start)
                 output = model.generate(
                     input_ids=ids.to(config.device),

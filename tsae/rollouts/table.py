@@ -239,7 +239,8 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
                 columns[field.name] = table[field.name].cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise TsaeError(
-                    f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})", where=where
+                    f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})",
+                    where=where,
                 ) from error
         else:
             columns[field.name] = pa.nulls(n, field.type)
@@ -253,7 +254,9 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
         unknown = set(columns[name].unique().to_pylist()) - {*allowed, None}
         if unknown:
             raise TsaeError(
-                f"{name} {sorted(unknown)[0]!r} is none of {', '.join(allowed)}", where=where, fix=f"Correct {name}."
+                f"{name} {sorted(unknown)[0]!r} is none of {', '.join(allowed)}",
+                where=where,
+                fix=f"Correct {name}.",
             )
     checked = pa.table(columns)
     for name in ("prompt_ids", "response_ids"):

@@ -90,5 +90,6 @@ class TrainingConfig:
             )
         if not 0 <= self.warmup_share + self.decay_share <= 1 or min(self.warmup_share, self.decay_share) < 0:
             raise TsaeError(
-                f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1", where="TrainingConfig"
+                f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1",
+                where="TrainingConfig",
             )

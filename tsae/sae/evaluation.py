@@ -98,7 +98,9 @@ def evaluate(
         segments = segments[np.isin(segments[:, 0], chosen)]
     segments = segments[segments[:, 2] >= 2][:max_trajectories]
     if not len(segments):
-        raise TsaeError("no trajectories to measure on", where=store.path, fix="Measure on all problems (held_out=None).")
+        raise TsaeError(
+            "no trajectories to measure on", where=store.path, fix="Measure on all problems (held_out=None)."
+        )
 
     d_high, device = sae.config.d_high, sae.W_dec.device
     n = 0

@@ -66,7 +66,13 @@ def train(
         config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 10, training.batch_tokens)))
     trainer = _Trainer(windows, config, training, n_steps, site)
     metrics: list[dict[str, float]] = []
-    with tqdm(total=n_steps * training.batch_tokens, desc="train", unit="token", unit_scale=True, disable=not progress) as bar:
+    with tqdm(
+        total=n_steps * training.batch_tokens,
+        desc="train",
+        unit="token",
+        unit_scale=True,
+        disable=not progress,
+    ) as bar:
         for step, batch in enumerate(_batches(windows, training.batch_tokens, n_steps)):
             row = trainer.step(step, batch)
             bar.update(training.batch_tokens)
@@ -76,7 +82,11 @@ def train(
     model = trainer.finish()
     model.training_info = {
         "training": asdict(training),
-        "store": {"rollouts": store.manifest["rollouts"], "readers": store.readers, "dtype": store.manifest["dtype"]},
+        "store": {
+            "rollouts": store.manifest["rollouts"],
+            "readers": store.readers,
+            "dtype": store.manifest["dtype"],
+        },
         "norms": asdict(windows.norms),
         "tokens_in_store": windows.n_tokens,
         "last": metrics[-1],
@@ -91,9 +101,7 @@ def train(
 class _Trainer:
     """Weights, optimizer and counters of one training."""
 
-    def __init__(
-        self, windows: Windows, config: SAEConfig, training: TrainingConfig, n_steps: int, site: str
-    ) -> None:
+    def __init__(self, windows: Windows, config: SAEConfig, training: TrainingConfig, n_steps: int, site: str) -> None:
         self.config, self.n_steps, self.device = config, n_steps, training.device
         d_model = windows.d_model
         self.scale = d_model**0.5 / windows.norms.mean
@@ -126,7 +134,7 @@ class _Trainer:
                 fix="Lower the learning rate, or check the activations.",
             )
         self.optimizer.zero_grad(set_to_none=True)
-        terms.total.backward()  # type: ignore[no-untyped-call]
+        terms.total.backward()
         self._project_gradient()
         torch.nn.utils.clip_grad_norm_(self.sae.parameters(), 1.0)
         self.optimizer.step()
@@ -162,7 +170,7 @@ class _Trainer:
             # At the threshold that inference would use now, not the k that the batch was given.
             "l0": (self.sae.preactivations(x) > self.smallest / self.weight).sum().item() / len(x),
             "alive": alive.float().mean().item(),
-            "learning_rate": self.schedule.get_last_lr()[0],
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
         }
 
     def finish(self) -> TemporalSAE:
@@ -188,6 +196,8 @@ def _batches(windows: Windows, batch_tokens: int, n_steps: int) -> Any:
 def _only_site(store: ActivationStore) -> str:
     if len(store.sites) > 1:
         raise TsaeError(
-            f"has the sites {', '.join(store.sites)}", where=store.path, fix="Name the one to train on (training.site)."
+            f"has the sites {', '.join(store.sites)}",
+            where=store.path,
+            fix="Name the one to train on (training.site).",
         )
     return store.sites[0]

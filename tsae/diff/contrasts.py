@@ -1,0 +1,295 @@
+"""The contrasts of a feature diff.
+
+*Shift* of a checkpoint B against the base 0, with E[f | policy, reader] the mean over problems of the mean activation:
+
+    total          = E[f | B, B] − E[f | 0, 0]
+    policy         = E[f | B, 0] − E[f | 0, 0]     same reader, new trajectories
+    representation = E[f | B, B] − E[f | B, 0]     same trajectories, new reader
+    same_trajectories = E[f | 0, B] − E[f | 0, 0]  the base's trajectories, new reader
+
+total = policy + representation holds problem by problem. Shifts are split by band and by outcome; with an outcome,
+only problems that have such trajectories on both sides count.
+
+*Outcome*: success − failure within problem, on what a checkpoint reads of its own trajectories (of all trajectories,
+where it sampled none). Problems where all rollouts agree carry no contrast and are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.statistics import Inference, group_difference, outcome_inference, paired_inference, side_means
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.rollouts.table import BANDS
+
+SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Per-row data of a FeatureTable that contrasts are drawn on."""
+
+    values: sp.csr_array
+    """(n_rows, n_features) mean activation over the span."""
+    problem: np.ndarray
+    """(n_rows,) problem codes."""
+    band: np.ndarray
+    """(n_rows,) easy, medium, hard, or None."""
+    outcome: np.ndarray
+    """(n_rows,) success, failure or unknown."""
+    by_reader: dict[tuple[str, str | None], np.ndarray]
+    """Rows of (reader, policy); of all policies under (reader, None)."""
+
+    @classmethod
+    def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
+        frame = features.rollouts.frame.iloc[features.trajectory]
+        by_reader: dict[tuple[str, str | None], np.ndarray] = {}
+        for reader in features.readers:
+            by_reader[reader, None] = features.rows(reader=reader)
+            # The base reads what every run sampled; every other reader the base's trajectories and its own.
+            for policy in features.readers if reader == features.readers[0] else (features.readers[0], reader):
+                by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
+        return cls(
+            values=features.row_means(config.span),
+            problem=pd.factorize(frame.problem_id)[0],
+            band=frame.band.to_numpy(dtype=object),
+            outcome=frame.outcome.to_numpy(dtype=object),
+            by_reader=by_reader,
+        )
+
+    def pick(self, reader: str, policy: str | None, band: str, outcome: str) -> np.ndarray:
+        rows = self.by_reader[reader, policy]
+        if band != "all":
+            rows = rows[self.band[rows] == band]
+        if outcome != "all":
+            rows = rows[self.outcome[rows] == outcome]
+        return rows
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One contrast over all features, or the reason why it was not drawn."""
+
+    kind: str
+    """"shift" or "outcome"."""
+    checkpoint: str
+    part: str
+    band: str
+    outcome: str
+    n_problems: int
+    n_left_out: int
+    """Problems of the band that lack one of the two sides."""
+    feature: np.ndarray
+    """(n_tested,) features tested: active in enough problems."""
+    inference: Inference | None = None
+    mean_a: np.ndarray | None = None
+    """(n_tested,) mean of the first side: the checkpoint, or successes."""
+    mean_b: np.ndarray | None = None
+    """(n_tested,) mean of the second side: the base, or failures."""
+    note: str = ""
+
+
+def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
+    """ "all", then the bands that are asked for or present.
+
+    Raises:
+        TsaeError: where a band that is asked for has no problems.
+    """
+    band = set(features.rollouts.table["band"].to_pylist()) - {None}
+    wanted = list(config.bands) if config.bands is not None else [b for b in BANDS if b in band]
+    for name in wanted:
+        if name not in band:
+            raise TsaeError(
+                f"no problem is in the band {name!r}; the rollouts have {', '.join(sorted(band)) or 'no bands'}",
+                where="features",
+                fix="Measure bands first (`tsae rollouts bands`), or leave that band out.",
+            )
+    return ["all", *wanted]
+
+
+def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+    """Every shift of every non-base reader, by part, band and outcome."""
+    base = features.readers[0]
+    for reader in features.readers[1:]:
+        sides: dict[str, tuple[tuple[str, str | None], tuple[str, str | None]]] = {
+            "total": ((reader, reader), (base, base)),
+            "policy": ((base, reader), (base, base)),
+            "representation": ((reader, reader), (base, reader)),
+            "same_trajectories": ((reader, base), (base, base)),
+        }
+        if len(rows.by_reader[base, base]) == 0:
+            # Logs of other policies: there is only what all readers read.
+            sides = {"same_trajectories": ((reader, None), (base, None))}
+        elif len(rows.by_reader[reader, reader]) == 0:
+            sides = {"same_trajectories": sides["same_trajectories"]}
+        for part, ((reader_a, policy_a), (reader_b, policy_b)) in sides.items():
+            for band in contrast_bands(features, config):
+                for outcome in ("all", "success", "failure"):
+                    a = rows.pick(reader_a, policy_a, band, outcome)
+                    b = rows.pick(reader_b, policy_b, band, outcome)
+                    yield _paired(rows, a, b, config, reader, part, band, outcome)
+
+
+def _paired(
+    rows: Rows,
+    a: np.ndarray,
+    b: np.ndarray,
+    config: DiffConfig,
+    checkpoint: str,
+    part: str,
+    band: str,
+    outcome: str,
+) -> Contrast:
+    both = np.intersect1d(rows.problem[a], rows.problem[b])
+    left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
+    empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
+    if len(both) < config.min_problems:
+        return _refused(
+            empty,
+            f"{len(both)} problems have such trajectories on both sides; {config.min_problems} are needed",
+        )
+    feature = _active_features(rows, np.concatenate([a, b]), both, config)
+    if not len(feature):
+        return _refused(empty, "no feature is active in enough problems")
+    values = sp.csr_array(rows.values[:, feature])
+    differences = group_difference(values, a, b, rows.problem, both)
+    inference = paired_inference(
+        differences,
+        n_bootstrap=config.n_bootstrap,
+        n_permutations=config.n_permutations,
+        confidence=config.confidence,
+        seed=config.seed,
+    )
+    mean_b = side_means(values, b, rows.problem, both).mean(0)
+    return Contrast(
+        "shift",
+        checkpoint,
+        part,
+        band,
+        outcome,
+        len(both),
+        left_out,
+        feature,
+        inference,
+        mean_b + inference.difference,
+        mean_b,
+    )
+
+
+def outcome_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+    """Success − failure within problem, for every reader and band."""
+    for reader in features.readers:
+        policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
+        for band in contrast_bands(features, config):
+            picked = rows.pick(reader, policy, band, "all")
+            yield outcome_contrast(rows, picked, rows.outcome[picked], config, reader, band)
+
+
+def outcome_contrast(
+    rows: Rows, picked: np.ndarray, outcome: np.ndarray, config: DiffConfig, checkpoint: str, band: str
+) -> Contrast:
+    """Success − failure within problem over the given rows, with the given outcomes of these rows."""
+    picked, outcome = picked[outcome != "unknown"], outcome[outcome != "unknown"]
+    success = outcome == "success"
+    problem = rows.problem[picked]
+    both = np.intersect1d(problem[success], problem[~success])
+    left_out = len(np.unique(problem)) - len(both)
+    empty = Contrast(
+        "outcome",
+        checkpoint,
+        "success_minus_failure",
+        band,
+        "all",
+        len(both),
+        left_out,
+        np.empty(0, dtype=int),
+    )
+    if len(both) < config.min_problems:
+        return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
+    keep = np.isin(problem, both)
+    picked, success = picked[keep], success[keep]
+    feature = _active_features(rows, picked, both, config)
+    if not len(feature):
+        return _refused(empty, "no feature is active in enough problems")
+    values = np.asarray(rows.values[picked][:, feature].todense(), dtype=np.float64)
+    code = np.searchsorted(both, rows.problem[picked])
+    inference = outcome_inference(
+        values,
+        success,
+        code,
+        n_bootstrap=config.n_bootstrap,
+        n_permutations=config.n_permutations,
+        confidence=config.confidence,
+        seed=config.seed,
+    )
+    mean_b = side_means(sp.csr_array(values), np.flatnonzero(~success), code, np.arange(len(both))).mean(0)
+    return Contrast(
+        "outcome",
+        checkpoint,
+        "success_minus_failure",
+        band,
+        "all",
+        len(both),
+        left_out,
+        feature,
+        inference,
+        mean_b + inference.difference,
+        mean_b,
+    )
+
+
+def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repeats: int = 5) -> dict[str, float]:
+    """Discoveries per contrast where there is nothing to find: the same procedure on the base against itself.
+
+    shift: every problem's base trajectories split in two at random halves; outcome: labels permuted within problem.
+
+    Returns:
+        mean number of discoveries at config.q over the repeats, and the number of features tested.
+    """
+    base = features.readers[0]
+    policy = base if len(rows.by_reader[base, base]) else None
+    own = rows.pick(base, policy, "all", "all")
+    rng = np.random.default_rng([config.seed, 4])
+    found: dict[str, list[int]] = {"shift": [], "outcome": []}
+    tested: dict[str, int] = {}
+    for _ in range(repeats):
+        order = rng.permutation(own)
+        rank = pd.Series(rows.problem[order]).groupby(rows.problem[order]).cumcount().to_numpy()
+        halves = _paired(rows, order[rank % 2 == 0], order[rank % 2 == 1], config, base, "null", "all", "all")
+        # Both orders are sorted by problem, the second shuffled within: outcomes move, problems keep theirs.
+        in_order = np.argsort(rows.problem[own], kind="stable")
+        shuffled = np.lexsort((rng.random(len(own)), rows.problem[own]))
+        permuted = outcome_contrast(rows, own[in_order], rows.outcome[own[shuffled]], config, base, "all")
+        for name, contrast in (("shift", halves), ("outcome", permuted)):
+            if contrast.inference is not None:
+                found[name].append(int((contrast.inference.q <= config.q).sum()))
+                tested[name] = len(contrast.feature)
+    result: dict[str, float] = {"repeats": repeats}
+    for name, counts in found.items():
+        if counts:
+            result[f"{name}_discoveries"] = float(np.mean(counts))
+            result[f"{name}_tested"] = tested[name]
+    return result
+
+
+def _active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, config: DiffConfig) -> np.ndarray:
+    """Features active in at least min_problems problems, on either side: a filter blind to the contrast's sign."""
+    picked = picked[np.isin(rows.problem[picked], problems)]
+    code = np.searchsorted(problems, rows.problem[picked])
+    active = sp.csr_array(rows.values[picked].astype(bool).astype(np.float32))
+    membership = sp.csr_array(
+        (np.ones(len(picked), np.float32), (code, np.arange(len(picked)))), shape=(len(problems), len(picked))
+    )
+    counts = np.asarray(sp.csr_array(membership @ active).astype(bool).sum(0)).ravel()
+    return np.flatnonzero(counts >= config.min_problems)
+
+
+def _refused(empty: Contrast, note: str) -> Contrast:
+    return Contrast(**{**empty.__dict__, "note": note})

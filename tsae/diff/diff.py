@@ -1,0 +1,157 @@
+"""`feature_diff`: all contrasts of a FeatureTable, their gates, and what the features respond to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Contrast, Rows, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.result import FeatureDiff
+from tsae.features.annotations import Annotator, annotate_tokens, responds_to, top_tokens
+from tsae.features.table import FeatureTable
+from tsae.rollouts.behaviours import behaviour_table
+
+
+def feature_diff(
+    features: FeatureTable | str | Path,
+    config: DiffConfig | None = None,
+    *,
+    annotator: Annotator | None = None,
+    token_strings: Sequence[str] | None = None,
+    progress: bool = True,
+) -> FeatureDiff:
+    """Compare every checkpoint with the base, and successes with failures.
+
+    Args:
+        features: or its folder.
+        config: defaults of `DiffConfig`.
+        annotator: names the class of every response token; without it features are described by their top tokens.
+        token_strings: text of every token id; without it tokens are shown by id.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where a band that is asked for is empty.
+    """
+    from tqdm.auto import tqdm
+
+    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    config = config or DiffConfig()
+    rows = Rows.of(features, config)
+    drawn: list[Contrast] = []
+    stream: Iterator[Contrast] = chain(
+        shift_contrasts(features, rows, config), outcome_contrasts(features, rows, config)
+    )
+    for contrast in tqdm(stream, desc="diff", unit="contrast", disable=not progress):
+        drawn.append(contrast)
+    strings = token_strings if token_strings is not None else _ids_as_text(features)
+    return FeatureDiff(
+        shifts=_shift_table(features, drawn),
+        contrasts=_contrast_table(features, drawn, config),
+        features=_describe(features, rows, config, annotator, strings),
+        behaviours=behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed),
+        info={
+            "config": asdict(config),
+            "sae": features.info["sae"],
+            "readers": [
+                {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
+                for reader in features.info["readers"]
+            ],
+            "null": null_contrasts(features, rows, config),
+            "bands": features.rollouts.info.get("bands"),
+            "rollouts": features.rollouts.fingerprint,
+            "causally_tested": False,
+        },
+        source=features,
+    )
+
+
+def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:
+    info = features.reader_info(checkpoint)
+    return {"run": info["run"], "step": info["step"]}
+
+
+def _shift_table(features: FeatureTable, drawn: list[Contrast]) -> pd.DataFrame:
+    parts = []
+    for c in drawn:
+        if c.inference is None or c.mean_a is None or c.mean_b is None:
+            continue
+        i = c.inference
+        keys = {"kind": c.kind, "checkpoint": c.checkpoint, **_run_of(features, c.checkpoint)}
+        keys |= {"part": c.part, "band": c.band, "outcome": c.outcome}
+        columns = {"feature": c.feature, "mean": c.mean_a, "reference": c.mean_b, "difference": i.difference}
+        columns |= {"low": i.low, "high": i.high, "d": i.d, "p": i.p, "q": i.q}
+        parts.append(pd.DataFrame({**keys, **columns}))
+    names = ["kind", "checkpoint", "run", "step", "part", "band", "outcome", "feature", "mean", "reference"]
+    names += ["difference", "low", "high", "d", "p", "q"]
+    return pd.concat(parts, ignore_index=True)[names] if parts else pd.DataFrame(columns=names)
+
+
+def _contrast_table(features: FeatureTable, drawn: list[Contrast], config: DiffConfig) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "kind": c.kind,
+                "checkpoint": c.checkpoint,
+                **_run_of(features, c.checkpoint),
+                "part": c.part,
+                "band": c.band,
+                "outcome": c.outcome,
+                "n_problems": c.n_problems,
+                "n_left_out": c.n_left_out,
+                "n_tested": len(c.feature),
+                "n_discoveries": 0 if c.inference is None else int((c.inference.q <= config.q).sum()),
+                "note": c.note,
+            }
+            for c in drawn
+        ]
+    )
+
+
+def _describe(
+    features: FeatureTable,
+    rows: Rows,
+    config: DiffConfig,
+    annotator: Annotator | None,
+    strings: Sequence[str],
+) -> pd.DataFrame:
+    counted = features.span_mask(config.span)
+    fired = np.bincount(features.codes[np.flatnonzero(counted)].indices, minlength=features.n_features)
+    index = pd.RangeIndex(features.n_features, name="feature")
+    table = pd.DataFrame(
+        {
+            "group": np.where(np.arange(features.n_features) < features.d_high, "high", "low"),
+            "firing_rate": fired / max(int(counted.sum()), 1),
+            "length_correlation": _length_correlation(features, rows),
+        },
+        index=index,
+    )
+    tokens = top_tokens(features, strings)
+    if annotator is not None:
+        table = table.join(responds_to(features, annotate_tokens(features, annotator, strings)))
+    else:
+        table["responds_to"] = [" ".join(repr(t) for t in found[:3]) or "never active" for found in tokens.top_tokens]
+    return table.join(tokens)
+
+
+def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
+    """(n_features,) Spearman correlation of a trajectory's mean activation with its response length, on the base."""
+    base = features.readers[0]
+    picked = rows.by_reader[base, base] if len(rows.by_reader[base, base]) else rows.by_reader[base, None]
+    length = rankdata(features.rollouts.lengths("response_ids")[features.trajectory[picked]])
+    values = rankdata(np.asarray(rows.values[picked].todense()), axis=0)
+    length = length - length.mean()
+    values = values - values.mean(0)
+    norm = np.sqrt((values**2).sum(0) * (length**2).sum())
+    return np.divide(length @ values, norm, out=np.zeros(features.n_features), where=norm > 0)
+
+
+def _ids_as_text(features: FeatureTable) -> list[str]:
+    return [f"#{i}" for i in range(int(features.token_ids.max()) + 1)]

@@ -1,0 +1,156 @@
+"""FeatureDiff: the answer, as tables with their evidence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+
+if TYPE_CHECKING:
+    from tsae.features.table import FeatureTable
+
+_TABLES = ("shifts", "contrasts", "features", "behaviours")
+
+
+@dataclass(frozen=True)
+class FeatureDiff:
+    """Feature shifts of every checkpoint against the base and outcome effects within problems, with their evidence.
+
+    Correlational: none of it has been causally tested.
+    """
+
+    shifts: pd.DataFrame
+    """One row a contrast and tested feature:
+
+    kind            shift or outcome
+    checkpoint      whose shift, or whose trajectories
+    run, step       of the checkpoint
+    part            shift: total, policy, representation, same_trajectories; outcome: success_minus_failure
+    band            all, easy, medium, hard
+    outcome         all, success, failure: trajectories counted
+    feature         index
+    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures)
+    difference      mean − reference, with its bootstrap interval low, high; in units of activation
+    d               paired effect size over problems
+    p, q            permutation p-value; Benjamini–Hochberg over the features of the contrast
+    """
+    contrasts: pd.DataFrame
+    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, note (why it was refused)."""
+    features: pd.DataFrame
+    """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
+    length_correlation (Spearman, over the base's trajectories: a confound)."""
+    behaviours: pd.DataFrame
+    """See `tsae.rollouts.behaviours.behaviour_table`."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """config, sae, readers with their reconstruction, null discoveries, bands, tokens."""
+    source: FeatureTable | None = None
+    """The table that it was computed from, for examples; None after loading without it."""
+
+    def table(self, *, discoveries: bool = False, **keys: str) -> pd.DataFrame:
+        """Shifts and outcome effects joined with the features' descriptions.
+
+        Args:
+            discoveries: only rows with q at most the config's.
+            keys: select rows, such as kind="shift", part="total", band="all", outcome="all".
+        """
+        table = self.shifts
+        for name, value in keys.items():
+            if name not in table.columns:
+                raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
+            table = table[table[name] == value]
+        if discoveries:
+            table = table[table.q <= self.q]
+        return table.join(self.features, on="feature").reset_index(drop=True)
+
+    @property
+    def q(self) -> float:
+        """False-discovery rate at which a feature counts as a discovery."""
+        return float(self.info["config"]["q"])
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Checkpoints compared with the base."""
+        return [reader["id"] for reader in self.info["readers"][1:]]
+
+    def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
+        """The n discoveries with the largest |d| of the selected contrast, by default all total shifts."""
+        table = self.table(
+            discoveries=True, **(keys or {"kind": "shift", "part": "total", "band": "all", "outcome": "all"})
+        )
+        return (
+            table.reindex(table.d.abs().sort_values(ascending=False, kind="stable").index)
+            .head(n)
+            .reset_index(drop=True)
+        )
+
+    def opposed(self, up: str, down: str, *, part: str = "total", band: str = "all") -> pd.DataFrame:
+        """Features that one checkpoint raised and the other lowered, both discoveries.
+
+        Args:
+            up: checkpoint id with a positive shift.
+            down: checkpoint id with a negative shift.
+            part: of the shift.
+            band: of the problems.
+
+        Returns:
+            indexed by feature, strongest first (by the smaller |d| of the two), with the features' descriptions.
+        """
+        shift = self.table(discoveries=True, kind="shift", part=part, band=band, outcome="all").set_index("feature")
+        raised = shift[(shift.checkpoint == up) & (shift.difference > 0)]
+        lowered = shift[(shift.checkpoint == down) & (shift.difference < 0)]
+        both = raised.index.intersection(lowered.index)
+        strength = pd.concat([raised.d[both].abs(), lowered.d[both].abs()], axis=1).min(axis=1)
+        order = strength.sort_values(ascending=False, kind="stable").index
+        found = self.features.loc[order].copy()
+        found.insert(0, "strength", strength[order])
+        return found
+
+    def feature(self, feature: int) -> pd.DataFrame:
+        """Every row of one feature."""
+        if feature not in self.features.index:
+            raise TsaeError(
+                f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
+            )
+        table = self.table()
+        return table[table.feature == feature].reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        total = self.contrasts[
+            (self.contrasts.part == "total") & (self.contrasts.band == "all") & (self.contrasts.outcome == "all")
+        ]
+        found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
+        return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
+
+    def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write the self-contained report; see `tsae.report.write_report`."""
+        from tsae.report import write_report
+
+        return write_report(self, path, title=title)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the tables as Parquet and diff.json, which comes last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _TABLES:
+            table = pa.Table.from_pandas(getattr(self, name), preserve_index=name == "features")
+            pq.write_table(table, folder / f"{name}.parquet", compression="zstd")
+        write_json(folder / "diff.json", self.info)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
+        """Read a folder that `save` wrote; `features` gives the report its examples."""
+        folder = Path(folder)
+        missing = [n for n in ("diff.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / n).is_file()]
+        if missing:
+            raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
+        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in _TABLES}
+        return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)
