@@ -7,7 +7,8 @@ from typing import Any
 
 _HOMES = {
     "ActivationStore": "tsae.activations.store",
-    "CaptureConfig": "tsae.activations.capture",
+    "BandCutoffs": "tsae.rollouts.config",
+    "CaptureConfig": "tsae.activations.config",
     "Checkpoint": "tsae.checkpoints.series",
     "CheckpointSeries": "tsae.checkpoints.series",
     "DiffConfig": "tsae.diff.config",
@@ -16,7 +17,7 @@ _HOMES = {
     "Problem": "tsae.rollouts.problems",
     "Rollouts": "tsae.rollouts.table",
     "SAEConfig": "tsae.sae.config",
-    "SamplingConfig": "tsae.rollouts.sampling",
+    "SamplingConfig": "tsae.rollouts.config",
     "TemporalSAE": "tsae.sae.model",
     "TrainingConfig": "tsae.sae.config",
     "TsaeError": "tsae.errors",

@@ -37,7 +37,8 @@ def write_json(path: str | Path, content: Any) -> Path:
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
     """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal."""
     return write_json(
-        Path(folder) / "run.json", {"stage": stage, "config": config, "inputs": inputs, "versions": versions()}
+        Path(folder) / "run.json",
+        {"stage": stage, "config": config, "inputs": inputs, "versions": versions()},
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,11 +70,31 @@ class Shard:
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
         """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
-        lengths = np.diff(self.offsets)
-        position = np.arange(self.n_tokens) - np.repeat(self.offsets[:-1], lengths)
-        in_prompt = position < np.repeat(rollouts.lengths("prompt_ids")[self.trajectory], lengths)
-        wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
-        return wanted & ~np.isin(self.token_ids, list(special_ids))
+        prompt_lengths = rollouts.lengths("prompt_ids")[self.trajectory]
+        return span_mask(self.token_ids, self.offsets, prompt_lengths, span, special_ids)
+
+
+def span_mask(
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    prompt_lengths: np.ndarray,
+    span: TokenSpan,
+    special_ids: Collection[int],
+) -> np.ndarray:
+    """(n_tokens,) bool: tokens of a span; special tokens never count.
+
+    Args:
+        token_ids: (n_tokens,) of whole trajectories after one another.
+        offsets: (n_trajectories + 1,) where each begins.
+        prompt_lengths: (n_trajectories,) tokens of each prompt.
+        span: response, prompt or all.
+        special_ids: token ids that never count.
+    """
+    lengths = np.diff(offsets)
+    position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
+    in_prompt = position < np.repeat(prompt_lengths, lengths)
+    wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
+    return wanted & ~np.isin(token_ids, list(special_ids))
 
 
 class ActivationStore:

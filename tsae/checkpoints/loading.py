@@ -200,3 +200,12 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Text of every token id, decoded one by one; special tokens as they are named."""
+    special = set(tokenizer.all_special_ids)
+    return [
+        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
+        for id in range(max(tokenizer.get_vocab().values()) + 1)
+    ]

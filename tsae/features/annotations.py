@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
 from tsae.features.table import FeatureTable
+from tsae.plugins import find_function
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""
+
+
+def find_annotator(name: str) -> Annotator:
+    """The annotator that ``module:function`` names."""
+    fix = "Give module:function of a function (prompt, response tokens) -> one class per token."
+    return cast(Annotator, find_function(name, where="annotator", fix=fix))
+
 
 PROMPT_CLASS, SPECIAL_CLASS = "prompt", "special"
 _MIN_TOKENS = 20  # A class with fewer tokens cannot be what a feature responds to.

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.activations.store import TokenSpan
+from tsae.activations.store import TokenSpan, span_mask
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
@@ -85,10 +85,8 @@ class FeatureTable:
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
         """(n_tokens,) bool: tokens of the response, the prompt or both; special tokens never count."""
-        position = np.arange(len(self.token_ids)) - self.row_offsets[self.row_of_token]
-        in_prompt = position < self.rollouts.lengths("prompt_ids")[self.trajectory][self.row_of_token]
-        wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
-        return wanted & ~np.isin(self.token_ids, self.info["special_ids"])
+        prompt_lengths = self.rollouts.lengths("prompt_ids")[self.trajectory]
+        return span_mask(self.token_ids, self.row_offsets, prompt_lengths, span, self.info["special_ids"])
 
     def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
         """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""

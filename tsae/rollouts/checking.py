@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from typing import cast
 
-from tsae.errors import TsaeError
+from tsae.plugins import find_function
 
 Verifier = Callable[[str, str], bool]
 """(response, reference answer) -> is it right?"""
@@ -39,14 +38,5 @@ def find_verifier(name: str) -> Verifier:
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
-    module, _, function = name.partition(":")
-    try:
-        if not function:
-            raise ImportError("not of the form module:function")
-        return cast(Verifier, getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError) as error:
-        raise TsaeError(
-            f"no verifier {name!r} ({error})",
-            where="verifier",
-            fix=f"Use {', '.join(_BY_NAME)}, or module:function for your own (response, answer) -> bool.",
-        ) from error
+    fix = f"Use {', '.join(_BY_NAME)}, or module:function for your own (response, answer) -> bool."
+    return cast(Verifier, find_function(name, where="verifier", fix=fix))

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
 from tsae.errors import TsaeError
+from tsae.rollouts.config import BandCutoffs
 from tsae.rollouts.table import BANDS, Rollouts
-
-
-@dataclass(frozen=True)
-class BandCutoffs:
-    """Where the bands end, in pass rate."""
-
-    easy: float = 0.75
-    """Easy: a pass rate of at least this."""
-    hard: float = 0.25
-    """Hard: a pass rate of at most this; medium lies between."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.hard < self.easy <= 1:
-            raise TsaeError(
-                f"band cut-offs hard={self.hard}, easy={self.easy} are not in order",
-                where="BandCutoffs",
-                fix="Give 0 <= hard < easy <= 1.",
-            )
 
 
 def wilson_interval(

@@ -8,48 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import find_verifier
+from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.sampling import encode_prompt
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
-
-
-@dataclass(frozen=True)
-class ImportConfig:
-    """Which column of the log holds what."""
-
-    prompt: str = "prompt"
-    """Text of the problem, before any chat template."""
-    response: str = "response"
-    """Text of the response."""
-    problem_id: str = "problem_id"
-    """Problem id; where the log has no such column, equal prompts are one problem."""
-    policy: str = "policy"
-    """What sampled the response; where the log has no such column, `default_policy`."""
-    default_policy: str = "unknown"
-    """Policy id for a log without a policy column."""
-    correct: str = "correct"
-    """true or false; where the log has no such column, `verifier` decides, or a reward above 0."""
-    reward: str = "reward"
-    """Reward; where the log has no such column, 1 for correct and 0 for incorrect."""
-    answer: str = "answer"
-    """Reference answer; only needed for a verifier."""
-    level: str = "level"
-    """The author's difficulty label, if any."""
-    verifier: str | None = None
-    """exact, last_number, or module:function, for logs that do not say what is correct."""
-    prompt_format: Literal["auto", "plain", "chat"] = "auto"
-    """Whether the checkpoint's chat template is applied to prompts."""
 
 
 class Imported(NamedTuple):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from tsae.errors import TsaeError
+from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts, outcome_name
 
@@ -16,33 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tsae.checkpoints.series import Checkpoint
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How responses are sampled."""
-
-    n_samples: int = 8
-    """Responses per problem (the group size)."""
-    temperature: float = 1.0
-    """Softmax temperature; training rollouts use 1."""
-    max_new_tokens: int = 512
-    """Tokens after which a response is cut off (finish_reason "length")."""
-    batch_size: int = 256
-    """Responses generated at once."""
-    prompt_format: Literal["auto", "plain", "chat"] = "auto"
-    """"chat" applies the tokenizer's chat template, "plain" does not; "auto" applies it where there is one."""
-    seed: int = 0
-    """The same seed, batch size and machine give the same responses."""
-    device: str = "cpu"
-    """A torch device."""
-
-    def __post_init__(self) -> None:
-        for name in ("n_samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
-        if not self.temperature > 0:
-            raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
 
 
 def encode_prompt(

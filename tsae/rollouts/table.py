@@ -23,7 +23,7 @@ from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
-    from tsae.rollouts.difficulty import BandCutoffs
+    from tsae.rollouts.config import BandCutoffs
 
 BANDS = ("easy", "medium", "hard")
 OUTCOMES = ("success", "failure", "unknown")

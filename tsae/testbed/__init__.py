@@ -18,7 +18,7 @@ from tsae.testbed.tokenizer import VOCABULARY, make_tokenizer, split_tokens
 from tsae.testbed.verifier import given_answer, verify
 
 if TYPE_CHECKING:
-    from tsae.checkpoints import CheckpointSeries
+    from tsae.checkpoints.series import CheckpointSeries
 
 __all__ = [
     "LEVELS",
@@ -58,7 +58,7 @@ def series_path() -> Path:
 
 def series() -> CheckpointSeries:
     """The shipped series: one base and three GRPO runs (easy, medium, hard), several steps of each."""
-    from tsae.checkpoints import CheckpointSeries
+    from tsae.checkpoints.series import CheckpointSeries
 
     return CheckpointSeries.load(series_path())
 

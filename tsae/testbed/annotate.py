@@ -27,9 +27,7 @@ from tsae.testbed.problems import OPERATORS, Chain, apply_operator, parse_prompt
 from tsae.testbed.tokenizer import EOS, PAD, split_tokens
 from tsae.testbed.verifier import given_answer, verify
 
-Role = Literal[
-    "operand", "operator", "equals", "result", "separator", "answer_marker", "answer", "end", "other"
-]
+Role = Literal["operand", "operator", "equals", "result", "separator", "answer_marker", "answer", "end", "other"]
 Style = Literal["scratchpad", "direct"]
 
 _STEP_ROLES: tuple[Role, ...] = ("operand", "operator", "operand", "equals", "result", "separator")
@@ -161,9 +159,7 @@ class _Reader:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.step = 0
-        self.place: int | None = (
-            0  # within the step: index into _STEP_ROLES; None once the step broke the grammar
-        )
+        self.place: int | None = 0  # within the step: index into _STEP_ROLES; None once the step broke the grammar
         self.mode: Literal["steps", "answer", "done"] = "steps"
         self.carried = chain.digits[0]  # what the next step must start from
         self.own: list[str] = []  # tokens of the step so far

@@ -96,9 +96,7 @@ def pad_batch(documents: list[Document]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets  # (n_documents, longest) each
 
 
-def train_base(
-    config: BaseConfig, seed: int, on_step: Callable[[int, float], None] | None = None
-) -> LlamaForCausalLM:
+def train_base(config: BaseConfig, seed: int, on_step: Callable[[int, float], None] | None = None) -> LlamaForCausalLM:
     """Train the base model on the CPU; the same seed and thread count give the same weights on the same
     machine.
 
@@ -118,9 +116,7 @@ def train_base(
     rng = random.Random(seed)
     model = LlamaForCausalLM(llama_config(config.model)).float().train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: _rate(step, config.warmup, config.steps)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, config.warmup, config.steps))
     for step in range(1, config.steps + 1):
         texts = [sample_document(config.corpus, rng) for _ in range(config.batch)]
         texts.sort(key=lambda text: len(text.prompt) + len(text.response))

@@ -35,15 +35,11 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         for name in ("long_share", "direct_share", "slip_rate"):
             if not 0 <= getattr(self, name) <= 1:
-                raise TsaeError(
-                    f"{name}={getattr(self, name)} is not a share", where=name, fix="Give 0 to 1."
-                )
+                raise TsaeError(f"{name}={getattr(self, name)} is not a share", where=name, fix="Give 0 to 1.")
         if not self.short_weights or min(self.short_weights) < 0 or sum(self.short_weights) <= 0:
             raise TsaeError("short_weights must be non-negative and not all zero", where="short_weights")
         if not 1 <= self.long_ops[0] <= self.long_ops[1]:
-            raise TsaeError(
-                f"long_ops={self.long_ops} is not a range", where="long_ops", fix="Give (fewest, most)."
-            )
+            raise TsaeError(f"long_ops={self.long_ops} is not a range", where="long_ops", fix="Give (fewest, most).")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class Measurement:
     """Mean over responses of the share of required steps that no valid step carries out (normal)."""
     length: Estimate
     """Mean response length in tokens, with <eos> (normal)."""
+    flawless: Estimate
+    """Share of responses with every required step written, no wrong token and a right answer (Wilson): the successes
+    that are neither guesses nor lucky slips."""
     unanswered: float
     """Share of responses that end without an answer."""
     accuracy_direct: Estimate | None
@@ -98,9 +101,7 @@ def summarise(checkpoint: str, level: str, n_problems: int, facts: Sequence[Resp
         TsaeError: where there is no response.
     """
     if not facts:
-        raise TsaeError(
-            "no responses to measure", where=f"{checkpoint} on {level}", fix="Sample at least one."
-        )
+        raise TsaeError("no responses to measure", where=f"{checkpoint} on {level}", fix="Sample at least one.")
     by_style = {style: [f for f in facts if f.style == style] for style in ("direct", "scratchpad")}
     return Measurement(
         checkpoint=checkpoint,
@@ -111,6 +112,7 @@ def summarise(checkpoint: str, level: str, n_problems: int, facts: Sequence[Resp
         direct=wilson(len(by_style["direct"]), len(facts)),
         skipped=mean_interval([f.skipped_share for f in facts]),
         length=mean_interval([float(f.n_tokens) for f in facts]),
+        flawless=wilson(sum(_is_flawless(f) for f in facts), len(facts)),
         unanswered=sum(f.answer is None for f in facts) / len(facts),
         accuracy_direct=_accuracy(by_style["direct"]),
         accuracy_scratchpad=_accuracy(by_style["scratchpad"]),
@@ -179,6 +181,7 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
         "direct answers",
         "skipped computation",
         "tokens",
+        "flawless",
         "accuracy if direct",
         "accuracy if scratchpad",
     ]
@@ -191,6 +194,7 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
             _cell(m.direct),
             _cell(m.skipped),
             _cell(m.length, 1),
+            _cell(m.flawless),
             _cell(m.accuracy_direct),
             _cell(m.accuracy_scratchpad),
         ]
@@ -198,6 +202,10 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
     ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _is_flawless(facts: ResponseFacts) -> bool:
+    return facts.correct and facts.n_steps_skipped == 0 and facts.first_wrong is None
 
 
 def _accuracy(facts: Sequence[ResponseFacts]) -> Estimate | None:

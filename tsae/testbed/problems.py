@@ -129,9 +129,7 @@ def sample_chain(n_ops: int, rng: random.Random, split: Split) -> Chain:
             return chain
 
 
-def generate_problems(
-    level: str | tuple[int, int], n: int, seed: int, split: Split = "eval"
-) -> list[Problem]:
+def generate_problems(level: str | tuple[int, int], n: int, seed: int, split: Split = "eval") -> list[Problem]:
     """``n`` distinct problems of one level; the same arguments give the same problems on every machine.
 
     Args:

@@ -1,0 +1,303 @@
+"""The command line: one subcommand per stage, whose options are the stage's own config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.conf import OmitArgPrefixes, arg, subcommand
+
+from tsae.activations.config import CaptureConfig
+from tsae.demo import DemoConfig
+from tsae.diff.config import DiffConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
+from tsae.sae.config import SAEConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import CheckpointSeries
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample rollouts of problems from checkpoints, check their answers, and set advantages."""
+
+    series: Path
+    """Folder of checkpoints: series.json, checkpoint-N folders, one checkpoint, or a .gguf file."""
+    problems: Path
+    """JSON lines of id, prompt, answer and, optionally, level."""
+    to: Path
+    """Parquet file to write."""
+    verifier: str = "last_number"
+    """exact, last_number, or module:function for your own (response, answer) -> bool."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids to sample from; by default the base and the last step of every run."""
+    sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.rollouts.checking import find_verifier
+        from tsae.rollouts.problems import read_problems
+
+        series = _series(self.series)
+        chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
+        problems, verify = read_problems(self.problems), find_verifier(self.verifier)
+        parts = [tsae.sample(checkpoint, problems, self.sampling, verify=verify) for checkpoint in chosen]
+        rollouts = tsae.Rollouts.concat(parts).with_advantages()
+        _wrote(rollouts.write(self.to), rollouts)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Read a log of texts (JSON lines or Parquet, one trajectory a row) and tokenise it for a checkpoint."""
+
+    log: Path
+    """The .jsonl or .parquet file."""
+    checkpoint: Path
+    """Checkpoint whose tokenizer and chat template are used: a folder or a .gguf file."""
+    to: Path
+    """Parquet file to write."""
+    columns: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
+
+    def run(self) -> None:
+        from tsae.rollouts.importing import import_text
+
+        imported = import_text(self.log, _series(self.checkpoint).base, self.columns)
+        _wrote(imported.rollouts.write(self.to), imported.rollouts)
+        if imported.not_round_tripping:
+            print(f"{imported.not_round_tripping} responses do not decode to the log's text exactly.")
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Put every problem into easy, medium or hard by a policy's pass rate."""
+
+    rollouts: Path
+    """Parquet file."""
+    to: Path
+    """Parquet file to write; may be the same."""
+    reference: str | None = None
+    """Policy whose pass rate counts; by default all policies together."""
+    measured_on: Path | None = None
+    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
+    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+
+    def run(self) -> None:
+        import tsae
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
+        banded = rollouts.with_bands(self.reference, cutoffs=self.cutoffs, measured_on=measured_on)
+        _wrote(banded.write(self.to), banded)
+        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
+        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
+
+
+@dataclass(frozen=True)
+class RolloutsCommand:
+    """Sample rollouts, import a log, or measure difficulty bands."""
+
+    command: OmitArgPrefixes[
+        Annotated[Sample, subcommand("sample", prefix_name=False)]
+        | Annotated[Import, subcommand("import", prefix_name=False)]
+        | Annotated[Bands, subcommand("bands", prefix_name=False)]
+    ]
+
+    def run(self) -> None:
+        self.command.run()
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Record residual-stream activations while checkpoints read trajectories."""
+
+    series: Path
+    """Folder of checkpoints: series.json, checkpoint-N folders, one checkpoint, or a .gguf file."""
+    rollouts: Path
+    """Parquet file."""
+    to: Path
+    """Folder of the activation store; an interrupted capture is completed."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
+
+    def run(self) -> None:
+        import tsae
+
+        series = _series(self.series)
+        series = series.select(self.checkpoints) if self.checkpoints else series.final()
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
+        _wrote(store.path, store)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a temporal SAE on an activation store."""
+
+    store: Path
+    """Folder that `tsae capture` wrote."""
+    to: Path
+    """Folder for sae.safetensors, config.json, training.json and metrics.jsonl."""
+    sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
+    training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+
+    def run(self) -> None:
+        import tsae
+
+        store = tsae.ActivationStore(self.store)
+        sae = tsae.train(store, self.sae, to=self.to, training=self.training)
+        _wrote(self.to, sae)
+        norms = sae.training_info["norms"]
+        print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a temporal SAE on the problems that its training held out: FVE, cosine, L0, alive, smoothness."""
+
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    store: Path
+    """Folder that `tsae capture` wrote."""
+    reader: str | None = None
+    """One reader's activations; by default all readers'."""
+
+    def run(self) -> None:
+        import tsae
+
+        evaluation = tsae.evaluate(self.sae, self.store, reader=self.reader)
+        for name, value in evaluation.__dict__.items():
+            print(
+                f"{name.replace('_', ' '):<22}{value:,}"
+                if isinstance(value, int)
+                else f"{name.replace('_', ' '):<22}{value:.4f}"
+            )
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Turn a store into sparse feature codes."""
+
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    store: Path
+    """Folder that `tsae capture` wrote."""
+    to: Path
+    """Folder of the feature table."""
+
+    def run(self) -> None:
+        import tsae
+
+        _wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compare every checkpoint with the base, and successes with failures; print the findings."""
+
+    features: Path
+    """Folder that `tsae encode` wrote."""
+    to: Path
+    """Folder of the diff."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.checkpoints.loading import token_strings
+        from tsae.features.annotations import find_annotator
+        from tsae.report.terminal import print_findings
+
+        strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
+        annotator = None if self.annotator is None else find_annotator(self.annotator)
+        features = tsae.FeatureTable.load(self.features)
+        diff = tsae.feature_diff(features, self.config, annotator=annotator, token_strings=strings)
+        print_findings(diff)
+        _wrote(diff.save(self.to), diff)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a diff as one self-contained HTML file that opens with no network."""
+
+    diff: Path
+    """Folder that `tsae diff` wrote."""
+    to: Path
+    """The .html file to write."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote, for examples."""
+    title: str | None = None
+    """Title of the page."""
+
+    def run(self) -> None:
+        import tsae
+
+        features = None if self.features is None else tsae.FeatureTable.load(self.features)
+        _wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The whole pipeline on the shipped arithmetic checkpoints: a findings table and a report."""
+
+    config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
+
+    def run(self) -> None:
+        from tsae.demo import demo
+
+        demo(self.config)
+
+
+Command = (
+    Annotated[Demo, subcommand("demo", prefix_name=False)]
+    | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
+    | Annotated[Capture, subcommand("capture", prefix_name=False)]
+    | Annotated[Train, subcommand("train", prefix_name=False)]
+    | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
+    | Annotated[Encode, subcommand("encode", prefix_name=False)]
+    | Annotated[Diff, subcommand("diff", prefix_name=False)]
+    | Annotated[Report, subcommand("report", prefix_name=False)]
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; a `TsaeError` is printed in one paragraph and exits with status 2."""
+    try:
+        # Parsing makes the configs, whose checks raise TsaeError too.
+        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args)  # type: ignore[call-overload]
+        command.run()
+    except TsaeError as error:
+        print(f"tsae: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("tsae: interrupted; what was finished is on disk, and the same command goes on from there", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+_DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which training samples did that?
+
+The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
+runs them all on shipped checkpoints."""
+
+
+def _series(path: Path) -> CheckpointSeries:
+    from tsae.checkpoints.series import CheckpointSeries
+
+    series = CheckpointSeries.load(path)
+    for note in series.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return series
+
+
+def _wrote(path: Path, what: object | None = None) -> None:
+    print(f"wrote {path}" + (f": {what}" if what is not None else ""))

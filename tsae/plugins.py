@@ -1,0 +1,32 @@
+"""Functions of the user's own, named as module:function on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from tsae.errors import TsaeError
+
+
+def find_function(name: str, *, where: str, fix: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; modules of the current folder are found too.
+
+    Raises:
+        TsaeError: where there is none; `where` names the option and `fix` what to give.
+    """
+    module, _, function = name.partition(":")
+    if not function:
+        raise TsaeError(f"{name!r} is not known and not of the form module:function", where=where, fix=fix)
+    # A console script does not put the current folder on the path, as `python -m` does.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise TsaeError(f"cannot find {name!r} ({error})", where=where, fix=fix) from error
+    if not callable(found):
+        raise TsaeError(f"{name!r} is a {type(found).__name__}, not a function", where=where, fix=fix)
+    return cast(Callable[..., Any], found)

@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def render(diff, title=None):
+    return "<html></html>"

@@ -1,0 +1,91 @@
+"""Findings as plain text for the terminal."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from tsae.diff.result import FeatureDiff
+from tsae.sae.evaluation import Evaluation
+
+
+def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
+    """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
+    print()
+    print(behaviour_text(diff))
+    runs = diff.checkpoints
+    pairs = [(a, b) for a in runs for b in runs if a != b]
+    trained_on = {reader["id"]: reader["trained_on"] for reader in diff.info["readers"]}
+    # Hard against medium is the contrast that the demo is about; other series show their first pair.
+    first = [p for p in pairs if (trained_on[p[0]], trained_on[p[1]]) in (("hard", "medium"), ("medium", "hard"))]
+    for up, down in first or pairs[:2]:
+        print()
+        print(opposed_text(diff, up, down, n))
+    print()
+    print(gates_text(diff, evaluation))
+
+
+def behaviour_text(diff: FeatureDiff) -> str:
+    """One line a checkpoint: every behaviour by band, with 95 % intervals."""
+    table = diff.behaviours
+    bands = [band for band in ("easy", "medium", "hard") if (table.band == band).any()] or ["all"]
+    lines = ["Behaviour on each band (mean over problems, interval)"]
+    for behaviour in table.behaviour.unique():
+        lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>20}" for band in bands))
+        for policy in table.policy.unique():
+            cells = []
+            for band in bands:
+                row = table[(table.policy == policy) & (table.band == band) & (table.behaviour == behaviour)]
+                cells.append(_interval(row.iloc[0], "mean") if len(row) else "–")
+            lines.append(f"    {policy:<15}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
+    """Features that one run raised and another lowered, with the shift in every run."""
+    found = diff.opposed(up, down)
+    title = f"Features that {up} raised and {down} lowered: {len(found)} at q <= {diff.q}"
+    if found.empty:
+        return title
+    shifts = diff.table(kind="shift", part="total", band="all", outcome="all").set_index(["checkpoint", "feature"])
+    lines = [title + (f", the {n} clearest" if len(found) > n else ""), "  (shift of mean activation, interval, q)"]
+    lines.append(f"  {'feature':<9}{'responds to':<34}" + "".join(f"{c:>32}" for c in diff.checkpoints))
+    for feature, row in found.head(n).iterrows():
+        described = f"{row.responds_to} {row.share:.0%}" if "share" in row else row.responds_to
+        cells = []
+        for checkpoint in diff.checkpoints:
+            if (checkpoint, feature) in shifts.index:
+                shift = shifts.loc[(checkpoint, feature)]
+                cells.append(f"{_interval(shift, 'difference', sign=True)} {shift.q:.4f}")
+            else:
+                cells.append("–")
+        lines.append(f"  {f'{feature} {row.group}':<9}{described:<34.33}" + "".join(f"{cell:>32}" for cell in cells))
+    return "\n".join(lines)
+
+
+def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
+    """What a reader checks before believing the rest."""
+    readers = ", ".join(
+        f"{r['id']} {'none' if r['fve'] is None else format(r['fve'], '.3f')}{' (flagged)' if r['flagged'] else ''}"
+        for r in diff.info["readers"]
+    )
+    lines = ["Before you believe it", f"  reconstruction (FVE) per reader: {readers}"]
+    if evaluation is not None:
+        lines.append(
+            f"  T-SAE on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, alive {evaluation.alive:.0%}, "
+            f"smoothness {evaluation.smoothness_high:.2f} (high-level), {evaluation.smoothness_all:.2f} (all)"
+        )
+    null = diff.info["null"]
+    for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
+        if f"{name}_discoveries" in null:
+            lines.append(
+                f"  null, {what}: {null[f'{name}_discoveries']:.1f} discoveries of {null[f'{name}_tested']} features "
+                f"(mean of {null['repeats']:.0f})"
+            )
+    lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
+    return "\n".join(lines)
+
+
+def _interval(row: pd.Series, column: str, *, sign: bool = False) -> str:
+    digits = 1 if max(abs(row.low), abs(row.high)) >= 10 else 2
+    number = f"{row[column]:+.{digits}f}" if sign else f"{row[column]:.{digits}f}"
+    return f"{number} [{row.low:.{digits}f}, {row.high:.{digits}f}]"

@@ -1,0 +1,30 @@
+"""Token classes of the testbed for `tsae.feature_diff`: role, style and slips, from the ground-truth annotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tsae.rollouts.table import Rollouts
+from tsae.testbed.annotate import annotate, describe_response
+
+BEHAVIOURS = ("direct_answer", "skipped_steps")
+"""Columns that `with_behaviours` adds: share of responses without a scratchpad step, share of required steps skipped."""
+
+
+def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
+    """An annotator: one class per response token, such as "result, scratchpad" or "answer, direct"."""
+    return [
+        f"{'slipped ' if label.correct is False else ''}{label.role.replace('_', ' ')}, {label.style}"
+        for label in annotate(prompt, response)
+    ]
+
+
+def with_behaviours(rollouts: Rollouts) -> Rollouts:
+    """Add what each response did (`BEHAVIOURS`), and name the columns as behaviours."""
+    frame = rollouts.frame
+    facts = [describe_response(p, r) for p, r in zip(frame.prompt, frame.response, strict=True)]
+    rollouts = rollouts.with_column("direct_answer", np.array([float(f.style == "direct") for f in facts]))
+    rollouts = rollouts.with_column("skipped_steps", np.array([f.skipped_share for f in facts]))
+    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(BEHAVIOURS)})
