@@ -1,0 +1,56 @@
+"""Flatten GSM8K's example_model_solutions.jsonl into one trajectory a line, for `tsae rollouts import`.
+
+The file (https://github.com/openai/grade-school-math, MIT) holds, for every test problem, the solutions of four
+models (6B and 175B, finetuning and verification) with whether each is correct.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from tsae.errors import TsaeError
+
+MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """Flatten GSM8K model solutions into one trajectory a line."""
+
+    solutions: Path
+    """example_model_solutions.jsonl."""
+    to: Path
+    """JSON lines to write: problem_id, prompt, response, correct, policy, answer."""
+    problems: int = 300
+    """The first this many problems."""
+
+
+def main() -> None:
+    options = tyro.cli(Flatten)
+    if not options.solutions.is_file():
+        raise TsaeError("no such file", where=options.solutions, fix="Give GSM8K's example_model_solutions.jsonl.")
+    options.to.parent.mkdir(parents=True, exist_ok=True)
+    n = 0
+    with options.solutions.open(encoding="utf-8") as lines, options.to.open("w", encoding="utf-8") as out:
+        for number, line in zip(range(options.problems), lines, strict=False):
+            record = json.loads(line)
+            for model in MODELS:
+                row = {
+                    "problem_id": f"gsm8k-test-{number:04d}",
+                    "prompt": record["question"],
+                    "response": record[model]["solution"],
+                    "correct": record[model]["is_correct"],
+                    "policy": model,
+                    "answer": record["ground_truth"].rpartition("A:")[2].strip(),
+                }
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                n += 1
+    print(f"wrote {options.to}: {n} trajectories")
+
+
+if __name__ == "__main__":
+    main()
