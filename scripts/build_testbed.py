@@ -37,6 +37,8 @@ from tsae.testbed.verifier import verify
 
 RUNS = tuple(LEVELS)
 STAGES = ("base", *RUNS, "measure")
+TABLE_BEGINS = "<!-- measured: begin -->"
+TABLE_ENDS = "<!-- measured: end -->"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         build(options.out, recipe_of(options), options.only or list(STAGES))
+        if options.readme is not None:
+            fill_readme(options.readme, options.out / "measured.md")
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -89,18 +93,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to build in; made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
     parser.add_argument("--steps", type=int, help="GRPO steps per run (default: 150)")
     parser.add_argument("--base-steps", type=int, help="training steps of the base (default: 900)")
+    parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all, in this order)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)")
     parser.add_argument(
-        "--only", nargs="+", choices=STAGES, help="stages to run (default: all, in this order)"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)"
+        "--readme", type=Path, help="Markdown file whose measured table to replace, once it is measured"
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds: nothing is learned")
     return parser.parse_args(arguments)
@@ -110,9 +111,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     """The recipe that the options ask for."""
     base, grpo, responses = BaseConfig(), GRPORecipe(), 1000
     if options.quick:
-        base = BaseConfig(
-            model=ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64), steps=20, batch=16, warmup=2
-        )
+        base = BaseConfig(model=ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64), steps=20, batch=16, warmup=2)
         grpo = GRPORecipe(steps=2, save_at=(1, 2), log_every=1, prompts=2, samples=4)
         responses = 8
     if options.base_steps is not None:
@@ -131,16 +130,14 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
 
     torch.set_num_threads(recipe.threads)
     out.mkdir(parents=True, exist_ok=True)
-    claim(out, recipe)
+    check_unclaimed(out, recipe)
     for stage in (stage for stage in STAGES if stage in stages):
         wanted = [out / name for name in products(stage, recipe)]
         if all(path.exists() for path in wanted):
             print(f"{stage}: finished before", file=sys.stderr)
             continue
         if stage != "base" and not (out / "base").exists():
-            raise TsaeError(
-                f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first."
-            )
+            raise TsaeError(f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first.")
         started = time.monotonic()
         with quiet_libraries():
             if stage == "base":
@@ -168,20 +165,20 @@ def checkpoint_id(run: str, step: int) -> str:
     return f"{run}-{step:03d}"
 
 
-def claim(out: Path, recipe: Recipe) -> None:
-    """Write down what is being built here; refuse a folder in which something else was begun."""
-    path = out / "recipe.json"
+def check_unclaimed(out: Path, recipe: Recipe) -> None:
+    """Refuse a folder in which a series was begun with another recipe."""
+    path = out / "series.json"
+    if not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))["made_by"]["recipe"]
     now = json.loads(json.dumps(asdict(recipe)))
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(key for key in now if before.get(key) != now[key])
-        if differing:
-            raise TsaeError(
-                f"was begun with another recipe (differing: {', '.join(differing)})",
-                where=path,
-                fix="Give the same options, or another --out.",
-            )
-    path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+    differing = sorted(key for key in now if before.get(key) != now[key])
+    if differing:
+        raise TsaeError(
+            f"was begun with another recipe (differing: {', '.join(differing)})",
+            where=path,
+            fix="Give the same options, or another --out.",
+        )
 
 
 def build_base(out: Path, recipe: Recipe) -> None:
@@ -210,12 +207,8 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     shutil.rmtree(logs, ignore_errors=True)
     wanted = grpo.steps * grpo.prompts
     # On "easy" there are only 300 chains: the trainer goes through them again and again.
-    problems = generate_problems(
-        run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train"
-    )
-    dataset = Dataset.from_list(
-        [{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems]
-    )
+    problems = generate_problems(run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train")
+    dataset = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems])
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
     def correct(
@@ -301,11 +294,31 @@ def measure_all(out: Path, recipe: Recipe) -> None:
     (out / "measured.md").write_text(to_markdown(measured), encoding="utf-8")
 
 
+def fill_readme(readme: Path, table: Path) -> None:
+    """Put the measured table between the two marker lines of a Markdown file."""
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    before, opening, rest = text.partition(TABLE_BEGINS)
+    _, closing, after = rest.partition(TABLE_ENDS)
+    if not opening or not closing:
+        raise TsaeError(
+            "has no place for the measured table",
+            where=readme,
+            fix=f"Write the lines {TABLE_BEGINS} and {TABLE_ENDS}.",
+        )
+    if not table.is_file():
+        raise TsaeError("nothing measured yet", where=table, fix="Run the stage 'measure' too.")
+    middle = table.read_text(encoding="utf-8")
+    readme.write_text(f"{before}{opening}\n\n{middle}\n{closing}{after}", encoding="utf-8")
+
+
 def save_checkpoint(model: Any, path: Path) -> None:
     """Weights and tokenizer, entered under the final name only when complete."""
     unfinished = path.with_name(path.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
+    # The trainer switches the cache off while it trains; a checkpoint is for sampling, too.
+    cache, model.config.use_cache = model.config.use_cache, True
     model.save_pretrained(unfinished)
+    model.config.use_cache = cache
     make_tokenizer().save_pretrained(unfinished)
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
@@ -313,9 +326,7 @@ def save_checkpoint(model: Any, path: Path) -> None:
 
 def existing_checkpoints(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
     """The entries of series.json for the checkpoints that are there, base first."""
-    entries: list[dict[str, Any]] = [
-        {"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}
-    ]
+    entries: list[dict[str, Any]] = [{"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}]
     for run in RUNS:
         for step in recipe.grpo.save_at:
             name = checkpoint_id(run, step)

@@ -101,9 +101,7 @@ def test_perfect_responses_are_all_right_and_planted_slips_are_found_where_they_
     for problem in [p for level in ("easy", "medium", "hard") for p in generate_problems(level, 100, seed=5)]:
         chain = parse_prompt(problem.prompt)
         full = scratchpad_response(chain) + "<eos>"
-        assert (
-            wrong_tokens(full, problem.prompt) == wrong_tokens(direct_response(chain), problem.prompt) == []
-        )
+        assert wrong_tokens(full, problem.prompt) == wrong_tokens(direct_response(chain), problem.prompt) == []
         facts = describe_response(problem.prompt, full)
         assert (facts.correct, facts.style, facts.first_wrong, facts.skip_index) == (
             True,
@@ -122,9 +120,7 @@ def test_perfect_responses_are_all_right_and_planted_slips_are_found_where_they_
         assert facts.n_steps_skipped == 0
         # Multiplying by 0, 2 or 5 can heal a slip; the answer is wrong exactly if it was not healed.
         healed = facts.answer == problem.answer
-        assert wrong_tokens(slipped, problem.prompt) == [6 * step + 4] + (
-            [] if healed else [6 * chain.n_ops + 1]
-        )
+        assert wrong_tokens(slipped, problem.prompt) == [6 * step + 4] + ([] if healed else [6 * chain.n_ops + 1])
         assert facts.correct == healed
 
 

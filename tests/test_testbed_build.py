@@ -82,6 +82,20 @@ def test_another_recipe_in_the_same_folder_is_refused(
     assert "differing: seed" in capsys.readouterr().err
 
 
+def test_measured_table_goes_between_the_marks_of_a_readme(
+    script: ModuleType, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{script.TABLE_BEGINS}\nold\n{script.TABLE_ENDS}\nafter\n")
+    for _ in range(2):
+        assert script.main(["--out", str(built), "--quick", "--readme", str(readme)]) == 0
+        table = (built / "measured.md").read_text()
+        assert readme.read_text() == f"before\n{script.TABLE_BEGINS}\n\n{table}\n{script.TABLE_ENDS}\nafter\n"
+    readme.write_text("no marks")
+    assert script.main(["--out", str(built), "--quick", "--readme", str(readme)]) == 1
+    assert "no place for the measured table" in capsys.readouterr().err
+
+
 def test_a_run_without_its_base_is_refused(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,9 +130,7 @@ def test_shipped_numbers_show_the_three_arms() -> None:
     folder = series_path()
     rows = {(r["checkpoint"], r["level"]): r for r in json.loads((folder / "measured.json").read_text())}
     series = json.loads((folder / "series.json").read_text())
-    assert set(rows) == {
-        (e["id"], level) for e in series["checkpoints"] for level in ("easy", "medium", "hard")
-    }
+    assert set(rows) == {(e["id"], level) for e in series["checkpoints"] for level in ("easy", "medium", "hard")}
     assert min(r["n_responses"] for r in rows.values()) >= 500
     last = {e["run"]: e["id"] for e in series["checkpoints"]}
 
@@ -131,6 +143,11 @@ def test_shipped_numbers_show_the_three_arms() -> None:
     assert above("accuracy", (last["medium"], "medium"), (base, "medium"))
     assert above("direct", (last["hard"], "hard"), (base, "hard"))
     assert above("accuracy", (base, "medium"), (last["hard"], "medium"))
+
+
+def test_the_written_table_is_the_measured_one() -> None:
+    table = (series_path() / "measured.md").read_text()
+    assert table in (SCRIPT.parents[1] / "data" / "README.md").read_text()
 
 
 def test_shipped_medium_model_solves_medium_chains() -> None:
@@ -150,6 +167,4 @@ def test_shipped_medium_model_solves_medium_chains() -> None:
         )
     facts = [describe_response(problem.prompt, text) for problem, text in zip(problems, texts, strict=True)]
     assert sum(fact.correct for fact in facts) >= 0.8 * len(facts)
-    assert all(
-        fact.n_steps_required == parse_prompt(p.prompt).n_ops for fact, p in zip(facts, problems, strict=True)
-    )
+    assert all(fact.n_steps_required == parse_prompt(p.prompt).n_ops for fact, p in zip(facts, problems, strict=True))

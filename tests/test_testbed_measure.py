@@ -36,6 +36,7 @@ def test_summary_of_three_responses() -> None:
     texts = ["#9<eos>", "#8<eos>", "3+5=8;8*2=6;6-7=9;#9<eos>", "3+5=8;8*2=6;6"]
     row = summarise("base", "x", 1, [describe_response(prompt, text) for text in texts])
     assert row.accuracy.value == row.direct.value == row.unanswered * 2 == 0.5
+    assert row.flawless.value == 0.25
     assert row.skipped.value == pytest.approx((1 + 1 + 0 + 1 / 3) / 4)
     assert row.length.value == (3 + 3 + 21 + 13) / 4
     assert row.accuracy_direct is not None
@@ -109,7 +110,5 @@ def test_training_is_reproducible_and_sampling_too() -> None:
     prompts = [problem.prompt for problem in generate_problems("medium", 5, seed=0)]
     texts = sample_responses(first, make_tokenizer(), prompts, seed=0, batch=2, max_tokens=6)
     assert texts == sample_responses(second, make_tokenizer(), prompts, seed=0, batch=2, max_tokens=6)
-    row = measure(
-        "tiny", first, make_tokenizer(), generate_problems("easy", 4, seed=0), n_responses=6, seed=0
-    )
+    row = measure("tiny", first, make_tokenizer(), generate_problems("easy", 4, seed=0), n_responses=6, seed=0)
     assert (row.n_problems, row.n_responses, row.level) == (4, 6, "easy")

@@ -74,9 +74,7 @@ def test_easy_has_all_300_chains_and_no_more() -> None:
 @pytest.mark.parametrize("level", ["medium", "hard", (2, 3)])
 def test_training_and_evaluation_chains_never_meet(level: str | tuple[int, int]) -> None:
     evaluation = {problem.id for problem in generate_problems(level, 500, seed=0)}
-    training = {
-        problem.id for seed in range(3) for problem in generate_problems(level, 1000, seed, split="train")
-    }
+    training = {problem.id for seed in range(3) for problem in generate_problems(level, 1000, seed, split="train")}
     assert not evaluation & training
     assert all(in_split(parse_prompt(id.removeprefix("chain:")), "train") for id in training)
 

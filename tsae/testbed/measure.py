@@ -217,7 +217,6 @@ def _cell(estimate: Estimate | None, digits: int = 2) -> str:
         return "–"
 
     def show(value: float) -> str:
-        text = f"{value:.{digits}f}"
-        return text.removeprefix("0") if digits == 2 and 0 < value < 1 and text.startswith("0.") else text
+        return f"{value:.{digits}f}".removeprefix("0")  # shares as .52
 
     return f"{show(estimate.value)} ({show(estimate.low)}–{show(estimate.high)})"
