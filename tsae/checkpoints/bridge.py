@@ -30,12 +30,11 @@ class TransformerLensReader:
         from transformer_lens.model_bridge import TransformerBridge
 
         model = checkpoint.load_model(device=device, dtype=dtype, attention="eager")
-        self.tokenizer = checkpoint.load_tokenizer()
-        # A name is only used to look up a configuration; the model and tokenizer are given.
+        # A name is only used to look up a configuration; the model is given, and texts come as token ids.
         self.bridge: Any = TransformerBridge.boot_transformers(
             checkpoint.path,
             hf_model=model,
-            tokenizer=self.tokenizer,
+            tokenizer=_stand_in_tokenizer(),
             device=torch.device(device),
             dtype=next(model.parameters()).dtype,
         )
@@ -72,3 +71,13 @@ class TransformerLensReader:
             attention_mask=attention_mask,
             position_ids=positions(attention_mask),
         )
+
+
+def _stand_in_tokenizer() -> Any:
+    """Booting encodes the letter "a", which not every tokenizer can, and adds special tokens to what it is given."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel(vocab={"<unk>": 0}, unk_token="<unk>"))
+    # Without a bos_token, which would make TransformerLens load a tokenizer anew by name.
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<unk>", pad_token="<unk>")

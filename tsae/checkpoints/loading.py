@@ -42,6 +42,7 @@ def load_model(
         TsaeError: where there are no weights, only a pickle, or the weights do not fit the configuration.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
@@ -57,7 +58,7 @@ def load_model(
                 use_safetensors=None if _is_gguf(checkpoint) else True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise TsaeError(
                 f"cannot be loaded as a causal language model ({_first_line(error)})",
                 where=checkpoint.path,

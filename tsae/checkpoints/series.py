@@ -55,6 +55,8 @@ class Checkpoint:
                 where=self.path,
                 fix="Use letters, digits and . _ @ + -, starting with a letter or digit.",
             )
+        if not isinstance(self.step, int):
+            raise TypeError(f"step {self.step!r} is not a whole number")
 
     @property
     def is_base(self) -> bool:
@@ -75,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointSeries:
-    """An ordered set of checkpoints with exactly one base."""
+    """An ordered set of checkpoints with exactly one base, which comes first wherever it was given."""
 
     checkpoints: tuple[Checkpoint, ...]
     name: str = "series"
@@ -94,6 +96,9 @@ class CheckpointSeries:
                 where=self.name,
                 fix="Give exactly one checkpoint with run null.",
             )
+        # Stores and tables name their readers in this order, the base first.
+        ordered = sorted(self.checkpoints, key=lambda checkpoint: not checkpoint.is_base)
+        object.__setattr__(self, "checkpoints", tuple(ordered))
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self.checkpoints)
@@ -194,7 +199,7 @@ class CheckpointSeries:
                     if local.exists() or checkpoint.path.count("/") != 1:
                         checkpoint = replace(checkpoint, path=str(local))
                 checkpoints.append(checkpoint)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise TsaeError(
                 f"not a series ({type(error).__name__}: {error})",
                 where=file,

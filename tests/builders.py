@@ -1,0 +1,163 @@
+"""Small things that many tests are made of: random-weight models, rollouts with known ids, feature tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+BOS, PAD, EOS = 17, 18, 19
+N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+
+
+def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
+    """A configuration of three layers over the testbed's 20 tokens."""
+    import transformers as hf
+
+    ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
+    if architecture == "gpt2":
+        return hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_positions=128, n_inner=32, **ids
+        )
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": d_model,
+        "intermediate_size": 32,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        **ids,
+    }
+    if architecture == "llama":
+        return hf.LlamaConfig(**common)
+    if architecture == "qwen2":
+        return hf.Qwen2Config(**common)
+    if architecture == "qwen3":
+        return hf.Qwen3Config(head_dim=8, **common)
+    assert architecture == "gemma3"
+    # One layer of full attention, the others with a window shorter than the texts.
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return hf.Gemma3TextConfig(
+        head_dim=8,
+        sliding_window=5,
+        layer_types=kinds,
+        query_pre_attn_scalar=8,
+        **{**common, "tie_word_embeddings": True},
+    )
+
+
+def save_model(folder: Path, architecture: str = "llama", *, seed: int = 0, d_model: int = D_MODEL) -> Path:
+    """A model of random weights, large enough for attention and norms to matter, with the testbed's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tsae.testbed import make_tokenizer
+
+    model = AutoModelForCausalLM.from_config(model_config(architecture, d_model))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.ndim > 1 else 0.1
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_perturbed(source: Path, folder: Path, *, amount: float = 0.05, seed: int = 1) -> Path:
+    """A copy whose weights moved a little, as a short training run would move them."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: w + amount * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny") -> Path:
+    (folder / "series.json").write_text(json.dumps({"name": name, "checkpoints": records}), encoding="utf-8")
+    return folder
+
+
+def make_rollouts(
+    policies: tuple[str, ...] = ("base",),
+    *,
+    n_problems: int = 12,
+    n_samples: int = 3,
+    seed: int = 0,
+    vocabulary: int = 17,
+    tokenizer: str | None = None,
+    **columns: Any,
+) -> Any:
+    """Random trajectories of different lengths: <bos> and digits as prompt, random tokens and <eos> as response."""
+    from tsae import Rollouts
+
+    rng = np.random.default_rng(seed)
+    prompts = [[BOS, *rng.integers(0, vocabulary, rng.integers(2, 7)).tolist()] for _ in range(n_problems)]
+    records = []
+    for policy in policies:
+        for problem, prompt in enumerate(prompts):
+            for _ in range(n_samples):
+                right = bool(rng.random() < 0.5)
+                records.append(
+                    {
+                        "problem_id": f"p{problem:03d}",
+                        "policy": policy,
+                        "prompt": f"prompt {problem}",
+                        "response": "text",
+                        "prompt_ids": prompt,
+                        "response_ids": [*rng.integers(0, vocabulary, rng.integers(1, 12)).tolist(), EOS],
+                        "reward": float(right),
+                        "outcome": "success" if right else "failure",
+                        "finish_reason": "stop",
+                        **columns,
+                    }
+                )
+    info = {} if tokenizer is None else {"tokenizer": tokenizer}
+    return Rollouts.from_records(records, info)
+
+
+def feature_table(
+    rollouts: Any,
+    codes: np.ndarray,
+    readers: list[tuple[str, np.ndarray]],
+    *,
+    d_high: int = 1,
+    special: tuple = (BOS, EOS),
+) -> Any:
+    """A FeatureTable from dense codes.
+
+    Args:
+        rollouts: the trajectories.
+        codes: (n_tokens, n_features) of all rows after one another.
+        readers: (id, row ids of the trajectories that it read), the base first.
+    """
+    from tsae import FeatureTable
+
+    trajectory = np.concatenate([rows for _, rows in readers])
+    texts = [np.concatenate(rollouts.tokens(int(row))) for row in trajectory]
+    records = [
+        {"id": id, "run": None if i == 0 else id, "step": i, "trained_on": None, "n_tokens": 1, "fve": 0.9, "l0": 1.0}
+        for i, (id, _) in enumerate(readers)
+    ]
+    return FeatureTable(
+        codes=sp.csr_array(codes.astype(np.float32)),
+        token_ids=np.concatenate(texts).astype(np.int32),
+        row_offsets=np.concatenate([[0], np.cumsum([len(text) for text in texts])]),
+        reader=np.repeat(np.arange(len(readers), dtype=np.int32), [len(rows) for _, rows in readers]),
+        trajectory=trajectory,
+        rollouts=rollouts,
+        info={"sae": {"d_high": d_high, "site": "x"}, "readers": records, "special_ids": list(special)},
+    )

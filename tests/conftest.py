@@ -1,0 +1,73 @@
+"""Tiny models and what the pipeline makes of them, built once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES)
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight checkpoint directory of every architecture."""
+    return save_model(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight Llama with the testbed's tokenizer."""
+    return save_model(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def series_folder(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+    """A base and one run."""
+    folder = tmp_path_factory.mktemp("series")
+    save_perturbed(llama, folder / "base", amount=0.0)
+    save_perturbed(llama, folder / "easy-10")
+    return save_series(
+        folder,
+        [
+            {"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None},
+            {"id": "easy-10", "path": "easy-10", "run": "easy", "step": 10, "trained_on": "easy"},
+        ],
+    )
+
+
+@pytest.fixture(scope="session")
+def series(series_folder: Path) -> Any:
+    from tsae import CheckpointSeries
+
+    return CheckpointSeries.load(series_folder)
+
+
+@pytest.fixture(scope="session")
+def fingerprint(llama: Path) -> str:
+    """Of the testbed's tokenizer."""
+    from tsae.checkpoints.loading import tokenizer_fingerprint
+    from tsae.testbed import make_tokenizer
+
+    return tokenizer_fingerprint(make_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def rollouts(fingerprint: str) -> Any:
+    """Twelve problems, three responses of base and of the run to each."""
+    return make_rollouts(("base", "easy-10"), tokenizer=fingerprint)
+
+
+@pytest.fixture(scope="session")
+def store(series: Any, rollouts: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """float32 activations of two sites, in several shards."""
+    import tsae
+
+    return tsae.capture(
+        series,
+        rollouts,
+        ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"],
+        to=tmp_path_factory.mktemp("store") / "acts",
+        config=tsae.CaptureConfig(shard_tokens=200, batch_tokens=128),
+        progress=False,
+    )
