@@ -1,13 +1,18 @@
 """The T-SAE's loss (Bhalla et al., arXiv 2511.05541), on tokens x scaled to mean norm √d_model:
 
-    L = ‖x − x̂_high‖² + ‖x − x̂‖² + α · InfoNCE + β · AuxK          (means over tokens, sums over d_model)
+    L = ‖x − x̂_high‖² / d_model + ‖x − x̂‖² / d_model + α · InfoNCE + β · AuxK          (means over tokens)
+
+Dividing by d_model is the paper's sum over dimensions for tokens of mean norm 1: both reconstruction terms then run
+from 1 (nothing explained) to 0 at any width, so that α means the same for every model. (With sums at norm √d_model,
+α = 1 left InfoNCE at chance on the testbed, d_model 96: a temporal term in name only.)
 
 - x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka).
 - InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h:
 
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
 
-- AuxK (Gao et al., arXiv 2406.04093): the residual x − x̂ reconstructed by the d_model / 2 strongest dead latents.
+- AuxK (Gao et al., arXiv 2406.04093): the share of the residual x − x̂ left unexplained by the d_model / 2 strongest
+  dead latents.
 
 Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410).
 """
@@ -28,9 +33,9 @@ class LossTerms(NamedTuple):
 
     total: torch.Tensor
     reconstruction_high: torch.Tensor
-    """Mean over tokens of ‖x − x̂_high‖²."""
+    """Mean over tokens of ‖x − x̂_high‖² / d_model."""
     reconstruction: torch.Tensor
-    """Mean over tokens of ‖x − x̂‖²."""
+    """Mean over tokens of ‖x − x̂‖² / d_model."""
     temporal: torch.Tensor
     """InfoNCE in nats; log N is chance."""
     aux: torch.Tensor
@@ -74,9 +79,9 @@ def temporal_loss(
     high = codes[:, : config.d_high]
     x_high = high @ sae.W_dec[: config.d_high]
     x_hat = x_high + codes[:, config.d_high :] @ sae.W_dec[config.d_high :] + sae.b_dec
-    reconstruction_high = (x - x_high - sae.b_dec).pow(2).sum(1).mean()
+    reconstruction_high = (x - x_high - sae.b_dec).pow(2).mean()
     residual = x - x_hat
-    reconstruction = residual.pow(2).sum(1).mean()
+    reconstruction = residual.pow(2).mean()
     total = reconstruction_high + reconstruction
 
     temporal = x.new_zeros(())
@@ -104,8 +109,6 @@ def _aux_loss(sae: TemporalSAE, pre: torch.Tensor, residual: torch.Tensor, dead:
     k = min(len(latents), max(1, sae.d_model // 2))
     values, indices = pre[:, latents].topk(k, dim=1, sorted=False)
     codes = torch.zeros(len(pre), len(latents), device=pre.device).scatter(1, indices, values)
-    error = (residual - codes @ sae.W_dec[latents]).pow(2).sum(1).mean()
-    # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves;
-    # put back on the scale of the reconstruction term.
-    variance = (residual - residual.mean(0)).pow(2).sum(1).mean()
-    return (error / variance.clamp_min(1e-12)).nan_to_num(0.0) * sae.d_model
+    error = (residual - codes @ sae.W_dec[latents]).pow(2).mean()
+    # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
+    return error / (residual - residual.mean(0)).pow(2).mean().clamp_min(1e-12)

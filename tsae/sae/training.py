@@ -158,7 +158,7 @@ class _Trainer:
         gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)
 
     def _metrics(self, step: int, x: torch.Tensor, terms: LossTerms) -> dict[str, float]:
-        variance = (x - x.mean(0)).pow(2).sum(1).mean()
+        variance = (x - x.mean(0)).pow(2).mean()
         alive = self.idle_tokens < (self.config.dead_after_tokens or 0)
         return {
             "step": step,
