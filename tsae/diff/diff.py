@@ -68,6 +68,7 @@ def feature_diff(
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "causally_tested": False,
+            "token_strings": _strings_of(features, token_strings),
         },
         source=features,
     )
@@ -151,6 +152,14 @@ def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     values = values - values.mean(0)
     norm = np.sqrt((values**2).sum(0) * (length**2).sum())
     return np.divide(length @ values, norm, out=np.zeros(features.n_features), where=norm > 0)
+
+
+def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[str, str]:
+    """Text of the token ids that occur, by id as text, as JSON wants it; empty where no strings were given."""
+    if strings is None:
+        return {}
+    # Lone surrogates do not go into a UTF-8 file.
+    return {str(i): strings[i].encode("utf-8", "replace").decode() for i in np.unique(features.token_ids).tolist()}
 
 
 def _ids_as_text(features: FeatureTable) -> list[str]:

@@ -1,5 +1,195 @@
-"""placeholder"""
+"""The page: one HTML file that loads nothing.
+
+The content security policy forbids every request and every script but the two that are inlined here, by hash. Text
+from files is escaped on its way in; if some of it ever were not, it still could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import figures, sections, views
+from tsae.report.findings import Finding, findings, lead
+from tsae.report.overview import overview, overview_caption
+from tsae.report.text import html_text, script_json
+
+_TITLE = "What changed inside the model"
 
 
-def render(diff, title=None):
-    return "<html></html>"
+def render(diff: FeatureDiff, title: str | None = None) -> str:
+    """The report as one string of HTML; the same diff gives the same string."""
+    title = title or _TITLE
+    drawn: dict[str, go.Figure | None] = {}
+    body = _body(diff, title, drawn)
+    data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
+    plotly, ours = get_plotlyjs(), _resource("report.js")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"script-src {_digest(plotly)} {_digest(ours)}"
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{html_text(title)}</title><style>{_resource('report.css')}</style></head>\n"
+        f'<body>{body}<script type="application/json" id="figures">{data}</script>\n'
+        f"<script>{plotly}</script>\n<script>{ours}</script></body></html>\n"
+    )
+
+
+def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
+    opposed_tables, opposed_features = sections.opposed(diff)
+    runs = views.final_checkpoints(diff)
+    parts = [
+        ("gates", "Before you believe it", sections.gates(diff, _written_with())),
+        (
+            "behaviours",
+            "Behaviour on each band",
+            _figure(
+                drawn,
+                "behaviours-figure",
+                figures.behaviour_figure(diff),
+                "Mean over problems with intervals; colour and shape mark the band. The table below has the numbers.",
+            )
+            + (sections.behaviour_details(diff) or '<p class="quiet">No behaviours were measured.</p>'),
+        ),
+    ]
+    if len(runs) > 1:
+        pair = views.opposed_pairs(diff)[:1]
+        caption = "".join(f"Features that {up} raised and {down} lowered, with their shift in every run." for up, down, _ in pair)
+        picture = figures.opposed_figure(diff, opposed_features)
+        parts.append(
+            (
+                "opposed",
+                "Features that runs moved in opposite directions",
+                _figure(drawn, "opposed-figure", picture, caption) + opposed_tables,
+            )
+        )
+    if runs:
+        parts.append(("shifts", "Shifts by band and outcome, and where they come from", _shifts(diff, drawn)))
+    parts.append(
+        (
+            "outcomes",
+            "Success against failure of the same problem",
+            _figure(
+                drawn,
+                "outcomes-figure",
+                figures.outcome_figure(diff),
+                f"Success − failure within problem, as {views.base_of(diff)} reads the responses: the clearest features of "
+                "every band. Problems whose responses all agree carry no such contrast and are left out; how many is in "
+                "the table.",
+            )
+            + sections.outcome_tables(diff),
+        )
+    )
+    chosen = sections.example_features(diff, opposed_features)
+    parts.append(
+        (
+            "examples",
+            "Where these features are active",
+            '<p class="quiet">Responses on which each feature is most active, at most one a problem. The darker a token, '
+            "the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
+        )
+    )
+    links = "".join(f'<a href="#{id}">{heading}</a>' for id, heading, _ in parts)
+    rest = "".join(
+        f'<section id="{id}" aria-labelledby="{id}-h"><h2 id="{id}-h">{heading}</h2>{content}</section>'
+        for id, heading, content in parts
+    )
+    return (
+        f"{_first_screen(diff, title, drawn)}<nav aria-label='Sections'>{links}</nav><main>{rest}</main>"
+        "<noscript><p class='warn'>Figures need JavaScript; the tables hold the same numbers.</p></noscript>"
+    )
+
+
+def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
+    found = findings(diff)
+    spoken = " ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found)
+    picture = overview(diff)
+    drawn["overview"] = picture
+    drawn["overview-narrow"] = overview(diff, columns=1)
+    figure = (
+        '<p class="quiet">Nothing moved: there is no picture to draw.</p>'
+        if picture is None
+        else f'<figure class="overview"><div class="plot" role="img" data-figure="overview" data-narrow="overview-narrow" '
+        f'style="min-height:{int(picture.layout.height)}px" aria-label="{html_text(spoken)}"></div>'
+        f"<figcaption>{html_text(overview_caption(diff))}</figcaption></figure>"
+    )
+    return (
+        f'<header><h1>{html_text(title)}</h1><p class="lead">{html_text(lead(diff))}</p></header>'
+        f'<div class="first"><div class="findings" role="list" aria-label="Findings">{"".join(map(_finding, found))}</div>'
+        f"{figure}</div>"
+    )
+
+
+def _finding(finding: Finding) -> str:
+    note = f" <small>{html_text(finding.note)}</small>" if finding.note else ""
+    sentences = "".join(f"<p>{html_text(sentence)}</p>" for sentence in finding.sentences)
+    return (
+        f'<div class="finding" role="listitem"><h2><bdi>{html_text(finding.heading)}</bdi>{note}'
+        f'<a href="#{finding.evidence}" aria-label="Evidence: {html_text(finding.heading)}">evidence</a></h2>{sentences}</div>'
+    )
+
+
+def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
+    by_band = _figure(
+        drawn,
+        "bands-figure",
+        figures.band_figure(diff),
+        "Shift of each run's most moved features, in standard deviations over problems: orange raised, blue lowered, a "
+        "dot where it is no discovery, blank where it was not tested. Success and failure count only such responses.",
+    )
+    parts = _figure(
+        drawn,
+        "decomposition-figure",
+        figures.decomposition_figure(diff),
+        "Total shift = policy part (the base reads what the run writes, against what the base writes) + representation "
+        "part (the run reads its own responses, against the base reading them). The diamond is the total.",
+    )
+    return f"{by_band}{parts}{sections.shift_counts(diff)}"
+
+
+def _figure(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:
+    if figure is None:
+        return ""
+    drawn[name] = figure
+    return (
+        f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Figure"><div class="plot" role="img" data-figure="{name}" '
+        f'style="min-height:{int(figure.layout.height)}px" aria-label="{html_text(caption)}"></div></div>'
+        f"<figcaption>{html_text(caption)}</figcaption></figure>"
+    )
+
+
+def _plain(figure: go.Figure) -> dict[str, object]:
+    content = json.loads(figure.to_json())
+    return {"data": content["data"], "layout": content["layout"]}
+
+
+def _written_with() -> dict[str, str]:
+    found = {}
+    for package in ("tsae", "plotly"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _resource(name: str) -> str:
+    return files("tsae.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"

@@ -1,0 +1,334 @@
+"""Plotly figures as functions of a FeatureDiff. Each returns None where the diff holds nothing to draw.
+
+Shifts of different features are drawn in standard deviations over problems, since units of activation differ from
+feature to feature; hover gives the units of activation.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import views
+from tsae.report.style import BAND_STYLE, DIVERGING, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero
+from tsae.report.text import figure_text, number, percent
+
+_LEFT = 190
+
+
+def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
+    """Every behaviour by checkpoint and band, with intervals."""
+    names = views.behaviours_of(diff)
+    if not names:
+        return None
+    table = diff.behaviours
+    policies = list(table.policy.unique())
+    bands = [b for b in views.BANDS if (table.band == b).any()] or ["all"]
+    columns = min(len(names), 4)
+    blocks = -(-len(names) // columns)
+    panel = max(90, len(policies) * (14 * len(bands) + 12))
+    height = blocks * panel + (blocks - 1) * 80 + 110
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
+        vertical_spacing=80 / (height - 110) if blocks > 1 else 0,
+        subplot_titles=[f"<b>{figure_text(views.behaviour_name(n))}</b>" for n in names],
+    )
+    for position, name in enumerate(names):
+        cell = {"row": position // columns + 1, "col": position % columns + 1}
+        share = views.is_share(diff, name)
+        factor = 100.0 if share else 1.0
+        for order, band in enumerate(bands):
+            mine = table[(table.behaviour == name) & (table.band == band)]
+            colour, symbol = BAND_STYLE[band]
+            unit = " %" if share else " tokens" if name == "response_length" else ""
+            figure.add_trace(
+                go.Scatter(
+                    x=(factor * mine["mean"]).tolist(),
+                    y=[policies.index(p) + (order - (len(bands) - 1) / 2) * 0.24 for p in mine.policy],
+                    mode="markers",
+                    name=f"{band} problems",
+                    legendgroup=band,
+                    showlegend=position == 0,
+                    marker={"color": colour, "symbol": symbol, "size": 8},
+                    error_x={
+                        "array": (factor * (mine["high"] - mine["mean"])).tolist(),
+                        "arrayminus": (factor * (mine["mean"] - mine["low"])).tolist(),
+                        "color": colour,
+                        "thickness": 1.4,
+                        "width": 0,
+                    },
+                    text=[
+                        f"{figure_text(r.policy)}, {band}: {_shown(r.mean, share)}{unit} "
+                        f"[{_shown(r.low, share)}, {_shown(r.high, share)}]<br>"
+                        f"{r.n_problems} problems, {r.n_trajectories} trajectories"
+                        for r in mine.itertuples()
+                    ],
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                **cell,
+            )
+        if share:
+            figure.update_xaxes(range=[-3, 103], ticksuffix=" %", nticks=5, **cell)
+        else:
+            title = "tokens" if name == "response_length" else ""
+            figure.update_xaxes(rangemode="tozero", nticks=5, title={"text": title, "standoff": 4}, **cell)
+        figure.update_yaxes(
+            range=[len(policies) - 0.45, -0.55],
+            tickvals=list(range(len(policies))),
+            ticktext=[figure_text(p, 18) for p in policies],
+            ticks="",
+            **cell,
+        )
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    return finish(figure, height=height, left=130, top=66, legend=legend)
+
+
+def opposed_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
+    """Shift of the given features in every run, one line a feature: marks far apart were moved apart."""
+    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    if not features or not runs:
+        return None
+    figure = go.Figure()
+    for order, run in enumerate(runs):
+        shifts = views.main_shift(diff, run)
+        shown = [f for f in features if f in shifts.index]
+        points = [views.standardised(shifts.loc[f]) for f in shown]
+        colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
+        figure.add_trace(
+            go.Scatter(
+                x=[d for d, _, _ in points],
+                y=[features.index(f) for f in shown],
+                mode="markers",
+                name=figure_text(run),
+                marker={"color": colour, "symbol": symbol, "size": 10},
+                error_x={
+                    "array": [high - d for d, _, high in points],
+                    "arrayminus": [d - low for d, low, _ in points],
+                    "color": colour,
+                    "thickness": 1.4,
+                    "width": 0,
+                },
+                text=[_hover(shifts.loc[f], run) for f in shown],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )
+    vertical_zero(figure)
+    figure.update_xaxes(title={"text": "shift against base, standard deviations over problems", "standoff": 6})
+    _feature_rows(figure, diff, features)
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    return finish(figure, height=26 * len(features) + 100, left=_LEFT, top=40, bottom=50, legend=legend)
+
+
+def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
+    """Shift of each run's most moved features by band and by outcome, as a heat map per run."""
+    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    features = top_features(diff, runs, n)
+    if not features:
+        return None
+    bands = views.bands_of(diff)
+    columns = [("all", "all"), *((b, "all") for b in bands), ("all", "success"), ("all", "failure")]
+    names = ["all", *bands, "success", "failure"]
+    limit = 0.0
+    grids = []
+    for run in runs:
+        part = views.main_part(diff, run) or "total"
+        cells = [views.rows(diff, kind="shift", checkpoint=run, part=part, band=b, outcome=o) for b, o in columns]
+        z = [[float(c.d[f]) if f in c.index else None for c in cells] for f in features]
+        text = [
+            [_hover(c.loc[f], f"{run}, {name}") if f in c.index else "not tested" for c, name in zip(cells, names, strict=True)]
+            for f in features
+        ]
+        bold = [
+            [
+                "" if f not in c.index else number(c.d[f], sign=True) if c.q[f] <= diff.q else "·"
+                for c in cells
+            ]
+            for f in features
+        ]
+        limit = max([limit, *(abs(v) for line in z for v in line if v is not None)])
+        grids.append((run, z, text, bold))
+    figure = make_subplots(
+        rows=1,
+        cols=len(runs),
+        shared_yaxes=True,
+        horizontal_spacing=0.02,
+        subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
+    )
+    for column, (_, z, text, bold) in enumerate(grids, start=1):
+        figure.add_trace(
+            go.Heatmap(
+                z=z,
+                x=names,
+                y=list(range(len(features))),
+                text=bold,
+                texttemplate="%{text}",
+                textfont={"size": 10},
+                customdata=text,
+                hovertemplate="%{customdata}<extra></extra>",
+                colorscale=DIVERGING,
+                zmin=-limit,
+                zmax=limit,
+                showscale=False,
+                xgap=1,
+                ygap=1,
+                hoverongaps=False,
+            ),
+            row=1,
+            col=column,
+        )
+    figure.update_xaxes(side="bottom", showgrid=False, ticks="", tickangle=-35)
+    _feature_rows(figure, diff, features)
+    return finish(figure, height=24 * len(features) + 120, left=_LEFT, bottom=64)
+
+
+def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
+    """Policy and representation part of each run's largest shifts, stacked; the diamond is their sum, the total."""
+    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c) == "total"]
+    chosen = {run: top_features(diff, [run], n) for run in runs}
+    runs = [run for run in runs if chosen[run]]
+    if not runs:
+        return None
+    columns = min(len(runs), 2)
+    blocks = -(-len(runs) // columns)
+    depth = max(len(features) for features in chosen.values())
+    height = blocks * (depth * 26 + 10) + (blocks - 1) * 90 + 130
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        horizontal_spacing=0.2 if columns > 1 else 0,
+        vertical_spacing=90 / (height - 130) if blocks > 1 else 0,
+        subplot_titles=[f"<b>{figure_text(run)}</b>" for run in runs],
+    )
+    for position, run in enumerate(runs):
+        cell = {"row": position // columns + 1, "col": position % columns + 1}
+        total = views.main_shift(diff, run)
+        features = chosen[run]
+        # All three in the total's standard deviation: only then do the parts add up.
+        unit = {f: float(total.d[f] / total.difference[f]) if total.difference[f] else 0.0 for f in features}
+        for order, part in enumerate(("policy", "representation")):
+            found = views.rows(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
+            shown = [f for f in features if f in found.index]
+            figure.add_trace(
+                go.Bar(
+                    x=[float(found.difference[f]) * unit[f] for f in shown],
+                    y=[features.index(f) for f in shown],
+                    orientation="h",
+                    name=f"{views.PART_NAMES[part]} ({'new responses, same reader' if part == 'policy' else 'same responses, new reader'})",
+                    legendgroup=part,
+                    showlegend=position == 0,
+                    marker={
+                        "color": ("#1b9381", "#a55cc0")[order],
+                        "pattern": {"shape": ("", "/")[order], "fgopacity": 0.5, "size": 6},
+                    },
+                    width=0.62,
+                    text=[_hover(found.loc[f], f"{run}, {views.PART_NAMES[part]}") for f in shown],
+                    textposition="none",
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                **cell,
+            )
+        points = [views.standardised(total.loc[f]) for f in features]
+        figure.add_trace(
+            go.Scatter(
+                x=[d for d, _, _ in points],
+                y=list(range(len(features))),
+                mode="markers",
+                name="total, with interval",
+                legendgroup="total",
+                showlegend=position == 0,
+                marker={"symbol": "diamond", "size": 8, "color": NEUTRAL, "line": {"width": 1.5, "color": "#fff"}},
+                error_x={
+                    "array": [high - d for d, _, high in points],
+                    "arrayminus": [d - low for d, low, _ in points],
+                    "color": NEUTRAL,
+                    "thickness": 1.4,
+                    "width": 0,
+                },
+                text=[_hover(total.loc[f], f"{run}, total") for f in features],
+                hovertemplate="%{text}<extra></extra>",
+            ),
+            **cell,
+        )
+        vertical_zero(figure, **cell)
+        figure.update_xaxes(title={"text": "standard deviations over problems", "standoff": 4}, **cell)
+        _feature_rows(figure, diff, features, **cell)
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    return finish(figure, height=height, left=_LEFT, top=70, bottom=54, barmode="relative", legend=legend)
+
+
+def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
+    """Success − failure within problem: the clearest features of every band, as the base reads (its own) responses."""
+    base = views.base_of(diff)
+    bands = ["all", *views.bands_of(diff)]
+    tables = {b: views.rows(diff, kind="outcome", checkpoint=base, band=b) for b in bands}
+    top = {b: views.strongest(table, diff.q, n) for b, table in tables.items()}
+    features = list(dict.fromkeys(int(f) for table in top.values() for f in table.index))
+    if not features:
+        return None
+    figure = go.Figure()
+    for order, band in enumerate(bands):
+        shown = [f for f in features if f in tables[band].index and tables[band].q[f] <= diff.q]
+        points = [views.standardised(tables[band].loc[f]) for f in shown]
+        if not points:
+            continue
+        colour, symbol = BAND_STYLE[band]
+        figure.add_trace(
+            go.Scatter(
+                x=[d for d, _, _ in points],
+                y=[features.index(f) + (order - (len(bands) - 1) / 2) * 0.18 for f in shown],
+                mode="markers",
+                name=f"{band} problems",
+                marker={"color": colour, "symbol": symbol, "size": 8},
+                error_x={
+                    "array": [high - d for d, _, high in points],
+                    "arrayminus": [d - low for d, low, _ in points],
+                    "color": colour,
+                    "thickness": 1.4,
+                    "width": 0,
+                },
+                text=[_hover(tables[band].loc[f], f"{band} problems") for f in shown],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )
+    vertical_zero(figure)
+    figure.update_xaxes(title={"text": "← in failures    in successes → (standard deviations over problems)"})
+    _feature_rows(figure, diff, features)
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    return finish(figure, height=30 * len(features) + 110, left=_LEFT, top=40, bottom=56, legend=legend, showlegend=True)
+
+
+def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
+    """The n most moved features of every run, put together; most raised by the last run first."""
+    chosen: dict[int, None] = {}
+    for run in runs:
+        chosen |= dict.fromkeys(int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, n).index)
+    if not chosen:
+        return []
+    last = views.main_shift(diff, runs[-1])
+    return sorted(chosen, key=lambda f: -float(last.d[f]) if f in last.index else 0.0)
+
+
+def _feature_rows(figure: go.Figure, diff: FeatureDiff, features: list[int], **cell: int) -> None:
+    labels = [f"<b>{f}</b> {figure_text(diff.features.responds_to[f], 24)}" for f in features]
+    figure.update_yaxes(
+        range=[len(features) - 0.4, -0.6], tickvals=list(range(len(features))), ticktext=labels, ticks="", **cell
+    )
+
+
+def _hover(record: pd.Series, who: str) -> str:
+    described = figure_text(record.responds_to)
+    return (
+        f"{figure_text(who)}<br>feature {int(record.feature)}: {described}<br>"
+        f"{number(record.reference)} → {number(record['mean'])}, difference {number(record.difference, sign=True)} "
+        f"[{number(record.low, sign=True)}, {number(record.high, sign=True)}]<br>"
+        f"{number(record.d, sign=True)} standard deviations, q = {record.q:.4f}"
+    )
+
+
+def _shown(value: float, share: bool) -> str:
+    return percent(value) if share else number(value)

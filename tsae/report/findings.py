@@ -1,0 +1,233 @@
+"""Findings: plain sentences with numbers, generated from the tables.
+
+Works for any series: any names of runs, with or without bands, and with no runs at all, where only outcomes are
+contrasted. A behaviour counts as changed where the intervals of base and run do not overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import views
+from tsae.report.text import count, interval, listed, number, percent, q_value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A heading, what it rests on, and sentences of plain text (unescaped)."""
+
+    heading: str
+    sentences: tuple[str, ...]
+    evidence: str
+    """Id of the section that holds the evidence."""
+    note: str = ""
+    """A few words beside the heading."""
+    checkpoint: str | None = None
+    """The run that it is about."""
+
+
+def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
+    """At most `limit` findings: one a run, then runs in opposition, outcomes, and how far to believe it."""
+    runs = views.final_checkpoints(diff)
+    found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
+    rest = [_opposed(diff), _outcomes(diff) if not runs else None]
+    found += [finding for finding in rest if finding is not None]
+    return [*found[: limit - 1], _belief(diff)]
+
+
+def lead(diff: FeatureDiff) -> str:
+    """One sentence: what was compared with what, on how much."""
+    base, runs = views.base_of(diff), views.final_checkpoints(diff)
+    table = diff.behaviours
+    everything = table[table.band == "all"] if not table.empty else table
+    size = ""
+    if not everything.empty:
+        problems = int(everything.n_problems.max())
+        trajectories = int(everything.drop_duplicates("policy").n_trajectories.sum())
+        size = f" on {count(problems, 'problem')} and {count(trajectories, 'response')}"
+    if not runs:
+        return f"Successes against failures of the same problem, as {base} reads them{size}."
+    names = listed(runs) if len(runs) <= 4 else count(len(runs), "run")
+    return f"{names} compared with {base}{size}, through {len(diff.features):,} features of a temporal SAE."
+
+
+def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
+    sentences = [*_behaviour_sentences(diff, checkpoint), *_feature_sentences(diff, checkpoint)]
+    band = views.trained_on(diff, checkpoint)
+    reader = next(r for r in diff.info["readers"] if r["id"] == checkpoint)
+    if reader.get("flagged"):
+        sentences.append("The SAE reconstructs this checkpoint badly: its feature shifts are not to be trusted.")
+    return Finding(
+        heading=checkpoint,
+        note=f"trained on {band}" if band else "",
+        sentences=tuple(sentences) or ("Nothing could be compared with the base.",),
+        evidence="behaviours" if _behaviour_sentences(diff, checkpoint) else "shifts",
+        checkpoint=checkpoint,
+    )
+
+
+def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    base = views.base_of(diff)
+    sentences = []
+    accuracy = _accuracy_clauses(diff, base, checkpoint)
+    if accuracy:
+        sentences.append(f"Accuracy {'; '.join(accuracy)}.")
+    others = []
+    for name in views.behaviours_of(diff):
+        before, after = (views.behaviour(diff, policy, "all", name) for policy in (base, checkpoint))
+        if name != "accuracy" and before is not None and after is not None:
+            others.append(f"{views.behaviour_name(name)} {_change(diff, name, before, after)}")
+    if others:
+        text = "; ".join(others)
+        sentences.append(text[0].upper() + text[1:] + ".")
+    return sentences
+
+
+def _accuracy_clauses(diff: FeatureDiff, base: str, checkpoint: str) -> list[str]:
+    clauses: dict[str, list[str]] = {"rose": [], "fell": [], "did not clearly change": []}
+    bands = [b for b in views.BANDS if views.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
+    for band in bands:
+        before, after = (views.behaviour(diff, policy, band, "accuracy") for policy in (base, checkpoint))
+        if before is None or after is None:
+            continue
+        direction = "did not clearly change"
+        if views.clearly_apart(before, after):
+            direction = "rose" if after["mean"] > before["mean"] else "fell"
+        where = "" if band == "all" else f"{band} "
+        clauses[direction].append(f"{where}{_from_to(diff, 'accuracy', before, after)}")
+    on = "" if bands == ["all"] else "on "
+    return [f"{direction} {on}{listed(items)}" for direction, items in clauses.items() if items]
+
+
+def _change(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
+    if not views.clearly_apart(before, after):
+        return f"did not clearly change ({_from_to(diff, name, before, after)})"
+    verb = "rose" if after["mean"] > before["mean"] else "fell"
+    return f"{verb} {_from_to(diff, name, before, after)}"
+
+
+def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
+    if views.is_share(diff, name):
+        ends = f"[{percent(after.low)}, {percent(after.high)}]"
+        return f"{percent(before['mean'])} → {percent(after['mean'])} % {ends}"
+    unit = " tokens" if name == "response_length" else ""
+    return f"{number(before['mean'])} → {number(after['mean'])}{unit} {interval(after.low, after.high)}"
+
+
+def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    part = views.main_part(diff, checkpoint)
+    if part is None:
+        return []
+    contrast = views.contrast(diff, kind="shift", checkpoint=checkpoint, part=part, band="all", outcome="all")
+    if contrast is None:
+        return []
+    if contrast.note:
+        return [f"Its feature shifts were not drawn: {contrast.note}."]
+    moved = views.main_shift(diff, checkpoint)
+    moved = moved[moved.q <= diff.q]
+    up, down = moved[moved.d > 0], moved[moved.d < 0]
+    how = "" if part == "total" else f" {views.PART_NAMES[part]}"
+    sentences = [
+        f"{len(moved)} of {contrast.n_tested} tested features moved{how} (q ≤ {diff.q:g}): "
+        f"{len(up)} raised, {len(down)} lowered."
+    ]
+    clearest = []
+    for word, side in (("raised", up), ("lowered", down)):
+        if len(side):
+            row = views.strongest(side, diff.q, 1).iloc[0]
+            clearest.append(
+                f"{word} {int(row.feature)}, {views.describe(diff, int(row.feature))}, "
+                f"{number(row.reference)} → {number(row['mean'])}, "
+                f"shift {number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)}"
+            )
+    if clearest:
+        sentences.append(f"Clearest: {'; '.join(clearest)}.")
+    return sentences
+
+
+def _opposed(diff: FeatureDiff) -> Finding | None:
+    runs = views.final_checkpoints(diff)
+    if len(runs) < 2:
+        return None
+    pairs = views.opposed_pairs(diff)
+    if not pairs:
+        return Finding(
+            "Opposite directions", (f"No feature was raised by one run and lowered by another (q ≤ {diff.q:g}).",), "opposed"
+        )
+    up, down, features = pairs[0]
+    back = next((len(found) for a, b, found in pairs if (a, b) == (down, up)), 0)
+    clearest = int(features.index[0])
+    sentence = (
+        f"{up} raised and {down} lowered {count(len(features), 'feature')}; the reverse holds for {back}. "
+        f"Clearest: {clearest}, {views.describe(diff, clearest)}."
+    )
+    return Finding("Opposite directions", (sentence,), "opposed", note=f"q ≤ {diff.q:g} in both")
+
+
+def _outcomes(diff: FeatureDiff) -> Finding | None:
+    base = views.base_of(diff)
+    sentences = []
+    for band in ["all", *views.bands_of(diff)]:
+        contrast = views.contrast(diff, kind="outcome", checkpoint=base, band=band)
+        if contrast is None:
+            continue
+        where = "All problems" if band == "all" else f"{band.capitalize()} problems"
+        if contrast.note:
+            sentences.append(f"{where}: not drawn, because {contrast.note}.")
+            continue
+        text = (
+            f"{where}: {contrast.n_discoveries} of {contrast.n_tested} tested features differ between successes and "
+            f"failures of the same problem (q ≤ {diff.q:g}; {count(contrast.n_problems, 'problem')} with both outcomes, "
+            f"{contrast.n_left_out} left out)."
+        )
+        top = views.strongest(
+            views.rows(diff, kind="outcome", checkpoint=base, band=band), diff.q, 1
+        )
+        for row in top.itertuples():
+            text += (
+                f" Clearest: {row.feature}, {views.describe(diff, int(row.feature))}, "
+                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)} in successes."
+            )
+        sentences.append(text)
+    return Finding("Success against failure", tuple(sentences), "outcomes") if sentences else None
+
+
+def _belief(diff: FeatureDiff) -> Finding:
+    readers = diff.info["readers"]
+    known = [reader["fve"] for reader in readers if reader["fve"] is not None]
+    flagged = [reader["id"] for reader in readers if reader["flagged"]]
+    sentences = []
+    if known:
+        spread = f"{min(known):.2f}" if f"{min(known):.2f}" == f"{max(known):.2f}" else f"{min(known):.2f}–{max(known):.2f}"
+        sentences.append(f"The SAE explains {spread} of the variance of {count(len(readers), 'reader')}.")
+    if flagged:
+        sentences.append(f"Flagged for bad reconstruction: {listed(flagged)}.")
+    sentences += null_sentences(diff)
+    sentences.append(
+        "Correlation throughout: not causally tested."
+        if not diff.info.get("causally_tested")
+        else "Causal checks: see the diff."
+    )
+    return Finding("How far to believe it", tuple(sentences), "gates")
+
+
+def null_sentences(diff: FeatureDiff) -> list[str]:
+    """What the same tests find where there is nothing to find."""
+    null = diff.info.get("null", {})
+    found = []
+    names = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
+    for name, what in names.items():
+        if f"{name}_discoveries" in null:
+            found.append(f"{what} {number_of(null[f'{name}_discoveries'])} of {int(null[f'{name}_tested'])}")
+    return [f"Discoveries where there is nothing to find: {'; '.join(found)}."] if found else []
+
+
+def number_of(mean: float) -> str:
+    """A mean count: whole where it is whole."""
+    return f"{mean:.0f}" if float(mean).is_integer() else f"{mean:.1f}"
+
+
+__all__ = ["Finding", "findings", "lead", "null_sentences", "q_value"]

@@ -1,0 +1,343 @@
+"""The one picture of the first screen: what each run did to behaviour, and to which kinds of features.
+
+A column a run. Above, behaviour: grey ring = base, filled mark = run, whiskers = intervals. Below, features: a dot for
+every feature that moved, placed by how far and which way; a row is a kind of feature (an annotator's class), or one
+feature where no annotator named classes. Where there are no runs, the picture is of successes against failures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import views
+from tsae.report.style import LOWERED, NEUTRAL, RAISED, finish, vertical_zero
+from tsae.report.text import figure_text, number, percent
+
+_MAX_RUNS, _MAX_ROWS = 4, 9
+_ROW = 23  # pixels
+
+
+def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
+    """Draw it; `columns=1` stacks the runs for narrow screens. None where there is nothing to draw."""
+    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)][:_MAX_RUNS]
+    if runs:
+        return _runs(diff, runs, min(columns, len(runs)))
+    bands = [b for b in ["all", *views.bands_of(diff)] if len(_outcome_rows(diff, b))]
+    return _outcomes(diff, bands, min(columns, len(bands))) if bands else None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the lower panel and the features on it."""
+
+    label: str
+    features: list[int]
+
+
+def overview_caption(diff: FeatureDiff) -> str:
+    """What the marks mean."""
+    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    if not runs:
+        return (
+            "Each mark is a feature, placed by how much more (right) or less (left) active it is in successes than in "
+            "failures of the same problem, in standard deviations over problems, with its interval."
+        )
+    below = (
+        "a dot is one feature that moved, placed by its shift in standard deviations over problems; numbers count dots"
+        if views.has_classes(diff)
+        else "the features that moved most, with their shift and interval in standard deviations over problems"
+    )
+    shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
+    above = "Above: ring = base, filled = run, bars = intervals (grey where base's and run's overlap). Below: "
+    if not _behaviour_lines(diff, runs):
+        above, below = "", below[0].upper() + below[1:]
+    return f"{above}{below}.{shown}"
+
+
+def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str, str]]:
+    """(label, behaviour, band): accuracy by band, other shares over everything."""
+    base = views.base_of(diff)
+    lines = []
+    for name in views.behaviours_of(diff):
+        if not views.is_share(diff, name):
+            continue
+        bands = [b for b in views.BANDS if views.behaviour(diff, base, b, name) is not None]
+        for band in bands if name == "accuracy" and bands else ["all"]:
+            if any(views.behaviour(diff, run, band, name) is not None for run in runs):
+                label = views.behaviour_name(name) + ("" if band == "all" else f", {band}")
+                lines.append((label, name, band))
+    return lines if any(views.behaviour(diff, base, band, name) is not None for _, name, band in lines) else []
+
+
+def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
+    lines = _behaviour_lines(diff, runs)[:8]
+    shifts = {run: views.main_shift(diff, run) for run in runs}
+    moved = {run: shift[shift.q <= diff.q] for run, shift in shifts.items()}
+    families = _families(moved) if views.has_classes(diff) else _single(diff, moved)
+    panels = ([len(lines)] if lines else []) + ([len(families)] if families else [])
+    if not panels:
+        panels = [1]
+    per_run, blocks = len(panels), -(-len(runs) // columns)
+    # Every block of runs takes its panels plus room for the header and both axes.
+    plot_height = blocks * (sum(panels) * _ROW + len(panels) * 12)
+    gap = 78
+    height = plot_height + gap * (blocks * per_run - 1) + 76 + 44
+    inner = height - 76 - 44
+    figure = make_subplots(
+        rows=blocks * per_run,
+        cols=columns,
+        row_heights=[float(n * _ROW + 12) for n in panels] * blocks,
+        vertical_spacing=gap / inner if blocks * per_run > 1 else 0,
+        horizontal_spacing=0.035,
+        shared_yaxes=columns > 1,
+    )
+    limit = max([1.0, *(float(m.d.abs().max()) for m in moved.values() if len(m))]) * 1.08
+    for position, run in enumerate(runs):
+        row, column = position // columns * per_run + 1, position % columns + 1
+        _header(figure, diff, run, row, column, columns)
+        if lines:
+            _behaviours(figure, diff, run, lines, row, column)
+        if families:
+            cell = row + (1 if lines else 0)
+            draw = _strip if views.has_classes(diff) else _forest
+            draw(figure, families, moved[run], cell, column)
+            _feature_axes(figure, families, limit, cell, column)
+    return finish(figure, height=height, left=172, top=76, showlegend=False)
+
+
+def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: int, columns: int) -> None:
+    band = views.trained_on(diff, run)
+    lines = [f"<b>{figure_text(run, 28)}</b>" + (f" · trained on {figure_text(band, 16)}" if band else "")]
+    before, after = (views.behaviour(diff, p, "all", "response_length") for p in (views.base_of(diff), run))
+    if before is not None and after is not None:
+        lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
+    part = views.main_part(diff, run) or "total"
+    contrast = views.contrast(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
+    if contrast is not None:
+        lines.append(
+            "features: not drawn"
+            if contrast.note
+            else f"{contrast.n_discoveries} of {contrast.n_tested} features moved"
+        )
+    axis = figure.get_subplot(row, column)
+    figure.add_annotation(
+        text="<br>".join([lines[0], " · ".join(lines[1:])]),
+        xref="paper",
+        yref="paper",
+        x=axis.xaxis.domain[0],
+        y=axis.yaxis.domain[1],
+        yshift=10,
+        xanchor="left",
+        yanchor="bottom",
+        align="left",
+        showarrow=False,
+        font={"size": 12.5 if columns < 4 else 11},
+    )
+
+
+def _behaviours(
+    figure: go.Figure, diff: FeatureDiff, run: str, lines: list[tuple[str, str, str]], row: int, column: int
+) -> None:
+    base = views.base_of(diff)
+    cell = {"row": row, "col": column}
+    for y, (label, name, band) in enumerate(lines):
+        before, after = (views.behaviour(diff, policy, band, name) for policy in (base, run))
+        if before is None or after is None:
+            continue
+        apart = views.clearly_apart(before, after)
+        colour = NEUTRAL if not apart else RAISED if after["mean"] > before["mean"] else LOWERED
+        figure.add_trace(
+            go.Scatter(
+                x=[100 * before["mean"], 100 * after["mean"]],
+                y=[y, y],
+                mode="lines",
+                line={"color": colour, "width": 2.5},
+                opacity=0.55,
+                hoverinfo="skip",
+            ),
+            **cell,
+        )
+        for who, point, symbol, size in ((base, before, "circle-open", 9), (run, after, "circle", 10)):
+            ink = NEUTRAL if who == base else colour
+            right = after["mean"] >= before["mean"]
+            figure.add_trace(
+                go.Scatter(
+                    x=[100 * point["mean"]],
+                    y=[y],
+                    mode="markers" if who == base else "markers+text",
+                    text=[f" {percent(point['mean'])} "],
+                    textposition="middle right" if right and point["mean"] < 0.85 or point["mean"] < 0.15 else "middle left",
+                    textfont={"size": 11},
+                    marker={"symbol": symbol, "size": size, "color": ink, "line": {"width": 2, "color": ink}},
+                    error_x={
+                        "array": [100 * (point["high"] - point["mean"])],
+                        "arrayminus": [100 * (point["mean"] - point["low"])],
+                        "color": ink,
+                        "thickness": 1.2,
+                        "width": 0,
+                    },
+                    hovertemplate=(
+                        f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
+                        f"[{percent(point['low'])}, {percent(point['high'])}]<br>"
+                        f"{int(point['n_problems'])} problems<extra></extra>"
+                    ),
+                ),
+                **cell,
+            )
+    figure.update_xaxes(range=[-4, 104], ticksuffix=" %", tickvals=[0, 50, 100], **cell)
+    labels = [figure_text(label, 28) for label, _, _ in lines]
+    figure.update_yaxes(
+        range=[len(lines) - 0.4, -0.6], tickvals=list(range(len(lines))), ticktext=labels, ticks="", **cell
+    )
+
+
+def _families(moved: dict[str, pd.DataFrame]) -> list[_Row]:
+    """Classes with the most shift over all runs, ordered by what the last run did to them."""
+    everything = pd.concat(list(moved.values()))
+    if everything.empty:
+        return []
+    weight = everything.d.abs().groupby(everything.responds_to).sum().sort_values(ascending=False, kind="stable")
+    kept = [name for name in weight.index if name != "never active"][:_MAX_ROWS]
+    last = next(table for table in reversed(list(moved.values())) if len(table))
+    mean = last.d.groupby(last.responds_to).mean()
+    kept.sort(key=lambda name: -float(mean.get(name, 0.0)))
+    return [_Row(name, []) for name in kept]
+
+
+def _single(diff: FeatureDiff, moved: dict[str, pd.DataFrame]) -> list[_Row]:
+    everything = pd.concat(list(moved.values()))
+    if everything.empty:
+        return []
+    strength = everything.d.abs().groupby(everything.feature).max().sort_values(ascending=False, kind="stable")
+    chosen = [int(f) for f in strength.index[:_MAX_ROWS]]
+    last = next(table for table in reversed(list(moved.values())) if len(table))
+    chosen.sort(key=lambda f: -float(last.d.get(f, 0.0)))
+    return [_Row(f"{f}: {diff.features.responds_to[f]}", [f]) for f in chosen]
+
+
+def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: int, column: int) -> None:
+    for y, family in enumerate(families):
+        mine = moved[moved.responds_to == family.label].sort_values("d", kind="stable")
+        if mine.empty:
+            continue
+        # Neighbours step through five heights, so that dots at the same place stay countable.
+        offset = np.array([0.0, 0.22, -0.22, 0.11, -0.11])[np.arange(len(mine)) % 5]
+        text = [
+            f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
+            f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
+            f"{number(r.d, sign=True)} standard deviations"
+            for r in mine.itertuples()
+        ]
+        figure.add_trace(
+            go.Scatter(
+                x=mine.d.tolist(),
+                y=(y + offset).tolist(),
+                mode="markers",
+                marker={
+                    "size": 7,
+                    "color": [RAISED if d > 0 else LOWERED for d in mine.d],
+                    "opacity": 0.62,
+                    "line": {"width": 0},
+                },
+                text=text,
+                hovertemplate="%{text}<extra></extra>",
+            ),
+            row=row,
+            col=column,
+        )
+        up, down = int((mine.d > 0).sum()), int((mine.d < 0).sum())
+        for n, x, anchor, colour in ((down, 0.0, "left", LOWERED), (up, 1.0, "right", RAISED)):
+            if n:
+                figure.add_annotation(
+                    text=f"<b>{n}</b>",
+                    x=x,
+                    xref="x domain",
+                    y=y,
+                    xanchor=anchor,
+                    showarrow=False,
+                    font={"size": 11, "color": colour},
+                    row=row,
+                    col=column,
+                )
+    vertical_zero(figure, row=row, col=column)
+
+
+def _described(row: object) -> str:
+    """Hover text: what a row's feature responds to."""
+    share = getattr(row, "share", None)
+    described = str(getattr(row, "responds_to", ""))
+    return described if share is None else f"{described}, {100 * share:.0f} % of its activation"
+
+
+def _forest(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: int, column: int) -> None:
+    for y, family in enumerate(families):
+        for feature in family.features:
+            if feature in moved.index:
+                _interval_mark(figure, moved.loc[feature], y, row, column)
+    vertical_zero(figure, row=row, col=column)
+
+
+def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, column: int) -> None:
+    d, low, high = views.standardised(record)
+    colour = RAISED if d > 0 else LOWERED
+    figure.add_trace(
+        go.Scatter(
+            x=[d],
+            y=[y],
+            mode="markers",
+            marker={"size": 9, "color": colour},
+            error_x={"array": [high - d], "arrayminus": [d - low], "color": colour, "thickness": 1.4, "width": 0},
+            hovertemplate=(
+                f"feature {int(record.feature)}<br>{figure_text(record.responds_to)}<br>"
+                f"{number(record.reference)} → {number(record['mean'])}, difference "
+                f"{number(record.difference, sign=True)} [{number(record.low, sign=True)}, "
+                f"{number(record.high, sign=True)}]<extra></extra>"
+            ),
+        ),
+        row=row,
+        col=column,
+    )
+
+
+def _feature_axes(figure: go.Figure, families: list[_Row], limit: float, row: int, column: int) -> None:
+    cell = {"row": row, "col": column}
+    figure.update_xaxes(range=[-limit, limit], nticks=6, title={"text": "← lowered   raised →", "standoff": 4}, **cell)
+    labels = [figure_text(family.label, 27) for family in families]
+    figure.update_yaxes(
+        range=[len(families) - 0.4, -0.6], tickvals=list(range(len(families))), ticktext=labels, ticks="", **cell
+    )
+
+
+def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
+    rows = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+    return views.strongest(rows, diff.q, _MAX_ROWS)
+
+
+def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
+    tables = {band: _outcome_rows(diff, band) for band in bands}
+    chosen: list[int] = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index))[:14]
+    rows = [_Row(f"{f}: {diff.features.responds_to[f]}", [f]) for f in chosen]
+    blocks = -(-len(bands) // columns)
+    height = blocks * (len(rows) * _ROW + 12) + (blocks - 1) * 78 + 90
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        vertical_spacing=78 / (height - 90) if blocks > 1 else 0,
+        horizontal_spacing=0.035,
+        shared_yaxes=columns > 1,
+        subplot_titles=[f"<b>{band} problems</b>" for band in bands],
+    )
+    limit = 1.1 * max(max(abs(v) for v in views.standardised(r)) for t in tables.values() for _, r in t.iterrows())
+    for position, band in enumerate(bands):
+        row, column = position // columns + 1, position % columns + 1
+        full = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+        _forest(figure, rows, full[full.q <= diff.q], row, column)
+        _feature_axes(figure, rows, limit, row, column)
+        figure.update_xaxes(title={"text": "← in failures   in successes →", "standoff": 4}, row=row, col=column)
+    return finish(figure, height=height, left=190, top=46, showlegend=False)

@@ -1,0 +1,343 @@
+"""The report's sections below the first screen, as HTML. Everything that came from a file goes through `html_text`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import views
+from tsae.report.examples import feature_examples
+from tsae.report.findings import null_sentences
+from tsae.report.text import count, html_text, interval, listed, number, percent, q_value
+
+_MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 4, 12
+
+
+def table(caption: str, head: Sequence[str], body: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
+    """A table of finished HTML cells; the first column heads its row, columns from `numeric_from` align right."""
+    heads = "".join(
+        f'<th scope="col"{_numeric(i, numeric_from)}>{cell}</th>' for i, cell in enumerate(head)
+    )
+    lines = []
+    for cells in body:
+        first = f'<th scope="row">{cells[0]}</th>'
+        rest = "".join(f"<td{_numeric(i, numeric_from)}>{cell}</td>" for i, cell in enumerate(cells[1:], start=1))
+        lines.append(f"<tr>{first}{rest}</tr>")
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(caption)}"><table>'
+        f"<caption>{html_text(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _numeric(column: int, numeric_from: int) -> str:
+    return ' class="n"' if column >= numeric_from else ""
+
+
+def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
+    """Reconstruction, nulls, bands, SAE, versions."""
+    config, info = diff.info["config"], diff.info
+    readers = table(
+        "Reconstruction per reader",
+        ["reader", "run", "step", "trained on", "tokens", "variance explained", "active per token", "gate"],
+        (
+            [
+                html_text(r["id"]),
+                html_text(r.get("run") or "–"),
+                html_text(r.get("step") if r.get("step") is not None else "–"),
+                html_text(r.get("trained_on") or "–"),
+                f"{r['n_tokens']:,}" if r.get("n_tokens") is not None else "–",
+                "none" if r["fve"] is None else f"{r['fve']:.3f}",
+                "–" if r.get("l0") is None else f"{r['l0']:.1f}",
+                f'<strong class="warn">flagged (below {config["min_fve"]:g})</strong>' if r["flagged"] else "passed",
+            ]
+            for r in info["readers"]
+        ),
+        numeric_from=4,
+    )
+    nulls = null_sentences(diff)
+    repeats = info.get("null", {}).get("repeats")
+    facts = [
+        ("Nulls", html_text(f"{nulls[0]} Mean of {repeats:g} repeats.") if nulls else "not computed"),
+        ("Bands", html_text(_bands_text(diff))),
+        ("Statistics", html_text(_statistics_text(diff))),
+        ("Temporal SAE", html_text(_sae_text(diff))),
+        (
+            "Causality",
+            "Not causally tested. What a feature responds to is not thereby what it does."
+            if not info.get("causally_tested")
+            else "Causally tested.",
+        ),
+        ("Rollouts", f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)"),
+        ("Written with", html_text(", ".join(f"{name} {version}" for name, version in provenance.items()))),
+    ]
+    listing = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
+    return f"{readers}<dl>{listing}</dl>"
+
+
+def _bands_text(diff: FeatureDiff) -> str:
+    bands = diff.info.get("bands")
+    if not bands:
+        return "The problems have no bands."
+    who = bands.get("reference") or "all policies together"
+    where = "on separate rollouts" if bands.get("separate") else "on these same rollouts: expect regression to the mean"
+    return f"Pass rate of {who}, easy ≥ {bands['easy']:g}, hard ≤ {bands['hard']:g}, medium between; measured {where}."
+
+
+def _statistics_text(diff: FeatureDiff) -> str:
+    c = diff.info["config"]
+    return (
+        f"Mean activation over the {c['span']} tokens of a trajectory; the unit is the problem. {c['confidence']:.0%} "
+        f"bootstrap intervals ({c['n_bootstrap']:,} draws), permutation tests ({c['n_permutations']:,}), "
+        f"Benjamini–Hochberg at q = {c['q']:g} over the features of a contrast. Features active in fewer than "
+        f"{c['min_problems']} problems of a contrast are not tested."
+    )
+
+
+def _sae_text(diff: FeatureDiff) -> str:
+    sae = diff.info["sae"]
+    known = {
+        "site": "site {}",
+        "d_model": "width of the model {}",
+        "d_sae": "{} latents",
+        "d_high": "of them {} high-level",
+        "k": "k = {}",
+        "temporal_weight": "temporal weight {}",
+        "temperature": "temperature {}",
+        "aux_weight": "AuxK weight {:g}",
+    }
+    return ", ".join(text.format(sae[name]) for name, text in known.items() if name in sae)
+
+
+def behaviour_details(diff: FeatureDiff) -> str:
+    """The behaviours' numbers, a row a checkpoint and band."""
+    names = views.behaviours_of(diff)
+    if not names:
+        return ""
+    data = diff.behaviours
+    body = []
+    for policy in data.policy.unique():
+        for band in ["all", *[b for b in views.BANDS if (data.band == b).any()]]:
+            cells = [views.behaviour(diff, policy, band, name) for name in names]
+            present = next((c for c in cells if c is not None), None)
+            if present is None:
+                continue
+            row = [html_text(policy), band, f"{present.n_problems:,}", f"{present.n_trajectories:,}"]
+            for name, cell in zip(names, cells, strict=True):
+                row.append("–" if cell is None else _behaviour_cell(cell, views.is_share(diff, name)))
+            body.append(row)
+    head = ["policy", "band", "problems", "responses", *[html_text(views.behaviour_name(n)) for n in names]]
+    return _folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
+
+
+def _behaviour_cell(cell: pd.Series, share: bool) -> str:
+    if share:
+        return f"{percent(cell['mean'])} % <small>[{percent(cell.low)}, {percent(cell.high)}]</small>"
+    return f"{number(cell['mean'])} <small>{interval(cell.low, cell.high)}</small>"
+
+
+def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
+    """Tables of the pairs of runs with most opposed features, and the features of the first table."""
+    pairs = views.opposed_pairs(diff)
+    if not pairs:
+        return '<p class="quiet">No feature was raised by one run and lowered by another.</p>', []
+    runs = views.final_checkpoints(diff)
+    shifts = {run: views.main_shift(diff, run) for run in runs}
+    parts = []
+    for up, down, found in pairs[:_MAX_PAIRS]:
+        shown = found.head(_MAX_OPPOSED)
+        more = f", the {len(shown)} clearest" if len(shown) < len(found) else ""
+        body = [
+            [
+                feature_link(int(feature)),
+                _description(row),
+                *[_shift_cell(shifts[run], int(feature), diff.q) for run in runs],
+                _confound_cell(row),
+            ]
+            for feature, row in shown.iterrows()
+        ]
+        caption = f"Raised by {up}, lowered by {down}: {count(len(found), 'feature')}{more}"
+        head = ["feature", "responds to", *[html_text(run) for run in runs], "confounds"]
+        content = table(caption, head, body, numeric_from=2)
+        parts.append(content if not parts else _folded(html_text(caption), content))
+    rest = f"<p class='quiet'>{len(pairs) - _MAX_PAIRS} more pairs are left out.</p>" if len(pairs) > _MAX_PAIRS else ""
+    return "".join(parts) + rest, [int(f) for f in pairs[0][2].head(_MAX_OPPOSED).index]
+
+
+def shift_counts(diff: FeatureDiff) -> str:
+    """How many features moved, by part, band and outcome, for every checkpoint; refused contrasts with their reason."""
+    data = diff.contrasts
+    if data.empty or not (data.kind == "shift").any():
+        return '<p class="quiet">No checkpoint was compared with the base.</p>'
+    data = data[data.kind == "shift"]
+    columns = list(dict.fromkeys(zip(data.band, data.outcome, strict=True)))
+    # "all" alone reads as everything; a single key is enough elsewhere.
+    names = [band if outcome == "all" else outcome if band == "all" else f"{band}, {outcome}" for band, outcome in columns]
+    body = []
+    for (checkpoint, part), group in data.groupby(["checkpoint", "part"], sort=False):
+        cells = {(r.band, r.outcome): r for r in group.itertuples()}
+        body.append(
+            [
+                html_text(checkpoint),
+                views.PART_NAMES.get(str(part), html_text(part)),
+                *[_count_cell(cells.get(key)) for key in columns],
+            ]
+        )
+    return _folded(
+        "How many features moved in every contrast",
+        table(f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2),
+    ) + _refused(data)
+
+
+def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
+    """Success − failure: counts for every checkpoint and band, and the clearest features."""
+    data = diff.contrasts
+    data = data[data.kind == "outcome"] if not data.empty else data
+    if data.empty:
+        return '<p class="quiet">No trajectory has a known outcome.</p>'
+    counts = table(
+        f"Success − failure within problem: features that differ (q ≤ {diff.q:g})",
+        ["reader", "band", "problems with both outcomes", "left out", "features tested", "differ"],
+        (
+            [
+                html_text(r.checkpoint),
+                html_text(r.band),
+                f"{r.n_problems:,}",
+                f"{r.n_left_out:,}",
+                "–" if r.note else f"{r.n_tested:,}",
+                "refused" if r.note else f"{r.n_discoveries:,}",
+            ]
+            for r in data.itertuples()
+        ),
+        numeric_from=2,
+    )
+    parts = [_refused(data)]
+    for checkpoint in dict.fromkeys(data.checkpoint):
+        body = []
+        for band in ["all", *views.bands_of(diff)]:
+            found = views.strongest(views.rows(diff, kind="outcome", checkpoint=checkpoint, band=band), diff.q, n)
+            for feature, row in found.iterrows():
+                body.append(
+                    [
+                        band,
+                        feature_link(int(str(feature))),
+                        _description(row),
+                        number(row["mean"]),
+                        number(row.reference),
+                        _shift_cell(found, int(str(feature)), diff.q),
+                        _confound_cell(row),
+                    ]
+                )
+        if body:
+            head = ["band", "feature", "responds to", "successes", "failures", "difference", "confounds"]
+            caption = f"{checkpoint}: clearest features by band"
+            parts.append(_folded(html_text(caption), table(caption, head, body, numeric_from=3)))
+    return _folded("Counts for every reader and band", counts) + "".join(parts)
+
+
+def examples(diff: FeatureDiff, features: list[int]) -> str:
+    """Cards of the features named above with their top contexts."""
+    if diff.source is None:
+        return (
+            '<p class="quiet">No examples: the diff was loaded without its feature table. '
+            "Give it with <code>tsae report --features FOLDER</code>.</p>"
+        )
+    cards = []
+    runs = views.final_checkpoints(diff)
+    for feature in features[:_MAX_EXAMPLES]:
+        row = diff.features.loc[feature]
+        tokens = " ".join(f"<code>{html_text(t)}</code>" for t in list(row.top_tokens)[:5])
+        shifts = []
+        for run in runs:
+            table_ = views.main_shift(diff, run)
+            if feature in table_.index:
+                shifts.append(f"{html_text(run)} {_shift_cell(table_, feature, diff.q)}")
+        warned = _confound_cell(row)
+        facts = "; ".join([f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"])
+        cards.append(
+            f'<article class="card" id="feature-{feature}"><h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}'
+            f"</span></h3><p class='quiet'>{facts}{'; ' + warned if warned else ''}</p>"
+            f"{'<p class=quiet>Shift: ' + ' · '.join(shifts) + '</p>' if shifts else ''}{feature_examples(diff, feature)}</article>"
+        )
+    return "".join(cards) if cards else '<p class="quiet">No feature moved.</p>'
+
+
+def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int]:
+    """Features worth examples: a few that runs moved apart, then each run's and outcome's strongest in turn."""
+    queues = [opposed_features[:4]]
+    for run in views.final_checkpoints(diff):
+        queues.append([int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, _MAX_EXAMPLES).index])
+    for band in ["all", *views.bands_of(diff)]:
+        found = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+        queues.append([int(f) for f in views.strongest(found, diff.q, _MAX_EXAMPLES).index])
+    chosen: dict[int, None] = dict.fromkeys(queues[0])
+    for rank in range(_MAX_EXAMPLES):
+        for queue in queues[1:]:
+            if rank < len(queue) and len(chosen) < _MAX_EXAMPLES:
+                chosen.setdefault(queue[rank])
+    return list(chosen)
+
+
+def feature_link(feature: int) -> str:
+    """The feature's number; the page's script links it to its card where there is one."""
+    return f'<span class="feature" data-feature="{feature}">{feature}</span>'
+
+
+def _description(row: pd.Series) -> str:
+    share = f" <small>{100 * row.share:.0f} % of it</small>" if "share" in row else ""
+    return f"<bdi>{html_text(row.responds_to)}</bdi>{share} <small>{html_text(row.group)}-level</small>"
+
+
+def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
+    if feature not in shifts.index:
+        return '<small class="quiet">not tested</small>'
+    row = shifts.loc[feature]
+    kind = ("up" if row.difference > 0 else "down") if row.q <= q else "still"
+    arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
+    return (
+        f'<span class="{kind}">{arrow} {number(row.difference, sign=True)}</span> '
+        f"<small>{interval(row.low, row.high, sign=True)} q {q_value(row.q)}</small>"
+    )
+
+
+def _confound_cell(row: pd.Series) -> str:
+    words = views.confounds(row)
+    if not words:
+        return ""
+    numbers = {
+        "one token": f"{row.top_token_share:.0%} on its top token",
+        "tracks length": f"ρ {number(row.length_correlation, sign=True)} with response length",
+    }
+    return listed([f'<span class="warn" title="{html_text(numbers[w])}">{w}</span>' for w in words])
+
+
+def _count_cell(cell: object) -> str:
+    if cell is None:
+        return "–"
+    if getattr(cell, "note", ""):
+        return "refused"
+    return f"{getattr(cell, 'n_discoveries'):,} <small>of {getattr(cell, 'n_tested'):,}</small>"  # noqa: B009
+
+
+def _refused(data: pd.DataFrame) -> str:
+    refused = data[data.note != ""]
+    if refused.empty:
+        return ""
+    body = (
+        [
+            html_text(r.checkpoint),
+            views.PART_NAMES.get(r.part, "success − failure"),
+            html_text(r.band),
+            html_text(r.outcome),
+            html_text(r.note),
+        ]
+        for r in refused.itertuples()
+    )
+    head = ["checkpoint", "contrast", "band", "outcome", "why"]
+    caption = f"{count(len(refused), 'contrast')} refused"
+    return _folded(caption, table(f"{caption}, with the reason", head, body, numeric_from=9))
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{summary}</summary>{content}</details>"

@@ -1,0 +1,46 @@
+"""Colours and the common layout of figures.
+
+All colours keep a contrast of at least 3:1 on the light and on the dark page, and stay apart under the common kinds of
+colour blindness; marks also differ in shape or position, so that no reading hangs on colour alone. Text and grid
+colours are left out here: the page's script sets them for light or dark.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+RAISED, LOWERED, NEUTRAL = "#d4622a", "#2f7fc1", "#858b95"
+SERIES = ("#858b95", "#1b9381", "#a55cc0", "#b8860b", "#d4622a", "#2f7fc1", "#c2527b", "#6b8e23")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
+BAND_STYLE = {
+    "easy": ("#1b9381", "circle"),
+    "medium": ("#a55cc0", "diamond"),
+    "hard": ("#b8860b", "square"),
+    "all": ("#858b95", "circle"),
+}
+DIVERGING = [[0.0, LOWERED], [0.5, "rgba(133,139,149,0.10)"], [1.0, RAISED]]
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
+
+
+def finish(figure: go.Figure, *, height: int, left: int = 10, top: int = 40, bottom: int = 44, **layout: Any) -> go.Figure:
+    """Set what all figures share."""
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": left, "r": 14, "t": top, "b": bottom},
+        font={"family": FONT, "size": 12},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        hoverlabel={"align": "left"},
+        **layout,
+    )
+    figure.update_xaxes(zeroline=False, automargin=False)
+    figure.update_yaxes(zeroline=False, showgrid=False, automargin=False)
+    return figure
+
+
+def vertical_zero(figure: go.Figure, **cell: Any) -> None:
+    """A line at x = 0, behind the marks."""
+    figure.add_vline(x=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)

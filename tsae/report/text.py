@@ -1,0 +1,98 @@
+"""Text for the page: numbers as people read them, and strings from files made harmless.
+
+Rollout text is written by models and by strangers. It reaches the page by three ways only: `html_text` for markup,
+`figure_text` for Plotly (which reads a subset of HTML in labels), and `script_json` for data inside a script element.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from typing import Any
+
+# Characters that reorder or hide the text around them; shown by code point instead.
+_INVISIBLE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F, 0x061C, 0x2028, 0x2029, 0xFEFF}
+_KEPT_CONTROLS = {"\n", "\t"}
+
+
+def visible(text: str) -> str:
+    """The text with controls, marks of direction and lone surrogates replaced by their code points."""
+    return "".join(f"‹U+{ord(c):04X}›" if _unprintable(c) else c for c in text)
+
+
+def html_text(text: object) -> str:
+    """Safe inside elements and quoted attributes."""
+    return html.escape(visible(str(text)))
+
+
+def figure_text(text: object, limit: int = 60) -> str:
+    """Safe as a Plotly label: shown as it is, at most `limit` characters of it."""
+    shown = visible(str(text)).replace("\n", "⏎").replace("\t", "⇥")
+    if len(shown) > limit:
+        shown = shown[: limit - 1] + "…"
+    return html.escape(shown, quote=False)
+
+
+def script_json(content: Any) -> str:
+    """JSON that no script element's parser can mistake for markup; NaN becomes null."""
+    text = json.dumps(_finite(content), separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def number(value: float, *, sign: bool = False) -> str:
+    """About three significant digits, never in exponents, with a true minus."""
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.095 else 3 if size >= 0.0095 else 4
+    if size < 0.00005:
+        digits = 2
+    text = f"{value:{'+' if sign else ''}.{digits}f}"
+    return text.replace("-", "−")
+
+
+def interval(low: float, high: float, *, sign: bool = False) -> str:
+    return f"[{number(low, sign=sign)}, {number(high, sign=sign)}]"
+
+
+def percent(value: float) -> str:
+    """A share as a whole percentage, without the sign %; one decimal close to 0 and 100, where it matters."""
+    share = 100 * value
+    return f"{share:.1f}" if 0 < share < 1 or 99 < share < 100 else f"{share:.0f}"
+
+
+def q_value(q: float) -> str:
+    if not math.isfinite(q):
+        return "–"
+    return "< 0.001" if q < 0.001 else f"{q:.3f}" if q < 0.1 else f"{q:.2f}"
+
+
+def count(n: int, noun: str) -> str:
+    """“1 problem”, “2 problems”."""
+    return f"{n:,} {noun if n == 1 else noun + 's'}"
+
+
+def listed(words: list[str]) -> str:
+    """“a, b and c”."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+
+
+def _unprintable(c: str) -> bool:
+    point = ord(c)
+    if c in _KEPT_CONTROLS:
+        return False
+    return point < 0x20 or 0x7F <= point < 0xA0 or 0xD800 <= point < 0xE000 or point in _INVISIBLE
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    if isinstance(value, float):
+        # Five digits are more than a screen shows and keep the file small.
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value

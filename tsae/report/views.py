@@ -1,0 +1,160 @@
+"""What the report reads off a FeatureDiff: which checkpoints, bands, behaviours and rows each part shows."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pandas as pd
+
+from tsae.diff.result import FeatureDiff
+
+BANDS = ("easy", "medium", "hard")
+PART_NAMES = {
+    "total": "each on its own trajectories",
+    "policy": "policy part",
+    "representation": "representation part",
+    "same_trajectories": "on the same trajectories",
+}
+_BEHAVIOUR_NAMES = {
+    "accuracy": "accuracy",
+    "response_length": "response length",
+    "direct_answer": "direct answers",
+    "skipped_steps": "skipped steps",
+    "truncated": "truncated responses",
+}
+
+
+def base_of(diff: FeatureDiff) -> str:
+    return str(diff.info["readers"][0]["id"])
+
+
+def final_checkpoints(diff: FeatureDiff) -> list[str]:
+    """The last step of every run, in the series' order."""
+    last: dict[str, tuple[int, str]] = {}
+    for reader in diff.info["readers"][1:]:
+        run, step = reader.get("run") or reader["id"], reader.get("step") or 0
+        if run not in last or step >= last[run][0]:
+            last[run] = (step, reader["id"])
+    return [id for _, id in last.values()]
+
+
+def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
+    for reader in diff.info["readers"]:
+        if reader["id"] == checkpoint:
+            return reader.get("trained_on")
+    return None
+
+
+def main_part(diff: FeatureDiff, checkpoint: str) -> str | None:
+    """The shift that tells most about a checkpoint: total, or same_trajectories where it sampled nothing itself."""
+    table = diff.contrasts
+    if table.empty:
+        return None
+    parts = set(table[(table.kind == "shift") & (table.checkpoint == checkpoint)].part)
+    return next((part for part in ("total", "same_trajectories") if part in parts), None)
+
+
+def bands_of(diff: FeatureDiff) -> list[str]:
+    """Bands that the diff was split by; none where the problems have none."""
+    present = set(diff.contrasts.band) if not diff.contrasts.empty else set()
+    return [band for band in BANDS if band in present]
+
+
+def contrast(diff: FeatureDiff, **keys: str) -> pd.Series | None:
+    """The one contrast with these keys, or None."""
+    table = diff.contrasts
+    if table.empty:
+        return None
+    for name, value in keys.items():
+        table = table[table[name] == value]
+    return None if table.empty else table.iloc[0]
+
+
+def rows(diff: FeatureDiff, **keys: str) -> pd.DataFrame:
+    """Rows of one contrast, indexed by feature, with the features' descriptions."""
+    return diff.table(**keys).set_index("feature", drop=False)
+
+
+def main_shift(diff: FeatureDiff, checkpoint: str) -> pd.DataFrame:
+    """The shift of a checkpoint over all problems and outcomes, indexed by feature."""
+    part = main_part(diff, checkpoint) or "total"
+    return rows(diff, kind="shift", checkpoint=checkpoint, part=part, band="all", outcome="all")
+
+
+def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
+    """The n discoveries with the largest |d|; ties go to the lower feature."""
+    found = table[table.q <= q]
+    return found.loc[found.d.abs().sort_values(ascending=False, kind="stable").index].head(n)
+
+
+def standardised(row: pd.Series) -> tuple[float, float, float]:
+    """(d, low, high): the shift and its interval in standard deviations over problems.
+
+    The interval is divided by the same standard deviation as the shift; its own uncertainty is not in it.
+    """
+    unit = float(row.d / row.difference) if row.difference else 0.0
+    return float(row.d), float(row.low * unit), float(row.high * unit)
+
+
+def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
+    """(raised by, lowered by, features) for pairs of runs that moved features in opposite directions, most first."""
+    final = final_checkpoints(diff)
+    found = []
+    for up, down in permutations(final, 2):
+        part, other = main_part(diff, up), main_part(diff, down)
+        if part is None or part != other:
+            continue
+        features = diff.opposed(up, down, part=part)
+        if len(features):
+            found.append((up, down, features))
+    return sorted(found, key=lambda item: -len(item[2]))
+
+
+def behaviour_name(behaviour: str) -> str:
+    return _BEHAVIOUR_NAMES.get(behaviour, behaviour.replace("_", " "))
+
+
+def is_share(diff: FeatureDiff, behaviour: str) -> bool:
+    """Whether a behaviour is shown in per cent: everything but lengths that stays within 0 and 1."""
+    values = diff.behaviours[diff.behaviours.behaviour == behaviour]
+    return behaviour != "response_length" and bool(values["low"].min() >= 0 and values["high"].max() <= 1)
+
+
+def behaviours_of(diff: FeatureDiff) -> list[str]:
+    return list(diff.behaviours.behaviour.unique()) if not diff.behaviours.empty else []
+
+
+def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series | None:
+    table = diff.behaviours
+    if table.empty:
+        return None
+    found = table[(table.policy == policy) & (table.band == band) & (table.behaviour == name)]
+    return None if found.empty else found.iloc[0]
+
+
+def clearly_apart(a: pd.Series, b: pd.Series) -> bool:
+    """Whether two intervals do not overlap: stricter than a test of the difference, and readable off the figure."""
+    return bool(a.high < b.low or b.high < a.low)
+
+
+def has_classes(diff: FeatureDiff) -> bool:
+    """Whether an annotator named what features respond to; otherwise they are described by their top tokens."""
+    return "share" in diff.features.columns
+
+
+def describe(diff: FeatureDiff, feature: int) -> str:
+    """What a feature responds to, with the share of its activation that falls there."""
+    row = diff.features.loc[feature]
+    if not has_classes(diff):
+        return str(row.responds_to)
+    return f"{row.responds_to} ({100 * row.share:.0f} % of its activation)"
+
+
+def confounds(row: pd.Series) -> list[str]:
+    """Words for what else might explain a feature."""
+    found = []
+    if row.top_token_share >= 0.5:
+        found.append("one token")
+    if abs(row.length_correlation) >= 0.7:
+        found.append("tracks length")
+    return found
