@@ -4,7 +4,7 @@ Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped
 goes on where it stopped. What the folder holds at the end is what ships in tsae/testbed/series:
 
     series.json               the checkpoints, and what made them
-    base/ easy-050/ ...       one Hugging Face checkpoint each, with its tokenizer
+    base/ easy-025/ ...       one Hugging Face checkpoint each, with its tokenizer
     logs/RUN/completions/     TRL's own completion logs
     measured.json, .md        accuracy and behaviour of every checkpoint on every level
 
@@ -132,8 +132,7 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     check_unclaimed(out, recipe)
     for stage in (stage for stage in STAGES if stage in stages):
-        wanted = [out / name for name in products(stage, recipe)]
-        if all(path.exists() for path in wanted):
+        if is_finished(out, stage, recipe):
             print(f"{stage}: finished before", file=sys.stderr)
             continue
         if stage != "base" and not (out / "base").exists():
@@ -151,17 +150,21 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
     print(f"wrote {out}", file=sys.stderr)
 
 
-def products(stage: str, recipe: Recipe) -> list[str]:
-    """What a finished stage leaves behind."""
+def is_finished(out: Path, stage: str, recipe: Recipe) -> bool:
+    """Whether a stage has left everything behind; the table must cover every checkpoint that is there by now."""
     if stage == "base":
-        return ["base"]
-    if stage == "measure":
-        return ["measured.json", "measured.md"]
-    return [checkpoint_id(stage, step) for step in recipe.grpo.save_at]
+        return (out / "base").exists()
+    if stage != "measure":
+        return all((out / checkpoint_id(stage, step)).exists() for step in recipe.grpo.save_at)
+    measured = out / "measured.json"
+    if not measured.exists() or not (out / "measured.md").exists():
+        return False
+    covered = {row["checkpoint"] for row in json.loads(measured.read_text(encoding="utf-8"))}
+    return covered == {entry["id"] for entry in existing_checkpoints(out, recipe)}
 
 
 def checkpoint_id(run: str, step: int) -> str:
-    """Such as easy-050."""
+    """Such as easy-025."""
     return f"{run}-{step:03d}"
 
 
