@@ -274,17 +274,17 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script; a `TsaeError` is printed in one paragraph and exits with status 2."""
     try:
         # Parsing makes the configs, whose checks raise TsaeError too.
-        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args)  # type: ignore[call-overload]
+        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args)
         command.run()
     except TsaeError as error:
         print(f"tsae: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print("tsae: interrupted; what was finished is on disk, and the same command goes on from there", file=sys.stderr)
+        print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-_DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which training samples did that?
+_DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
 runs them all on shipped checkpoints."""

@@ -6,11 +6,15 @@ problems are called hard.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from tsae.rollouts.table import Rollouts
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,9 @@ class DemoConfig:
     """Further responses of the base per problem, only to measure bands."""
     seed: int = 0
     """Of everything random."""
-    sae: SAEConfig = SAEConfig(d_sae=384, k=8)
+    sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """The T-SAE."""
-    training: TrainingConfig = TrainingConfig(tokens=1_500_000)
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
     """Its training."""
 
 
@@ -78,7 +82,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     return report
 
 
-def _rollouts(config: DemoConfig, progress: bool) -> tsae.Rollouts:  # type: ignore[name-defined]  # noqa: F821
+def _rollouts(config: DemoConfig, progress: bool) -> Rollouts:
     import tsae
     from tsae.testbed.classes import with_behaviours
     from tsae.testbed.measure import MAX_RESPONSE_TOKENS
@@ -101,7 +105,7 @@ def _rollouts(config: DemoConfig, progress: bool) -> tsae.Rollouts:  # type: ign
     return rollouts
 
 
-def _claim(to: Path, stamp: dict[str, object]) -> None:
+def _claim(to: Path, stamp: dict[str, Any]) -> None:
     """Make the folder, or check that what is in it comes from the same config."""
     import json
 

@@ -234,7 +234,8 @@ def _raise_not_finite(
     problem = rollouts.table["problem_id"][row].as_py()
     if bool(torch.isfinite(value).all()):
         raise TsaeError(
-            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} (trajectory {row}, problem {problem})",
+            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
+            f"(trajectory {row}, problem {problem})",
             where=checkpoint.path,
             fix="Store bfloat16 or float32 (--config.dtype).",
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -153,7 +154,7 @@ class Windows:
         """(n, d_model) float32 of tokens sorted by shard."""
         x = np.empty((len(shard), self.d_model), np.float32)
         bounds = np.flatnonzero(np.diff(shard, prepend=-1, append=-1))
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        for low, high in pairwise(bounds.tolist()):
             x[low:high] = self.shards[shard[low]].read(self.site, position[low:high])
         return x
 

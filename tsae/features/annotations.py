@@ -64,14 +64,16 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
 
 
 def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
-    """For every feature the class on whose tokens it is most active.
+    """For every feature the class of tokens that its activation singles out.
 
-    The class is the one with the largest mean activation among classes with at least 20 tokens; special tokens do not
-    count. Activation is descriptive: a class that a feature responds to is not thereby what it does.
+    With share the part of the feature's activation that falls on a class, and lift = share / the class's part of all
+    tokens, the class is the one with the largest share · log(lift), among classes with at least 20 tokens: its
+    contribution to the Kullback–Leibler divergence between where the feature is active and where tokens are. A rare
+    class on which the feature is a little stronger does not win over the common one that carries its activation.
+    Special tokens do not count. This is descriptive: what a feature responds to is not thereby what it does.
 
     Returns:
-        indexed by feature: responds_to, lift (mean activation in the class / over all counted tokens), share (of the
-        feature's summed activation that falls on the class), n_tokens (active, counted).
+        indexed by feature: responds_to, lift, share, n_tokens (on which it is active).
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
     tokens = np.flatnonzero(counted)
@@ -79,25 +81,22 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     membership = sp.csr_array((np.ones(len(tokens), np.float32), (classes.code[tokens], tokens)), shape=(n_classes, n))
     sums = np.asarray((membership @ features.codes).todense(), dtype=np.float64)  # (n_classes, n_features)
     sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
-    means = np.where(sizes[:, None] >= _MIN_TOKENS, sums / np.maximum(sizes, 1)[:, None], -1.0)
-    best = means.argmax(0)
     total = sums.sum(0)
+    shares = sums / np.where(total > 0, total, 1)
+    lifts = shares / np.maximum(sizes / sizes.sum(), 1e-12)[:, None]
+    score = np.where(sizes[:, None] >= _MIN_TOKENS, shares * np.log(np.maximum(lifts, 1e-12)), -np.inf)
+    best = score.argmax(0)
     column = np.arange(features.n_features)
     active = np.asarray((membership @ features.codes.astype(bool).astype(np.float32)).sum(0)).ravel()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        lift = means[best, column] / (total / sizes.sum())
-        share = sums[best, column] / total
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "responds_to": np.where(total > 0, np.array(classes.names, dtype=object)[best], "never active"),
-            "lift": lift,
-            "share": share,
+            "lift": lifts[best, column],
+            "share": shares[best, column],
             "n_tokens": active.astype(np.int64),
         },
         index=pd.RangeIndex(features.n_features, name="feature"),
     )
-    table.loc[total == 0, ["lift", "share"]] = 0.0
-    return table
 
 
 def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5) -> pd.DataFrame:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from tsae.diff.result import FeatureDiff
@@ -12,16 +14,23 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
     print()
     print(behaviour_text(diff))
-    runs = diff.checkpoints
-    pairs = [(a, b) for a in runs for b in runs if a != b]
-    trained_on = {reader["id"]: reader["trained_on"] for reader in diff.info["readers"]}
-    # Hard against medium is the contrast that the demo is about; other series show their first pair.
-    first = [p for p in pairs if (trained_on[p[0]], trained_on[p[1]]) in (("hard", "medium"), ("medium", "hard"))]
-    for up, down in first or pairs[:2]:
+    for up, down in opposed_pairs(diff):
         print()
         print(opposed_text(diff, up, down, n))
     print()
+    print(outcome_text(diff, n))
+    print()
     print(gates_text(diff, evaluation))
+
+
+def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str]]:
+    """Pairs (raised, lowered) of checkpoints to set against each other: hard and medium where both were trained on,
+    else the first two, both ways round."""
+    trained_on = {reader["trained_on"]: reader["id"] for reader in diff.info["readers"][1:]}
+    pair = [trained_on[band] for band in ("hard", "medium") if band in trained_on]
+    if len(pair) < 2:
+        pair = diff.checkpoints[:2]
+    return [(pair[0], pair[1]), (pair[1], pair[0])] if len(pair) == 2 else []
 
 
 def behaviour_text(diff: FeatureDiff) -> str:
@@ -50,7 +59,6 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
     lines = [title + (f", the {n} clearest" if len(found) > n else ""), "  (shift of mean activation, interval, q)"]
     lines.append(f"  {'feature':<9}{'responds to':<34}" + "".join(f"{c:>32}" for c in diff.checkpoints))
     for feature, row in found.head(n).iterrows():
-        described = f"{row.responds_to} {row.share:.0%}" if "share" in row else row.responds_to
         cells = []
         for checkpoint in diff.checkpoints:
             if (checkpoint, feature) in shifts.index:
@@ -58,7 +66,29 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
                 cells.append(f"{_interval(shift, 'difference', sign=True)} {shift.q:.4f}")
             else:
                 cells.append("–")
-        lines.append(f"  {f'{feature} {row.group}':<9}{described:<34.33}" + "".join(f"{cell:>32}" for cell in cells))
+        lines.append(
+            f"  {f'{feature} {row.group}':<9}{_described(row):<34.33}" + "".join(f"{cell:>32}" for cell in cells)
+        )
+    return "\n".join(lines)
+
+
+def outcome_text(diff: FeatureDiff, n: int) -> str:
+    """Success − failure within problem on the base's trajectories, over all problems and per band."""
+    base = diff.info["readers"][0]["id"]
+    contrasts = diff.contrasts[(diff.contrasts.kind == "outcome") & (diff.contrasts.checkpoint == base)]
+    lines = [f"Success − failure within problem, read by {base} (mean activation, interval, q)"]
+    for contrast in contrasts.itertuples():
+        counted = f"{contrast.n_problems} problems with both outcomes, {contrast.n_left_out} without"
+        if contrast.note:
+            lines.append(f"  {contrast.band}: {contrast.note} ({counted})")
+            continue
+        lines.append(
+            f"  {contrast.band}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q} ({counted})"
+        )
+        top = diff.top(n, kind="outcome", checkpoint=base, band=contrast.band)
+        for row in top.itertuples():
+            effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{effect:>32}")
     return "\n".join(lines)
 
 
@@ -83,6 +113,11 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
             )
     lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
     return "\n".join(lines)
+
+
+def _described(row: Any) -> str:
+    """What a feature responds to, with the share of its activation that falls there where that is known."""
+    return f"{row.responds_to} {row.share:.0%}" if hasattr(row, "share") else str(row.responds_to)
 
 
 def _interval(row: pd.Series, column: str, *, sign: bool = False) -> str:

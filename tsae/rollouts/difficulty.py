@@ -19,7 +19,7 @@ def wilson_interval(
     """Wilson's score interval for a proportion (Wilson 1927): (low, high); (0, 1) where there are no trials."""
     successes, trials = np.asarray(successes, dtype=float), np.asarray(trials, dtype=float)
     z = ndtri(0.5 + confidence / 2)
-    n = np.maximum(trials, 1e-300)
+    n = np.where(trials > 0, trials, 1.0)
     share = successes / n
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
@@ -99,8 +99,9 @@ def with_bands(
     if empty:
         low, high = mine.pass_rate.min(), mine.pass_rate.max()
         raise TsaeError(
-            f"no problem falls into the band {' or '.join(empty)}: pass rates of {reference or 'all policies'} run from "
-            f"{low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {cutoffs.easy} and hard <= {cutoffs.hard}",
+            f"no problem falls into the band {' or '.join(empty)}: pass rates of {reference or 'all policies'} run "
+            f"from {low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {cutoffs.easy} and "
+            f"hard <= {cutoffs.hard}",
             where="bands",
             fix="Add problems of that difficulty, or move the cut-offs.",
         )

@@ -7,6 +7,7 @@ trajectories whose decoded tokens differ from the log's text are counted.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.sampling import encode_prompt
+from tsae.rollouts.sampling import encode_prompt, tokenize
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
@@ -59,36 +60,58 @@ def import_text(path: str | Path, checkpoint: Checkpoint, config: ImportConfig |
                 fix="Name the columns that hold the prompt and the response (--columns.prompt, --columns.response).",
             )
         prompt, response = row[config.prompt], row[config.response]
-        reward, answer = row.get(config.reward), str(row.get(config.answer) or "")
-        right = row.get(config.correct)
+        reward, answer = _reward(row, config.reward, where), str(row.get(config.answer, ""))
+        right = _truth(row, config.correct, where)
         if right is None and verify is not None:
             right = verify(response, answer)
         if right is None and reward is not None:
             right = reward > 0
         if prompt not in prompts:
-            prompts[prompt] = encode_prompt(tokenizer, prompt, config.prompt_format)
-        response_ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+            prompts[prompt] = encode_prompt(tokenizer, prompt, config.prompt_format, where)
+        response_ids = tokenize(tokenizer, response, add_special_tokens=False, where=where)
         if not response_ids:
             raise TsaeError("the response is empty", where=where, fix="Drop that row.")
         lossy += tokenizer.decode(response_ids) != response
+        id, policy, level = (row.get(name) for name in (config.problem_id, config.policy, config.level))
         records.append(
             {
-                "problem_id": str(row.get(config.problem_id, prompt)),
-                "policy": str(row.get(config.policy) or config.default_policy),
+                "problem_id": prompt if id is None else str(id),
+                "policy": config.default_policy if policy is None else str(policy),
                 "prompt": prompt,
                 "response": response,
                 "answer": answer,
-                "level": row.get(config.level),
+                "level": None if level is None else str(level),
                 "prompt_ids": prompts[prompt],
                 "response_ids": response_ids,
-                "reward": float(reward) if reward is not None else None if right is None else float(bool(right)),
-                "outcome": outcome_name(None if right is None else bool(right)),
+                "reward": reward if reward is not None else None if right is None else float(right),
+                "outcome": outcome_name(right),
                 "finish_reason": "unknown",
             }
         )
     if not records:
         raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
     return Imported(Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(tokenizer)}), lossy)
+
+
+def _reward(row: dict[str, Any], name: str, where: str) -> float | None:
+    reward = row.get(name)
+    if reward is None:
+        return None
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise TsaeError(f"{name} is {reward!r}, expected a finite number", where=where, fix="Correct or drop that row.")
+    return float(reward)
+
+
+def _truth(row: dict[str, Any], name: str, where: str) -> bool | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    text = value.lower() if isinstance(value, str) else value
+    # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
+    for right, spellings in ((True, (1, "true")), (False, (0, "false"))):
+        if text in spellings:
+            return right
+    raise TsaeError(f"{name} is {value!r}, expected true or false", where=where, fix="Correct or drop that row.")
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -108,6 +131,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             where = f"{path}:{number}"
             try:
                 row = json.loads(line.decode("utf-8"))

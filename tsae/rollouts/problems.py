@@ -47,12 +47,15 @@ def read_problems(path: str | Path) -> list[Problem]:
                 continue
             try:
                 record = json.loads(line)
+                level = record.get("level")
                 problem = Problem(
                     id=str(record["id"]),
                     prompt=record["prompt"],
                     answer=str(record["answer"]),
-                    level=record.get("level"),
+                    level=None if level is None else str(level),
                 )
+                if not isinstance(problem.prompt, str):
+                    raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise TsaeError(
                     f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer",

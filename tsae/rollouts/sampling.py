@@ -18,10 +18,30 @@ if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_format: Literal["auto", "plain", "chat"] = "auto"
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True, where: str = "tokenizer"
 ) -> list[int]:
-    """Token ids of what the model reads before its response."""
+    """Token ids of a text.
+
+    Raises:
+        TsaeError: where the tokenizer refuses the text, as one without an unknown token does.
+    """
+    try:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except Exception as error:  # the tokenizers library raises no narrower class
+        shown = text if len(text) <= 40 else text[:40] + "…"
+        raise TsaeError(
+            f"{shown!r} cannot be tokenised ({error})", where=where, fix="Use texts in the tokenizer's alphabet."
+        ) from error
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    prompt_format: Literal["auto", "plain", "chat"] = "auto",
+    where: str = "prompt",
+) -> list[int]:
+    """Token ids of what the model reads before its response; `where` is named in error messages."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if prompt_format == "chat" and not has_template:
         raise TsaeError(
@@ -30,12 +50,12 @@ def encode_prompt(
             fix='Use prompt_format="plain" instead of "chat".',
         )
     if prompt_format == "plain" or not has_template:
-        return list(tokenizer(prompt)["input_ids"])
+        return tokenize(tokenizer, prompt, where=where)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
     )
     # The template writes its own special tokens.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokenize(tokenizer, text, add_special_tokens=False, where=where)
 
 
 def sample(
@@ -69,7 +89,9 @@ def sample(
     model: Any = checkpoint.load_model(device=config.device)
     eos = _end_tokens(model, tokenizer, checkpoint.path)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    prompts = [encode_prompt(tokenizer, problem.prompt, config.prompt_format) for problem in problems]
+    # A checkpoint may ship top_p, top_k or a repetition penalty; rollouts are samples of the policy itself.
+    model.generation_config = type(model.generation_config)()
+    prompts = [encode_prompt(tokenizer, p.prompt, config.prompt_format, f"problem {p.id}") for p in problems]
     _check_lengths(model, prompts, problems, config.max_new_tokens)
 
     # Short prompts with short ones, so that little is padded.

@@ -201,7 +201,7 @@ class Rollouts:
         cutoffs: BandCutoffs | None = None,
         measured_on: Rollouts | None = None,
     ) -> Rollouts:
-        """Put every problem into easy, medium or hard by a reference policy's pass rate; see `difficulty.with_bands`."""
+        """Put every problem into a band by a reference policy's pass rate; see `difficulty.with_bands`."""
         from tsae.rollouts.difficulty import with_bands
 
         id = reference if reference is None or isinstance(reference, str) else reference.id
@@ -260,6 +260,9 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
             )
     checked = pa.table(columns)
     for name in ("prompt_ids", "response_ids"):
+        unknown_ids = checked[name].combine_chunks().flatten().null_count
+        if unknown_ids:
+            raise TsaeError(f"{name} holds {unknown_ids} null token ids", where=where, fix="Drop those trajectories.")
         empty = np.flatnonzero(np.diff(_offsets(checked[name].combine_chunks())) == 0)
         if len(empty):
             raise TsaeError(

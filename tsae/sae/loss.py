@@ -88,7 +88,7 @@ def temporal_loss(
     if config.temporal_weight > 0:
         if len(pairs) < 2:
             raise TsaeError(
-                f"the batch has {len(pairs)} pairs of adjacent tokens, so that the temporal term would be silently zero",
+                f"the batch has {len(pairs)} pairs of adjacent tokens: the temporal term would be silently zero",
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )

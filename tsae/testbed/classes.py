@@ -10,7 +10,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.testbed.annotate import annotate, describe_response
 
 BEHAVIOURS = ("direct_answer", "skipped_steps")
-"""Columns that `with_behaviours` adds: share of responses without a scratchpad step, share of required steps skipped."""
+"""Columns that `with_behaviours` adds: 1 for a response without a scratchpad step; share of required steps skipped."""
 
 
 def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
