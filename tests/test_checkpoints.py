@@ -44,7 +44,7 @@ def final_norm(model: Any) -> torch.nn.Module:
 
 
 def module_outputs(model: Any, text: list[int]) -> dict[str, torch.Tensor]:
-    """The oracle: Hugging Face's own hidden states, and a plain hook for the last block, whose entry is normed there."""
+    """The oracle: Hugging Face's hidden states, and a plain hook for the last block, whose entry there is normed."""
     last = model.transformer.h[-1] if hasattr(model, "transformer") else model.model.layers[-1]
     kept: list[torch.Tensor] = []
     handle = last.register_forward_hook(lambda m, i, out: kept.append(out[0] if isinstance(out, tuple) else out))
@@ -72,7 +72,7 @@ def test_one_text_alone_is_read_bit_for_bit(any_model: Path) -> None:
 def test_padding_does_not_change_what_is_read(any_model: Path, side: str) -> None:
     model = load_model(checkpoint(any_model))
     found = HuggingFaceReader(model, SITES).read(*padded(TEXTS, side))
-    ids, mask = padded(TEXTS, side)
+    _, mask = padded(TEXTS, side)
     for row, text in enumerate(TEXTS):
         for site, expected in module_outputs(model, text).items():
             torch.testing.assert_close(found[site][row][mask[row].bool()], expected, atol=1e-5, rtol=0, msg=site)

@@ -1,0 +1,560 @@
+"""Rollouts: the table and its files, pass rates and bands, advantages, sampling, and the import of logs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from builders import BOS, EOS, make_rollouts, save_model
+from scipy.stats import binomtest
+
+from tsae.checkpoints.series import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.behaviours import behaviour_table
+from tsae.rollouts.checking import exact, find_verifier, last_number
+from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
+from tsae.rollouts.difficulty import pass_rates, wilson_interval
+from tsae.rollouts.importing import import_text
+from tsae.rollouts.problems import Problem, read_problems, write_problems
+from tsae.rollouts.sampling import encode_prompt, sample
+from tsae.rollouts.table import SCHEMA, Rollouts
+
+
+def table_of(**changes: Any) -> pa.Table:
+    columns: dict[str, Any] = {
+        "problem_id": ["a", "a", "b"],
+        "policy": ["base"] * 3,
+        "prompt_ids": [[1, 2], [1, 2], [3]],
+        "response_ids": [[4], [5, 6], [7, 8, 9]],
+        "outcome": ["success", "failure", "unknown"],
+    }
+    return pa.table({**columns, **changes})
+
+
+# --- the table and its file
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = make_rollouts(("base", "easy"), tokenizer="abc", extra="kept")
+    path = written.write(tmp_path / "new" / "rollouts.parquet")
+    read = Rollouts.read(path)
+    assert read.table.equals(written.table)
+    assert read.info == {"tokenizer": "abc"}
+    assert read.table["extra"].to_pylist() == ["kept"] * len(read)
+    assert read.table.schema.names[: len(SCHEMA)] == SCHEMA.names
+    assert read.fingerprint == written.fingerprint
+    assert [p.name for p in path.parent.iterdir()] == ["rollouts.parquet"]
+
+
+def test_equal_tables_give_equal_bytes(tmp_path: Path) -> None:
+    first = make_rollouts(seed=3).write(tmp_path / "a.parquet").read_bytes()
+    again = Rollouts.read(tmp_path / "a.parquet").write(tmp_path / "b.parquet").read_bytes()
+    assert first == again
+    assert first != make_rollouts(seed=4).write(tmp_path / "c.parquet").read_bytes()
+
+
+def test_the_names_of_folders_do_not_become_columns(tmp_path: Path) -> None:
+    path = make_rollouts().write(tmp_path / "run=1" / "lr=0.1" / "rollouts.parquet")
+    assert Rollouts.read(path).table.equals(make_rollouts().table)
+
+
+def test_the_fingerprint_is_of_the_trajectories() -> None:
+    one = Rollouts(table_of())
+    assert one.fingerprint == Rollouts(table_of(outcome=["failure"] * 3)).fingerprint
+    assert one.fingerprint != Rollouts(table_of(policy=["base", "base", "easy"])).fingerprint
+    assert one.fingerprint != Rollouts(table_of(problem_id=["a", "b", "b"])).fingerprint
+    assert one.fingerprint != Rollouts(table_of(response_ids=[[4, 5], [6], [7, 8, 9]])).fingerprint
+    assert one.fingerprint != Rollouts(table_of(response_ids=[[4], [5, 6], [7, 8, 10]])).fingerprint
+    sliced = Rollouts(pa.concat_tables([table_of(), table_of()]).slice(3, 3))
+    assert sliced.fingerprint == one.fingerprint
+    assert sliced.lengths("response_ids").tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("column", ["problem_id", "policy", "prompt_ids", "response_ids", "outcome"])
+def test_missing_columns_are_named(tmp_path: Path, column: str) -> None:
+    pq.write_table(table_of().drop_columns([column]), tmp_path / "bad.parquet")
+    with pytest.raises(TsaeError, match=f"lacks the columns {column}") as error:
+        Rollouts.read(tmp_path / "bad.parquet")
+    assert str(tmp_path / "bad.parquet") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outcome": ["success", "right", "failure"]}, "outcome 'right' is none of success, failure, unknown"),
+        ({"band": ["easy", "trivial", None]}, "band 'trivial' is none of"),
+        ({"policy": ["base", None, "base"]}, "1 rows have no policy"),
+        ({"response_ids": [[4], None, [7]]}, "1 rows have no response_ids"),
+        ({"response_ids": [[4], [], []]}, r"2 trajectories have empty response_ids \(first: row 1\)"),
+        ({"prompt_ids": [[], [1], [2]]}, r"1 trajectories have empty prompt_ids \(first: row 0\)"),
+        ({"response_ids": [[4], [5, None], [7]]}, "response_ids .*null"),
+        ({"reward": [0.0, math.nan, math.inf]}, r"2 rewards are not finite \(first: row 1\)"),
+        ({"response_ids": ["4", "5", "6"]}, "column response_ids is string, expected list"),
+        ({"prompt_ids": [[2**31], [1], [2]]}, "column prompt_ids is list"),
+    ],
+)
+def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TsaeError, match=message):
+        Rollouts(table_of(**changes))
+
+
+def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="no such rollouts file"):
+        Rollouts.read(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("problem_id,policy\n")
+    with pytest.raises(TsaeError, match="not a Parquet file"):
+        Rollouts.read(tmp_path / "text.parquet")
+    content = make_rollouts().write(tmp_path / "good.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[:-20])
+    with pytest.raises(TsaeError, match="not a Parquet file"):
+        Rollouts.read(tmp_path / "cut.parquet")
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        Rollouts(table_of().slice(0, 0))
+
+
+def test_wider_integer_lists_are_taken(tmp_path: Path) -> None:
+    """As pandas and other trainers write them."""
+    pd.DataFrame(table_of().to_pydict()).to_parquet(tmp_path / "pandas.parquet")
+    read = Rollouts.read(tmp_path / "pandas.parquet")
+    assert read.table.schema.field("response_ids").type == pa.list_(pa.int32())
+    assert [t.tolist() for t in read.tokens(1)] == [[1, 2], [5, 6]]
+    large = table_of(response_ids=pa.array([[4], [5, 6], [7]], pa.large_list(pa.int64())))
+    assert Rollouts(large).lengths("response_ids").tolist() == [1, 2, 1]
+
+
+def test_rows_are_selected_and_put_together() -> None:
+    whole = make_rollouts(("base", "easy"), n_problems=3, n_samples=2)
+    easy = whole.where(policy="easy")
+    assert easy.policies == ["easy"]
+    assert easy.n_problems == 3
+    assert Rollouts.concat([whole.where(policy="base"), easy]).table.equals(whole.table)
+    assert whole.where(policy=["easy", "base"], problem_id="p001").frame.problem_id.tolist() == ["p001"] * 4
+    assert whole.select([5, 0]).frame.problem_id.tolist() == ["p002", "p000"]
+    assert whole.select(np.arange(12) == 7).fingerprint == whole.select([7]).fingerprint
+    with pytest.raises(TsaeError, match="different tokenizers"):
+        Rollouts.concat([make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
+
+
+def test_lengths_count_tokens() -> None:
+    rollouts = Rollouts(table_of())
+    assert rollouts.frame.response_length.tolist() == [1, 2, 3]
+    assert rollouts.frame.prompt_length.tolist() == [2, 2, 1]
+    assert "response_ids" not in rollouts.frame
+
+
+# --- difficulty
+
+
+def test_wilson_agrees_with_scipy() -> None:
+    for confidence in (0.8, 0.95, 0.99):
+        for trials in (1, 2, 8, 24, 1000):
+            for successes in sorted({0, 1, trials // 3, trials}):
+                low, high = wilson_interval(successes, trials, confidence)
+                expected = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+                assert (float(low), float(high)) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    low, high = wilson_interval(np.array([0, 1]), np.array([0, 2]))
+    assert (low[0], high[0]) == (0.0, 1.0)
+    assert 0 < low[1] < high[1] < 1
+
+
+def graded(counts: dict[str, tuple[int, int]], policy: str = "base", unknown: int = 0) -> Rollouts:
+    """Rollouts with (successes, failures) per problem."""
+    records = [
+        {"problem_id": id, "policy": policy, "prompt_ids": [1], "response_ids": [2], "outcome": outcome}
+        for id, (right, wrong) in counts.items()
+        for outcome in ["success"] * right + ["failure"] * wrong + ["unknown"] * unknown
+    ]
+    return Rollouts.from_records(records)
+
+
+def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
+    both = Rollouts.concat([graded({"a": (3, 1), "b": (0, 2)}, unknown=2), graded({"a": (0, 4)}, policy="easy")])
+    base = pass_rates(both, "base")
+    assert base.n.to_dict() == {"a": 4, "b": 2}
+    assert base.pass_rate.to_dict() == {"a": 0.75, "b": 0.0}
+    assert pass_rates(both).pass_rate.to_dict() == {"a": 3 / 8, "b": 0.0}
+    assert base.low["a"] == pytest.approx(binomtest(3, 4).proportion_ci(method="wilson").low)
+    with pytest.raises(
+        TsaeError, match="no trajectory of known outcome was sampled by hard; there are the policies base"
+    ):
+        pass_rates(both, "hard")
+
+
+def test_bands_follow_the_cutoffs() -> None:
+    rates = {"a": (4, 0), "b": (3, 1), "c": (2, 2), "d": (1, 3), "e": (0, 4)}
+    banded = graded(rates).with_bands("base")
+    assert banded.frame.groupby("problem_id").band.first().to_dict() == {
+        "a": "easy",
+        "b": "easy",
+        "c": "medium",
+        "d": "hard",
+        "e": "hard",
+    }
+    strict = graded(rates).with_bands("base", cutoffs=BandCutoffs(easy=1.0, hard=0.0))
+    assert strict.frame.groupby("problem_id").band.first().tolist() == ["easy", "medium", "medium", "medium", "hard"]
+    assert strict.frame.pass_rate.tolist() == [1.0] * 4 + [0.75] * 4 + [0.5] * 4 + [0.25] * 4 + [0.0] * 4
+    assert strict.info["bands"] == {"reference": "base", "easy": 1.0, "hard": 0.0, "separate": False}
+
+
+def test_bands_are_the_references_and_not_the_rows_own() -> None:
+    base = graded({"a": (4, 0), "b": (2, 2), "c": (0, 4)})
+    run = graded({"a": (0, 4), "b": (0, 4), "c": (4, 0)}, policy="run")
+    banded = Rollouts.concat([base, run]).with_bands("base").frame
+    assert banded[banded.policy == "run"].groupby("problem_id").band.first().tolist() == ["easy", "medium", "hard"]
+
+
+def test_bands_measured_on_other_rollouts() -> None:
+    mine = graded({"a": (0, 1), "b": (0, 1), "c": (0, 1)}, policy="run")
+    elsewhere = graded({"a": (4, 0), "b": (2, 2), "c": (0, 4), "d": (0, 4)})
+    banded = mine.with_bands("base", measured_on=elsewhere)
+    assert banded.frame.band.tolist() == ["easy", "medium", "hard"]
+    assert banded.info["bands"]["separate"] is True
+    with pytest.raises(TsaeError, match=r"1 problems have no rollouts of known outcome from base \(first: d\)"):
+        elsewhere.with_bands("base", measured_on=elsewhere.where(problem_id=["a", "b", "c"]))
+
+
+def test_an_empty_band_is_refused() -> None:
+    with pytest.raises(
+        TsaeError, match=r"no problem falls into the band medium: pass rates of base run from 0\.00 to 1\.00"
+    ):
+        graded({"a": (4, 0), "c": (0, 4)}).with_bands("base")
+    with pytest.raises(TsaeError, match="band easy or hard"):
+        graded({"a": (2, 2)}).with_bands("base")
+
+
+@pytest.mark.parametrize(("easy", "hard"), [(0.2, 0.8), (0.5, 0.5), (1.1, 0.2), (0.5, -0.1)])
+def test_cutoffs_out_of_order_are_refused(easy: float, hard: float) -> None:
+    with pytest.raises(TsaeError, match="not in order"):
+        BandCutoffs(easy=easy, hard=hard)
+
+
+# --- advantages
+
+
+def test_advantages_by_hand() -> None:
+    rewards, groups = np.array([1.0, 0.0, 0.0, 0.0, 5.0, 2.0, 2.0]), np.array(["x"] * 4 + ["lone"] + ["same"] * 2)
+    centred = [0.75, -0.25, -0.25, -0.25, 0.0, 0.0, 0.0]
+    # The unbiased deviation of 1, 0, 0, 0 is sqrt((.75² + 3 · .25²) / 3) = .5.
+    assert group_advantages(rewards, groups).tolist() == pytest.approx([c / (0.5 + 1e-4) for c in centred], abs=1e-12)
+    assert group_advantages(rewards, groups, "dr_grpo").tolist() == pytest.approx(centred)
+    # 1 − mean(0, 0, 0) = 1; 0 − mean(1, 0, 0) = −1/3.
+    assert group_advantages(rewards, groups, "rloo").tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0])
+
+
+def test_advantages_against_torch() -> None:
+    rng = np.random.default_rng(0)
+    rewards, groups = rng.normal(size=60), rng.integers(0, 7, size=60)
+    found = group_advantages(rewards, groups)
+    for group in range(7):
+        r = torch.from_numpy(rewards[groups == group])
+        torch.testing.assert_close(torch.from_numpy(found[groups == group]), (r - r.mean()) / (r.std() + 1e-4))
+
+
+def test_equal_rewards_have_no_advantage() -> None:
+    assert group_advantages(np.full(7, 0.1), np.zeros(7)).tolist() == [0.0] * 7
+
+
+def test_groups_are_of_one_policy_and_problem() -> None:
+    whole = make_rollouts(("base", "easy"), n_problems=4, n_samples=5).with_advantages("dr_grpo")
+    frame = whole.frame
+    expected = frame.reward - frame.groupby(["policy", "problem_id"]).reward.transform("mean")
+    assert frame.advantage.tolist() == pytest.approx(expected.tolist())
+    with pytest.raises(TsaeError, match="3 trajectories have no reward"):
+        Rollouts(table_of()).with_advantages()
+
+
+def test_behaviours_are_means_over_problems() -> None:
+    rollouts = graded({"a": (3, 1), "b": (1, 0), "c": (0, 0)}, unknown=1)
+    rollouts = rollouts.with_column("direct", [1.0, 0, 0, 0, 1, 1, 1, 0])
+    rollouts = Rollouts(rollouts.table, {"behaviours": ["direct"]})
+    found = behaviour_table(rollouts).set_index("behaviour")
+    assert found.loc["accuracy", "mean"] == pytest.approx((0.75 + 1.0) / 2)  # c is unknown, and b is not outweighed
+    assert found.loc["accuracy", "n_problems"] == 2
+    assert found.loc["direct", "mean"] == pytest.approx((2 / 5 + 1 + 0) / 3)
+    assert (found.low <= found["mean"]).all()
+    assert (found["mean"] <= found.high).all()
+
+
+# --- verifiers and problems
+
+
+def test_verifiers() -> None:
+    assert exact(" 12 \n", "12")
+    assert not exact("12.", "12")
+    assert last_number("so 3 apples cost $1,234.50.", "#### 1234.5")
+    assert not last_number("no number", "1")
+    assert not last_number("1 then 2", "1")
+    assert last_number("it is -3", "-3")
+    assert find_verifier("exact") is exact
+    assert find_verifier("tsae.rollouts.checking:last_number") is last_number
+    for name in ("nope", "tsae.rollouts.checking:nope", "no_such_module:f"):
+        with pytest.raises(TsaeError, match="verifier"):
+            find_verifier(name)
+
+
+def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
+    problems = [Problem("a", "1+1?", "2", "easy"), Problem("b", "é?", "x")]
+    write_problems(problems, tmp_path / "p.jsonl")
+    assert read_problems(tmp_path / "p.jsonl") == problems
+    (tmp_path / "q.jsonl").write_text('{"id": 1, "prompt": "1+1?", "answer": 2, "level": 3}\n\n')
+    assert read_problems(tmp_path / "q.jsonl") == [Problem("1", "1+1?", "2", "3")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not a problem"),
+        ("[1]", "not a problem"),
+        ('{"id": 1, "prompt": "x"}', "not a problem .KeyError: 'answer'"),
+        ('{"id": 1, "prompt": 5, "answer": 2}', "not a problem"),
+        ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
+    ],
+)
+def test_bad_problem_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"id": 0, "prompt": "1+1?", "answer": 2}\n' + line + "\n")
+    with pytest.raises(TsaeError, match=message) as error:
+        read_problems(tmp_path / "p.jsonl")
+    assert f"{tmp_path / 'p.jsonl'}:2" in str(error.value)
+
+
+# --- sampling
+
+
+PROBLEMS = [Problem("a", "1+1?", "2"), Problem("b", "3*4+5-6*7?", "9"), Problem("c", "8?", "8")]
+
+
+@pytest.fixture(scope="module")
+def policy(llama: Path) -> Checkpoint:
+    return Checkpoint(id="base", path=str(llama))
+
+
+def test_sampling_is_seeded(policy: Checkpoint) -> None:
+    config = SamplingConfig(n_samples=4, max_new_tokens=10, batch_size=5, seed=1)
+    state = torch.get_rng_state()
+    first = sample(policy, PROBLEMS, config, progress=False)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
+    torch.manual_seed(99)
+    again = sample(policy, PROBLEMS, config, progress=False)
+    other = sample(policy, PROBLEMS, SamplingConfig(**{**config.__dict__, "seed": 2}), progress=False)
+    assert first.table.equals(again.table)
+    assert first.fingerprint != other.fingerprint
+    assert first.frame.problem_id.tolist() == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    assert len({tuple(ids) for ids in first.table["response_ids"].to_pylist()}) > 6
+
+
+def test_cold_samples_are_the_argmax_of_every_prompt_alone(policy: Checkpoint) -> None:
+    """Prompts of different lengths share a batch: padding that were attended to would change the argmax."""
+    found = sample(policy, PROBLEMS, SamplingConfig(n_samples=1, temperature=1e-4, max_new_tokens=12), progress=False)
+    model, tokenizer = policy.load_model(), policy.load_tokenizer()
+    for row, problem in enumerate(PROBLEMS):
+        ids = list(tokenizer(problem.prompt)["input_ids"])
+        prompt, response = found.tokens(row)
+        assert prompt.tolist() == ids
+        assert ids[0] == BOS
+        for token in response.tolist():
+            with torch.no_grad():
+                assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+        assert len(response) == 12 or response[-1] == EOS
+
+
+def test_sampled_shares_are_the_models_probabilities(policy: Checkpoint) -> None:
+    found = sample(
+        policy, PROBLEMS[:1], SamplingConfig(n_samples=2000, max_new_tokens=1, batch_size=500), progress=False
+    )
+    with torch.no_grad():
+        logits = policy.load_model()(torch.tensor([policy.load_tokenizer()(PROBLEMS[0].prompt)["input_ids"]])).logits
+    expected = logits[0, -1].softmax(0).numpy()
+    counts = np.bincount([int(found.tokens(row)[1][0]) for row in range(2000)], minlength=20)
+    assert np.abs(counts / 2000 - expected).max() < 4 * np.sqrt(0.25 / 2000)
+
+
+def test_nothing_of_the_models_generation_config_changes_what_is_sampled(llama: Path, tmp_path: Path) -> None:
+    """Chat models ship top_p, top_k and a repetition penalty: rollouts of the policy itself have none of them."""
+    import shutil
+
+    shutil.copytree(llama, tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    shipped = {"repetition_penalty": 5.0, "top_p": 0.1, "min_p": 0.5, "suppress_tokens": [1], "do_sample": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **shipped}))
+    config = SamplingConfig(n_samples=6, max_new_tokens=10)
+    plain = sample(Checkpoint("base", str(llama)), PROBLEMS, config, progress=False)
+    biased = sample(Checkpoint("base", str(tmp_path / "model")), PROBLEMS, config, progress=False)
+    assert biased.fingerprint == plain.fingerprint
+
+
+def test_responses_end_with_their_end_token_and_are_checked(policy: Checkpoint) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def verify(response: str, answer: str) -> bool:
+        seen.append((response, answer))
+        return len(response) % 2 == 0
+
+    config = SamplingConfig(n_samples=20, max_new_tokens=8, temperature=2.0)
+    found = sample(policy, PROBLEMS, config, verify=verify, progress=False)
+    tokenizer = policy.load_tokenizer()
+    finished = 0
+    for row, record in enumerate(found.table.to_pylist()):
+        ids = record["response_ids"]
+        assert EOS not in ids[:-1]
+        assert record["finish_reason"] == ("stop" if ids[-1] == EOS else "length")
+        assert record["finish_reason"] == "stop" or len(ids) == 8
+        assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
+        assert seen[row] == (record["response"], record["answer"])
+        assert record["reward"] == float(len(record["response"]) % 2 == 0)
+        assert record["outcome"] == ("success" if record["reward"] else "failure")
+        finished += ids[-1] == EOS
+    assert 0 < finished < len(found)
+
+
+def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
+    with pytest.raises(TsaeError, match="no problems given"):
+        sample(policy, [], progress=False)
+    with pytest.raises(TsaeError, match="problem b has 11 prompt tokens, which with max_new_tokens=120 exceeds"):
+        sample(policy, PROBLEMS, SamplingConfig(max_new_tokens=120), progress=False)
+    with pytest.raises(TsaeError, match=r"problem x.*cannot be tokenised"):
+        sample(policy, [Problem("x", "What is 1+1?", "2")], SamplingConfig(max_new_tokens=4), progress=False)
+    for bad in (
+        {"n_samples": 0},
+        {"temperature": 0.0},
+        {"batch_size": 0},
+        {"max_new_tokens": 0},
+        {"temperature": math.nan},
+    ):
+        with pytest.raises(TsaeError, match=next(iter(bad))):
+            SamplingConfig(**bad)
+
+
+TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
+
+
+def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
+    tokenizer = policy.load_tokenizer()
+    plain = encode_prompt(tokenizer, "1+1?")
+    assert plain == [BOS, 1, 10, 1, 13]
+    with pytest.raises(TsaeError, match="no chat template"):
+        encode_prompt(tokenizer, "1+1?", "chat")
+    tokenizer.chat_template = TEMPLATE
+    assert encode_prompt(tokenizer, "1+1?") == [16, 1, 10, 1, 13, 14, 15]  # no second <bos>
+    assert encode_prompt(tokenizer, "1+1?", "chat") == [16, 1, 10, 1, 13, 14, 15]
+    assert encode_prompt(tokenizer, "1+1?", "plain") == plain
+
+
+# --- logs
+
+
+def log(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+ROW = {"prompt": "1+1?", "response": "#2", "correct": True, "policy": "m1", "problem_id": "a", "answer": "2"}
+
+
+def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "correct": False, "response": "1+1=3;#3", "policy": None, "level": 4}]
+    found = import_text(log(tmp_path / "log.jsonl", rows), policy)
+    assert found.not_round_tripping == 0
+    records = found.rollouts.table.to_pylist()
+    assert records[0]["prompt_ids"] == [BOS, 1, 10, 1, 13]
+    assert records[0]["response_ids"] == [16, 2]
+    assert [r["outcome"] for r in records] == ["success", "failure"]
+    assert [r["reward"] for r in records] == [1.0, 0.0]
+    assert [r["policy"] for r in records] == ["m1", "unknown"]
+    assert [r["level"] for r in records] == [None, "4"]
+    assert [r["finish_reason"] for r in records] == ["unknown", "unknown"]
+    assert found.rollouts.info["tokenizer"]
+    pa_rows = pd.DataFrame([{**row, "level": level} for row, level in zip(rows, (None, "4"), strict=True)])
+    pa_rows.to_parquet(tmp_path / "log.parquet")
+    assert import_text(tmp_path / "log.parquet", policy).rollouts.table.equals(found.rollouts.table)
+
+
+def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint, tmp_path: Path) -> None:
+    def outcomes(rows: list[Any], **config: Any) -> list[str]:
+        found = import_text(log(tmp_path / "log.jsonl", rows), policy, ImportConfig(**config)).rollouts
+        return [str(o) for o in found.table["outcome"].to_pylist()]
+
+    bare = {"prompt": "1+1?", "response": "#2", "answer": "2"}
+    assert outcomes([bare]) == ["unknown"]
+    assert outcomes([{**bare, "reward": 0.5}, {**bare, "reward": 0}, {**bare, "reward": -1}]) == [
+        "success",
+        *["failure"] * 2,
+    ]
+    assert outcomes([bare, {**bare, "answer": "3"}], verifier="last_number") == ["success", "failure"]
+    assert outcomes([{**bare, "correct": c} for c in (1, 0, True, False)]) == ["success", "failure"] * 2
+    # "false" is true in Python.
+    assert outcomes([{**bare, "correct": c} for c in ("true", "false", "True", "FALSE")]) == ["success", "failure"] * 2
+    assert outcomes([{**bare, "correct": False, "reward": 1.0}]) == ["failure"]
+    with pytest.raises(TsaeError, match=r"log\.jsonl:1: correct is 'perhaps'"):
+        outcomes([{**bare, "correct": "perhaps"}])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:1: reward is 'high'"):
+        outcomes([{**bare, "reward": "high"}])
+
+
+def test_problems_without_ids_are_their_prompts(policy: Checkpoint, tmp_path: Path) -> None:
+    bare = {"prompt": "1+1?", "response": "#2"}
+    rows = [bare, {**bare, "problem_id": None}, {**bare, "prompt": "2?", "problem_id": None}, {**bare, "problem_id": 0}]
+    found = import_text(log(tmp_path / "log.jsonl", rows), policy).rollouts
+    assert found.table["problem_id"].to_pylist() == ["1+1?", "1+1?", "2?", "0"]
+
+
+def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{"q": "1?", "a": "#1", "ok": True, "who": "x"}, "", {"q": "2?", "a": "#1", "ok": False, "who": "y"}, "  "]
+    config = ImportConfig(prompt="q", response="a", correct="ok", policy="who")
+    found = import_text(log(tmp_path / "log.jsonl", rows), policy, config).rollouts
+    assert found.policies == ["x", "y"]
+    assert found.frame.outcome.tolist() == ["success", "failure"]
+
+
+def test_a_log_uses_the_chat_template(llama: Path, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "chat")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    chat = Checkpoint(id="base", path=str(path))
+    found = import_text(log(tmp_path / "log.jsonl", [ROW]), chat).rollouts
+    assert found.tokens(0)[0].tolist() == [16, 1, 10, 1, 13, 14, 15]
+    plain = import_text(tmp_path / "log.jsonl", chat, ImportConfig(prompt_format="plain")).rollouts
+    assert plain.tokens(0)[0].tolist() == [BOS, 1, 10, 1, 13]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not a line of JSON"),
+        ("[1, 2]", "a JSON list, expected an object"),
+        ({"prompt": "1?"}, "has no text in response; its columns are prompt"),
+        ({"response": 3, "prompt": None}, "has no text in prompt and response"),
+        ({**ROW, "response": ""}, "the response is empty"),
+        ({**ROW, "response": "hello"}, "cannot be tokenised"),
+        ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
+        ({**ROW, "reward": math.nan}, "reward is nan"),
+    ],
+)
+def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: Any, message: str) -> None:
+    path = log(tmp_path / "log.jsonl", [ROW, row])
+    with pytest.raises(TsaeError, match=message) as error:
+        import_text(path, policy)
+    assert f"{path}:2" in str(error.value)
+
+
+def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="no such log"):
+        import_text(tmp_path / "none.jsonl", policy)
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        import_text(log(tmp_path / "empty.jsonl", []), policy)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(TsaeError, match="not a line of JSON in UTF-8"):
+        import_text(tmp_path / "latin.jsonl", policy)
+    (tmp_path / "bad.parquet").write_text("x")
+    with pytest.raises(TsaeError, match="not a Parquet file"):
+        import_text(tmp_path / "bad.parquet", policy)
+    with pytest.raises(TsaeError, match="verifier"):
+        import_text(log(tmp_path / "log.jsonl", [ROW]), policy, ImportConfig(verifier="nope"))
