@@ -32,7 +32,8 @@ def _example(diff: FeatureDiff, context: Context, strongest: float) -> str:
         f'<span class="outcome {html_text(context.outcome)}">{mark} {word}</span> '
         f"sampled by {html_text(context.policy)}{read}; strongest {number(float(context.activations.max()))}"
     )
-    return f'<li><div class="quiet">{head}</div><div class="tokens" dir="ltr">{_tokens(diff, context, strongest)}</div></li>'
+    tokens = _tokens(diff, context, strongest)
+    return f'<li><div class="quiet">{head}</div><div class="tokens" dir="ltr">{tokens}</div></li>'
 
 
 def _tokens(diff: FeatureDiff, context: Context, strongest: float) -> str:

@@ -6,6 +6,8 @@ feature to feature; hover gives the units of activation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -66,7 +68,7 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
                         f"{figure_text(r.policy)}, {band}: {_shown(r.mean, share)}{unit} "
                         f"[{_shown(r.low, share)}, {_shown(r.high, share)}]<br>"
                         f"{r.n_problems} problems, {r.n_trajectories} trajectories"
-                        for r in mine.itertuples()
+                        for r in views.records(mine)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -88,16 +90,17 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     return finish(figure, height=height, left=130, top=66, legend=legend)
 
 
-def opposed_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
+def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | None:
     """Shift of the given features in every run, one line a feature: marks far apart were moved apart."""
     runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
     if not features or not runs:
         return None
+    features = list(features)
     figure = go.Figure()
     for order, run in enumerate(runs):
         shifts = views.main_shift(diff, run)
         shown = [f for f in features if f in shifts.index]
-        points = [views.standardised(shifts.loc[f]) for f in shown]
+        points = [views.standardised(views.record(shifts, f)) for f in shown]
         colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
         figure.add_trace(
             go.Scatter(
@@ -113,7 +116,7 @@ def opposed_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
                     "thickness": 1.4,
                     "width": 0,
                 },
-                text=[_hover(shifts.loc[f], run) for f in shown],
+                text=[_hover(views.record(shifts, f), run) for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
         )
@@ -140,14 +143,14 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
         cells = [views.rows(diff, kind="shift", checkpoint=run, part=part, band=b, outcome=o) for b, o in columns]
         z = [[float(c.d[f]) if f in c.index else None for c in cells] for f in features]
         text = [
-            [_hover(c.loc[f], f"{run}, {name}") if f in c.index else "not tested" for c, name in zip(cells, names, strict=True)]
+            [
+                _hover(views.record(c, f), f"{run}, {name}") if f in c.index else "not tested"
+                for c, name in zip(cells, names, strict=True)
+            ]
             for f in features
         ]
         bold = [
-            [
-                "" if f not in c.index else number(c.d[f], sign=True) if c.q[f] <= diff.q else "·"
-                for c in cells
-            ]
+            ["" if f not in c.index else number(c.d[f], sign=True) if c.q[f] <= diff.q else "·" for c in cells]
             for f in features
         ]
         limit = max([limit, *(abs(v) for line in z for v in line if v is not None)])
@@ -218,7 +221,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                     x=[float(found.difference[f]) * unit[f] for f in shown],
                     y=[features.index(f) for f in shown],
                     orientation="h",
-                    name=f"{views.PART_NAMES[part]} ({'new responses, same reader' if part == 'policy' else 'same responses, new reader'})",
+                    name=f"{views.PART_NAMES[part]} ({('new responses', 'new reader')[order]})",
                     legendgroup=part,
                     showlegend=position == 0,
                     marker={
@@ -226,13 +229,13 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                         "pattern": {"shape": ("", "/")[order], "fgopacity": 0.5, "size": 6},
                     },
                     width=0.62,
-                    text=[_hover(found.loc[f], f"{run}, {views.PART_NAMES[part]}") for f in shown],
+                    text=[_hover(views.record(found, f), f"{run}, {views.PART_NAMES[part]}") for f in shown],
                     textposition="none",
                     hovertemplate="%{text}<extra></extra>",
                 ),
                 **cell,
             )
-        points = [views.standardised(total.loc[f]) for f in features]
+        points = [views.standardised(views.record(total, f)) for f in features]
         figure.add_trace(
             go.Scatter(
                 x=[d for d, _, _ in points],
@@ -249,7 +252,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                     "thickness": 1.4,
                     "width": 0,
                 },
-                text=[_hover(total.loc[f], f"{run}, total") for f in features],
+                text=[_hover(views.record(total, f), f"{run}, total") for f in features],
                 hovertemplate="%{text}<extra></extra>",
             ),
             **cell,
@@ -273,7 +276,7 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
     figure = go.Figure()
     for order, band in enumerate(bands):
         shown = [f for f in features if f in tables[band].index and tables[band].q[f] <= diff.q]
-        points = [views.standardised(tables[band].loc[f]) for f in shown]
+        points = [views.standardised(views.record(tables[band], f)) for f in shown]
         if not points:
             continue
         colour, symbol = BAND_STYLE[band]
@@ -291,7 +294,7 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
                     "thickness": 1.4,
                     "width": 0,
                 },
-                text=[_hover(tables[band].loc[f], f"{band} problems") for f in shown],
+                text=[_hover(views.record(tables[band], f), f"{band} problems") for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
         )
@@ -299,7 +302,9 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
     figure.update_xaxes(title={"text": "← in failures    in successes → (standard deviations over problems)"})
     _feature_rows(figure, diff, features)
     legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    return finish(figure, height=30 * len(features) + 110, left=_LEFT, top=40, bottom=56, legend=legend, showlegend=True)
+    return finish(
+        figure, height=30 * len(features) + 110, left=_LEFT, top=40, bottom=56, legend=legend, showlegend=True
+    )
 
 
 def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Findings: plain sentences with numbers, generated from the tables.
 
 Works for any series: any names of runs, with or without bands, and with no runs at all, where only outcomes are
-contrasted. A behaviour counts as changed where the intervals of base and run do not overlap.
+contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`views.change_interval`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.text import count, interval, listed, number, percent, q_value
+from tsae.report.text import count, interval, listed, number, percent
+
+_VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
 
 
 @dataclass(frozen=True)
@@ -87,34 +89,27 @@ def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
 
 
 def _accuracy_clauses(diff: FeatureDiff, base: str, checkpoint: str) -> list[str]:
-    clauses: dict[str, list[str]] = {"rose": [], "fell": [], "did not clearly change": []}
+    clauses: dict[int, list[str]] = {1: [], -1: [], 0: []}
     bands = [b for b in views.BANDS if views.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
     for band in bands:
         before, after = (views.behaviour(diff, policy, band, "accuracy") for policy in (base, checkpoint))
         if before is None or after is None:
             continue
-        direction = "did not clearly change"
-        if views.clearly_apart(before, after):
-            direction = "rose" if after["mean"] > before["mean"] else "fell"
-        where = "" if band == "all" else f"{band} "
-        clauses[direction].append(f"{where}{_from_to(diff, 'accuracy', before, after)}")
-    on = "" if bands == ["all"] else "on "
-    return [f"{direction} {on}{listed(items)}" for direction, items in clauses.items() if items]
+        numbers = _from_to(diff, "accuracy", before, after)
+        clauses[views.direction(before, after)].append(numbers if band == "all" else f"on {band} {numbers}")
+    return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]
 
 
 def _change(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
-    if not views.clearly_apart(before, after):
-        return f"did not clearly change ({_from_to(diff, name, before, after)})"
-    verb = "rose" if after["mean"] > before["mean"] else "fell"
-    return f"{verb} {_from_to(diff, name, before, after)}"
+    return f"{_VERBS[views.direction(before, after)]} {_from_to(diff, name, before, after)}"
 
 
 def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
     if views.is_share(diff, name):
         ends = f"[{percent(after.low)}, {percent(after.high)}]"
-        return f"{percent(before['mean'])} → {percent(after['mean'])} % {ends}"
+        return f"({percent(before['mean'])} → {percent(after['mean'])} % {ends})"
     unit = " tokens" if name == "response_length" else ""
-    return f"{number(before['mean'])} → {number(after['mean'])}{unit} {interval(after.low, after.high)}"
+    return f"({number(before['mean'])} → {number(after['mean'])}{unit} {interval(after.low, after.high)})"
 
 
 def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
@@ -130,22 +125,18 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     moved = moved[moved.q <= diff.q]
     up, down = moved[moved.d > 0], moved[moved.d < 0]
     how = "" if part == "total" else f" {views.PART_NAMES[part]}"
-    sentences = [
-        f"{len(moved)} of {contrast.n_tested} tested features moved{how} (q ≤ {diff.q:g}): "
-        f"{len(up)} raised, {len(down)} lowered."
-    ]
+    counts = f"{len(moved)} of {contrast.n_tested} tested features moved{how} (q ≤ {diff.q:g})"
+    if not len(moved):
+        return [f"{counts.replace(f'{len(moved)} of', 'None of', 1)}."]
     clearest = []
     for word, side in (("raised", up), ("lowered", down)):
         if len(side):
             row = views.strongest(side, diff.q, 1).iloc[0]
             clearest.append(
-                f"{word} {int(row.feature)}, {views.describe(diff, int(row.feature))}, "
-                f"{number(row.reference)} → {number(row['mean'])}, "
-                f"shift {number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)}"
+                f"{word} {int(row.feature)} “{views.responds_to(diff, int(row.feature))}” "
+                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)}"
             )
-    if clearest:
-        sentences.append(f"Clearest: {'; '.join(clearest)}.")
-    return sentences
+    return [f"{counts}: {len(up)} raised, {len(down)} lowered. Clearest: {'; '.join(clearest)}."]
 
 
 def _opposed(diff: FeatureDiff) -> Finding | None:
@@ -155,15 +146,20 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
     pairs = views.opposed_pairs(diff)
     if not pairs:
         return Finding(
-            "Opposite directions", (f"No feature was raised by one run and lowered by another (q ≤ {diff.q:g}).",), "opposed"
+            "Opposite directions",
+            (f"No feature was raised by one run and lowered by another (q ≤ {diff.q:g}).",),
+            "opposed",
         )
-    up, down, features = pairs[0]
-    back = next((len(found) for a, b, found in pairs if (a, b) == (down, up)), 0)
-    clearest = int(features.index[0])
-    sentence = (
-        f"{up} raised and {down} lowered {count(len(features), 'feature')}; the reverse holds for {back}. "
-        f"Clearest: {clearest}, {views.describe(diff, clearest)}."
-    )
+    runs_of_first = {pairs[0][0], pairs[0][1]}
+    clauses = []
+    for up, down, features in pairs:
+        if {up, down} == runs_of_first:
+            clearest = int(features.index[0])
+            clauses.append(
+                f"{up} raised and {down} lowered {count(len(features), 'feature')}, most clearly "
+                f"{clearest} “{views.responds_to(diff, clearest)}”"
+            )
+    sentence = f"{'; '.join(clauses)}."
     return Finding("Opposite directions", (sentence,), "opposed", note=f"q ≤ {diff.q:g} in both")
 
 
@@ -179,16 +175,14 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
             sentences.append(f"{where}: not drawn, because {contrast.note}.")
             continue
         text = (
-            f"{where}: {contrast.n_discoveries} of {contrast.n_tested} tested features differ between successes and "
-            f"failures of the same problem (q ≤ {diff.q:g}; {count(contrast.n_problems, 'problem')} with both outcomes, "
-            f"{contrast.n_left_out} left out)."
+            f"{where}: {contrast.n_discoveries} of {contrast.n_tested} tested features differ between "
+            f"successes and failures of the same problem (q ≤ {diff.q:g}; {count(contrast.n_problems, 'problem')} with "
+            f"both outcomes, {contrast.n_left_out} left out)."
         )
-        top = views.strongest(
-            views.rows(diff, kind="outcome", checkpoint=base, band=band), diff.q, 1
-        )
-        for row in top.itertuples():
+        top = views.strongest(views.rows(diff, kind="outcome", checkpoint=base, band=band), diff.q, 1)
+        for row in views.records(top):
             text += (
-                f" Clearest: {row.feature}, {views.describe(diff, int(row.feature))}, "
+                f" Clearest: {row.feature} “{views.responds_to(diff, int(row.feature))}” "
                 f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)} in successes."
             )
         sentences.append(text)
@@ -201,7 +195,9 @@ def _belief(diff: FeatureDiff) -> Finding:
     flagged = [reader["id"] for reader in readers if reader["flagged"]]
     sentences = []
     if known:
-        spread = f"{min(known):.2f}" if f"{min(known):.2f}" == f"{max(known):.2f}" else f"{min(known):.2f}–{max(known):.2f}"
+        spread = (
+            f"{min(known):.2f}" if f"{min(known):.2f}" == f"{max(known):.2f}" else f"{min(known):.2f}–{max(known):.2f}"
+        )
         sentences.append(f"The SAE explains {spread} of the variance of {count(len(readers), 'reader')}.")
     if flagged:
         sentences.append(f"Flagged for bad reconstruction: {listed(flagged)}.")
@@ -228,6 +224,3 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
 def number_of(mean: float) -> str:
     """A mean count: whole where it is whole."""
     return f"{mean:.0f}" if float(mean).is_integer() else f"{mean:.1f}"
-
-
-__all__ = ["Finding", "findings", "lead", "null_sentences", "q_value"]

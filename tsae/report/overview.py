@@ -19,8 +19,8 @@ from tsae.report import views
 from tsae.report.style import LOWERED, NEUTRAL, RAISED, finish, vertical_zero
 from tsae.report.text import figure_text, number, percent
 
-_MAX_RUNS, _MAX_ROWS = 4, 9
-_ROW = 23  # pixels
+_MAX_RUNS, _MAX_ROWS, _LEFT = 4, 9, 178
+_ROW, _TOP, _BOTTOM, _GAP = 26, 92, 44, 88  # pixels
 
 
 def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
@@ -54,7 +54,7 @@ def overview_caption(diff: FeatureDiff) -> str:
         else "the features that moved most, with their shift and interval in standard deviations over problems"
     )
     shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
-    above = "Above: ring = base, filled = run, bars = intervals (grey where base's and run's overlap). Below: "
+    above = "Above: ring = base, filled = run, bars = intervals (grey: no clear change). Below: "
     if not _behaviour_lines(diff, runs):
         above, below = "", below[0].upper() + below[1:]
     return f"{above}{below}.{shown}"
@@ -86,21 +86,24 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
     per_run, blocks = len(panels), -(-len(runs) // columns)
     # Every block of runs takes its panels plus room for the header and both axes.
     plot_height = blocks * (sum(panels) * _ROW + len(panels) * 12)
-    gap = 78
-    height = plot_height + gap * (blocks * per_run - 1) + 76 + 44
-    inner = height - 76 - 44
+    inner = plot_height + _GAP * (blocks * per_run - 1)
+    height = inner + _TOP + _BOTTOM
     figure = make_subplots(
         rows=blocks * per_run,
         cols=columns,
         row_heights=[float(n * _ROW + 12) for n in panels] * blocks,
-        vertical_spacing=gap / inner if blocks * per_run > 1 else 0,
+        vertical_spacing=_GAP / inner if blocks * per_run > 1 else 0,
         horizontal_spacing=0.035,
         shared_yaxes=columns > 1,
     )
-    limit = max([1.0, *(float(m.d.abs().max()) for m in moved.values() if len(m))]) * 1.08
+    limit = max([1.0, *(float(m.d.abs().max()) for m in moved.values() if len(m))]) * 1.3
     for position, run in enumerate(runs):
         row, column = position // columns * per_run + 1, position % columns + 1
         _header(figure, diff, run, row, column, columns)
+        if column == 1:
+            titles = (["<b>behaviour</b>"] if lines else []) + (["<b>features that respond to</b>"] if families else [])
+            for offset, title in enumerate(titles):
+                _panel_title(figure, title, row + offset)
         if lines:
             _behaviours(figure, diff, run, lines, row, column)
         if families:
@@ -108,7 +111,7 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
             draw = _strip if views.has_classes(diff) else _forest
             draw(figure, families, moved[run], cell, column)
             _feature_axes(figure, families, limit, cell, column)
-    return finish(figure, height=height, left=172, top=76, showlegend=False)
+    return finish(figure, height=height, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
 
 
 def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: int, columns: int) -> None:
@@ -127,17 +130,33 @@ def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: in
         )
     axis = figure.get_subplot(row, column)
     figure.add_annotation(
-        text="<br>".join([lines[0], " · ".join(lines[1:])]),
+        text="<br>".join(lines),
         xref="paper",
         yref="paper",
         x=axis.xaxis.domain[0],
         y=axis.yaxis.domain[1],
-        yshift=10,
+        yshift=8,
         xanchor="left",
         yanchor="bottom",
         align="left",
         showarrow=False,
         font={"size": 12.5 if columns < 4 else 11},
+    )
+
+
+def _panel_title(figure: go.Figure, title: str, row: int) -> None:
+    figure.add_annotation(
+        text=title,
+        xref="paper",
+        yref="paper",
+        x=0,
+        y=figure.get_subplot(row, 1).yaxis.domain[1],
+        xshift=-6,
+        yshift=2,
+        xanchor="right",
+        yanchor="bottom",
+        showarrow=False,
+        font={"size": 12},
     )
 
 
@@ -150,8 +169,7 @@ def _behaviours(
         before, after = (views.behaviour(diff, policy, band, name) for policy in (base, run))
         if before is None or after is None:
             continue
-        apart = views.clearly_apart(before, after)
-        colour = NEUTRAL if not apart else RAISED if after["mean"] > before["mean"] else LOWERED
+        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[views.direction(before, after)]
         figure.add_trace(
             go.Scatter(
                 x=[100 * before["mean"], 100 * after["mean"]],
@@ -165,14 +183,13 @@ def _behaviours(
         )
         for who, point, symbol, size in ((base, before, "circle-open", 9), (run, after, "circle", 10)):
             ink = NEUTRAL if who == base else colour
-            right = after["mean"] >= before["mean"]
             figure.add_trace(
                 go.Scatter(
                     x=[100 * point["mean"]],
                     y=[y],
                     mode="markers" if who == base else "markers+text",
-                    text=[f" {percent(point['mean'])} "],
-                    textposition="middle right" if right and point["mean"] < 0.85 or point["mean"] < 0.15 else "middle left",
+                    text=[f"  {percent(point['mean'])}  "],
+                    textposition="middle right" if after["mean"] >= before["mean"] else "middle left",
                     textfont={"size": 11},
                     marker={"symbol": symbol, "size": size, "color": ink, "line": {"width": 2, "color": ink}},
                     error_x={
@@ -190,8 +207,8 @@ def _behaviours(
                 ),
                 **cell,
             )
-    figure.update_xaxes(range=[-4, 104], ticksuffix=" %", tickvals=[0, 50, 100], **cell)
-    labels = [figure_text(label, 28) for label, _, _ in lines]
+    figure.update_xaxes(range=[-17, 119], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)
+    labels = [figure_text(label, 29) for label, _, _ in lines]
     figure.update_yaxes(
         range=[len(lines) - 0.4, -0.6], tickvals=list(range(len(lines))), ticktext=labels, ticks="", **cell
     )
@@ -232,7 +249,7 @@ def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: in
             f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
             f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
             f"{number(r.d, sign=True)} standard deviations"
-            for r in mine.itertuples()
+            for r in views.records(mine)
         ]
         figure.add_trace(
             go.Scatter(
@@ -279,7 +296,7 @@ def _forest(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: i
     for y, family in enumerate(families):
         for feature in family.features:
             if feature in moved.index:
-                _interval_mark(figure, moved.loc[feature], y, row, column)
+                _interval_mark(figure, views.record(moved, feature), y, row, column)
     vertical_zero(figure, row=row, col=column)
 
 
@@ -308,7 +325,7 @@ def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, col
 def _feature_axes(figure: go.Figure, families: list[_Row], limit: float, row: int, column: int) -> None:
     cell = {"row": row, "col": column}
     figure.update_xaxes(range=[-limit, limit], nticks=6, title={"text": "← lowered   raised →", "standoff": 4}, **cell)
-    labels = [figure_text(family.label, 27) for family in families]
+    labels = [figure_text(family.label, 29) for family in families]
     figure.update_yaxes(
         range=[len(families) - 0.4, -0.6], tickvals=list(range(len(families))), ticktext=labels, ticks="", **cell
     )

@@ -65,8 +65,10 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         ),
     ]
     if len(runs) > 1:
-        pair = views.opposed_pairs(diff)[:1]
-        caption = "".join(f"Features that {up} raised and {down} lowered, with their shift in every run." for up, down, _ in pair)
+        caption = "".join(
+            f"Shift in every run of the features that {one} and {other} moved apart most clearly."
+            for one, other, _ in views.opposed_pairs(diff)[:1]
+        )
         picture = figures.opposed_figure(diff, opposed_features)
         parts.append(
             (
@@ -85,9 +87,9 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
                 drawn,
                 "outcomes-figure",
                 figures.outcome_figure(diff),
-                f"Success − failure within problem, as {views.base_of(diff)} reads the responses: the clearest features of "
-                "every band. Problems whose responses all agree carry no such contrast and are left out; how many is in "
-                "the table.",
+                f"Success − failure within problem, as {views.base_of(diff)} reads the responses: the clearest "
+                "features of every band. Problems whose responses all agree carry no such contrast and are left out; "
+                "how many is in the table.",
             )
             + sections.outcome_tables(diff),
         )
@@ -97,8 +99,8 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         (
             "examples",
             "Where these features are active",
-            '<p class="quiet">Responses on which each feature is most active, at most one a problem. The darker a token, '
-            "the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
+            '<p class="quiet">Responses on which each feature is most active, at most one a problem. The deeper the '
+            "colour, the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
         )
     )
     links = "".join(f'<a href="#{id}">{heading}</a>' for id, heading, _ in parts)
@@ -121,15 +123,21 @@ def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | No
     figure = (
         '<p class="quiet">Nothing moved: there is no picture to draw.</p>'
         if picture is None
-        else f'<figure class="overview"><div class="plot" role="img" data-figure="overview" data-narrow="overview-narrow" '
-        f'style="min-height:{int(picture.layout.height)}px" aria-label="{html_text(spoken)}"></div>'
+        else '<figure class="overview"><div class="plot" role="img" data-figure="overview" '
+        f'data-narrow="overview-narrow" style="min-height:{int(picture.layout.height)}px" '
+        f'aria-label="{html_text(spoken)}"></div>'
         f"<figcaption>{html_text(overview_caption(diff))}</figcaption></figure>"
     )
     return (
         f'<header><h1>{html_text(title)}</h1><p class="lead">{html_text(lead(diff))}</p></header>'
-        f'<div class="first"><div class="findings" role="list" aria-label="Findings">{"".join(map(_finding, found))}</div>'
-        f"{figure}</div>"
+        f'<div class="first">{_findings([f for f in found if f.checkpoint], "Findings for each run")}{figure}'
+        f"{_findings([f for f in found if not f.checkpoint], 'Findings')}</div>"
     )
+
+
+def _findings(found: list[Finding], label: str) -> str:
+    items = "".join(map(_finding, found))
+    return f'<div class="findings" role="list" aria-label="{label}">{items}</div>' if found else ""
 
 
 def _finding(finding: Finding) -> str:
@@ -137,7 +145,8 @@ def _finding(finding: Finding) -> str:
     sentences = "".join(f"<p>{html_text(sentence)}</p>" for sentence in finding.sentences)
     return (
         f'<div class="finding" role="listitem"><h2><bdi>{html_text(finding.heading)}</bdi>{note}'
-        f'<a href="#{finding.evidence}" aria-label="Evidence: {html_text(finding.heading)}">evidence</a></h2>{sentences}</div>'
+        f'<a href="#{finding.evidence}" aria-label="Evidence: {html_text(finding.heading)}">evidence</a></h2>'
+        f"{sentences}</div>"
     )
 
 
@@ -164,8 +173,9 @@ def _figure(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | N
         return ""
     drawn[name] = figure
     return (
-        f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Figure"><div class="plot" role="img" data-figure="{name}" '
-        f'style="min-height:{int(figure.layout.height)}px" aria-label="{html_text(caption)}"></div></div>'
+        '<figure><div class="scroll" tabindex="0" role="region" aria-label="Figure">'
+        f'<div class="plot" role="img" data-figure="{name}" style="min-height:{int(figure.layout.height)}px" '
+        f'aria-label="{html_text(caption)}"></div></div>'
         f"<figcaption>{html_text(caption)}</figcaption></figure>"
     )
 

@@ -12,14 +12,12 @@ from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
 from tsae.report.text import count, html_text, interval, listed, number, percent, q_value
 
-_MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 4, 12
+_MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
 
 
 def table(caption: str, head: Sequence[str], body: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
     """A table of finished HTML cells; the first column heads its row, columns from `numeric_from` align right."""
-    heads = "".join(
-        f'<th scope="col"{_numeric(i, numeric_from)}>{cell}</th>' for i, cell in enumerate(head)
-    )
+    heads = "".join(f'<th scope="col"{_numeric(i, numeric_from)}>{cell}</th>' for i, cell in enumerate(head))
     lines = []
     for cells in body:
         first = f'<th scope="row">{cells[0]}</th>'
@@ -69,7 +67,10 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
             if not info.get("causally_tested")
             else "Causally tested.",
         ),
-        ("Rollouts", f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)"),
+        (
+            "Rollouts",
+            f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)",
+        ),
         ("Written with", html_text(", ".join(f"{name} {version}" for name, version in provenance.items()))),
     ]
     listing = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
@@ -138,13 +139,14 @@ def _behaviour_cell(cell: pd.Series, share: bool) -> str:
 
 
 def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
-    """Tables of the pairs of runs with most opposed features, and the features of the first table."""
+    """Tables of the pairs of runs with most opposed features; the clearest features of the first pair, to draw."""
     pairs = views.opposed_pairs(diff)
     if not pairs:
         return '<p class="quiet">No feature was raised by one run and lowered by another.</p>', []
     runs = views.final_checkpoints(diff)
     shifts = {run: views.main_shift(diff, run) for run in runs}
-    parts = []
+    parts: list[str] = []
+    drawn: list[int] = []
     for up, down, found in pairs[:_MAX_PAIRS]:
         shown = found.head(_MAX_OPPOSED)
         more = f", the {len(shown)} clearest" if len(shown) < len(found) else ""
@@ -160,9 +162,12 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         caption = f"Raised by {up}, lowered by {down}: {count(len(found), 'feature')}{more}"
         head = ["feature", "responds to", *[html_text(run) for run in runs], "confounds"]
         content = table(caption, head, body, numeric_from=2)
-        parts.append(content if not parts else _folded(html_text(caption), content))
+        first_pair = {up, down} == {pairs[0][0], pairs[0][1]}
+        parts.append(content if first_pair else _folded(html_text(caption), content))
+        if first_pair:
+            drawn += [int(str(f)) for f in found.head(_MAX_OPPOSED // 2).index]
     rest = f"<p class='quiet'>{len(pairs) - _MAX_PAIRS} more pairs are left out.</p>" if len(pairs) > _MAX_PAIRS else ""
-    return "".join(parts) + rest, [int(f) for f in pairs[0][2].head(_MAX_OPPOSED).index]
+    return "".join(parts) + rest, drawn
 
 
 def shift_counts(diff: FeatureDiff) -> str:
@@ -173,10 +178,12 @@ def shift_counts(diff: FeatureDiff) -> str:
     data = data[data.kind == "shift"]
     columns = list(dict.fromkeys(zip(data.band, data.outcome, strict=True)))
     # "all" alone reads as everything; a single key is enough elsewhere.
-    names = [band if outcome == "all" else outcome if band == "all" else f"{band}, {outcome}" for band, outcome in columns]
+    names = [
+        band if outcome == "all" else outcome if band == "all" else f"{band}, {outcome}" for band, outcome in columns
+    ]
     body = []
     for (checkpoint, part), group in data.groupby(["checkpoint", "part"], sort=False):
-        cells = {(r.band, r.outcome): r for r in group.itertuples()}
+        cells = {(r.band, r.outcome): r for r in views.records(group)}
         body.append(
             [
                 html_text(checkpoint),
@@ -186,7 +193,9 @@ def shift_counts(diff: FeatureDiff) -> str:
         )
     return _folded(
         "How many features moved in every contrast",
-        table(f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2),
+        table(
+            f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2
+        ),
     ) + _refused(data)
 
 
@@ -208,7 +217,7 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                 "–" if r.note else f"{r.n_tested:,}",
                 "refused" if r.note else f"{r.n_discoveries:,}",
             ]
-            for r in data.itertuples()
+            for r in views.records(data)
         ),
         numeric_from=2,
     )
@@ -246,7 +255,7 @@ def examples(diff: FeatureDiff, features: list[int]) -> str:
     cards = []
     runs = views.final_checkpoints(diff)
     for feature in features[:_MAX_EXAMPLES]:
-        row = diff.features.loc[feature]
+        row: pd.Series = views.record(diff.features, feature)
         tokens = " ".join(f"<code>{html_text(t)}</code>" for t in list(row.top_tokens)[:5])
         shifts = []
         for run in runs:
@@ -256,16 +265,20 @@ def examples(diff: FeatureDiff, features: list[int]) -> str:
         warned = _confound_cell(row)
         facts = "; ".join([f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"])
         cards.append(
-            f'<article class="card" id="feature-{feature}"><h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}'
-            f"</span></h3><p class='quiet'>{facts}{'; ' + warned if warned else ''}</p>"
-            f"{'<p class=quiet>Shift: ' + ' · '.join(shifts) + '</p>' if shifts else ''}{feature_examples(diff, feature)}</article>"
+            f'<article class="card" id="feature-{feature}">'
+            f"<h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}</span></h3>"
+            f'<p class="quiet">{facts}{"; " + warned if warned else ""}</p>'
+            + (f'<p class="quiet">Shift: {" · ".join(shifts)}</p>' if shifts else "")
+            + f"{feature_examples(diff, feature)}</article>"
         )
     return "".join(cards) if cards else '<p class="quiet">No feature moved.</p>'
 
 
 def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int]:
     """Features worth examples: a few that runs moved apart, then each run's and outcome's strongest in turn."""
-    queues = [opposed_features[:4]]
+    half = max(len(opposed_features) // 2, 2)
+    # The clearest of either direction.
+    queues = [[*opposed_features[:2], *opposed_features[half : half + 2]]]
     for run in views.final_checkpoints(diff):
         queues.append([int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, _MAX_EXAMPLES).index])
     for band in ["all", *views.bands_of(diff)]:
@@ -292,7 +305,7 @@ def _description(row: pd.Series) -> str:
 def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
     if feature not in shifts.index:
         return '<small class="quiet">not tested</small>'
-    row = shifts.loc[feature]
+    row = views.record(shifts, feature)
     kind = ("up" if row.difference > 0 else "down") if row.q <= q else "still"
     arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
     return (
@@ -332,7 +345,7 @@ def _refused(data: pd.DataFrame) -> str:
             html_text(r.outcome),
             html_text(r.note),
         ]
-        for r in refused.itertuples()
+        for r in views.records(refused)
     )
     head = ["checkpoint", "contrast", "band", "outcome", "why"]
     caption = f"{count(len(refused), 'contrast')} refused"

@@ -24,7 +24,9 @@ DIVERGING = [[0.0, LOWERED], [0.5, "rgba(133,139,149,0.10)"], [1.0, RAISED]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
 
 
-def finish(figure: go.Figure, *, height: int, left: int = 10, top: int = 40, bottom: int = 44, **layout: Any) -> go.Figure:
+def finish(
+    figure: go.Figure, *, height: int, left: int = 10, top: int = 40, bottom: int = 44, **layout: Any
+) -> go.Figure:
     """Set what all figures share."""
     figure.update_layout(
         template="none",

@@ -45,7 +45,7 @@ def number(value: float, *, sign: bool = False) -> str:
     if not math.isfinite(value):
         return "–"
     size = abs(value)
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.095 else 3 if size >= 0.0095 else 4
+    digits = 0 if size >= 100 else 1 if size >= 3 else 2 if size >= 0.095 else 3 if size >= 0.0095 else 4
     if size < 0.00005:
         digits = 2
     text = f"{value:{'+' if sign else ''}.{digits}f}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+import math
+from itertools import combinations
+from typing import Any
 
 import pandas as pd
 
@@ -72,13 +74,24 @@ def contrast(diff: FeatureDiff, **keys: str) -> pd.Series | None:
 
 def rows(diff: FeatureDiff, **keys: str) -> pd.DataFrame:
     """Rows of one contrast, indexed by feature, with the features' descriptions."""
-    return diff.table(**keys).set_index("feature", drop=False)
+    table: pd.DataFrame = diff.table(discoveries=False, **keys)
+    return table.set_index("feature", drop=False)
 
 
 def main_shift(diff: FeatureDiff, checkpoint: str) -> pd.DataFrame:
     """The shift of a checkpoint over all problems and outcomes, indexed by feature."""
     part = main_part(diff, checkpoint) or "total"
     return rows(diff, kind="shift", checkpoint=checkpoint, part=part, band="all", outcome="all")
+
+
+def record(table: pd.DataFrame, feature: int) -> Any:
+    """The row of one feature; Any, because pandas does not know what its cells are."""
+    return table.loc[feature]
+
+
+def records(table: pd.DataFrame) -> list[Any]:
+    """The rows as named tuples; Any for the same reason."""
+    return list(table.itertuples())
 
 
 def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
@@ -97,17 +110,18 @@ def standardised(row: pd.Series) -> tuple[float, float, float]:
 
 
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
-    """(raised by, lowered by, features) for pairs of runs that moved features in opposite directions, most first."""
-    final = final_checkpoints(diff)
+    """(raised by, lowered by, features) for pairs of runs that moved features in opposite directions.
+
+    The two runs with most such features come first, both ways round.
+    """
     found = []
-    for up, down in permutations(final, 2):
-        part, other = main_part(diff, up), main_part(diff, down)
-        if part is None or part != other:
-            continue
-        features = diff.opposed(up, down, part=part)
-        if len(features):
-            found.append((up, down, features))
-    return sorted(found, key=lambda item: -len(item[2]))
+    for one, other in combinations(final_checkpoints(diff), 2):
+        part = main_part(diff, one)
+        if part is not None and part == main_part(diff, other):
+            both = [(up, down, diff.opposed(up, down, part=part)) for up, down in ((one, other), (other, one))]
+            found.append(sorted((item for item in both if len(item[2])), key=lambda item: -len(item[2])))
+    found.sort(key=lambda both: -sum(len(features) for _, _, features in both))
+    return [item for both in found for item in both]
 
 
 def behaviour_name(behaviour: str) -> str:
@@ -132,9 +146,21 @@ def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series
     return None if found.empty else found.iloc[0]
 
 
-def clearly_apart(a: pd.Series, b: pd.Series) -> bool:
-    """Whether two intervals do not overlap: stricter than a test of the difference, and readable off the figure."""
-    return bool(a.high < b.low or b.high < a.low)
+def change_interval(before: pd.Series, after: pd.Series) -> tuple[float, float]:
+    """Interval of after − before from the two means' intervals (MOVER; Zou & Donner 2008, Statistics in Medicine 27).
+
+    Takes the means as independent. They come from the same problems, which as a rule makes the true interval shorter.
+    """
+    difference = after["mean"] - before["mean"]
+    below = math.hypot(after["mean"] - after["low"], before["high"] - before["mean"])
+    above = math.hypot(after["high"] - after["mean"], before["mean"] - before["low"])
+    return float(difference - below), float(difference + above)
+
+
+def direction(before: pd.Series, after: pd.Series) -> int:
+    """1 where a behaviour rose, −1 where it fell, 0 where the interval of its change holds 0."""
+    low, high = change_interval(before, after)
+    return 1 if low > 0 else -1 if high < 0 else 0
 
 
 def has_classes(diff: FeatureDiff) -> bool:
@@ -148,6 +174,11 @@ def describe(diff: FeatureDiff, feature: int) -> str:
     if not has_classes(diff):
         return str(row.responds_to)
     return f"{row.responds_to} ({100 * row.share:.0f} % of its activation)"
+
+
+def responds_to(diff: FeatureDiff, feature: int) -> str:
+    """The same, without the share."""
+    return str(diff.features.responds_to[feature])
 
 
 def confounds(row: pd.Series) -> list[str]:
