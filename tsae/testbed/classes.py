@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from tsae.rollouts.table import Rollouts
-from tsae.testbed.annotate import annotate, describe_response
+from tsae.testbed.annotate import TokenLabel, annotate, describe_response
 
 BEHAVIOURS = ("direct_answer", "skipped_steps")
 """Columns that `with_behaviours` adds: 1 for a response without a scratchpad step; share of required steps skipped."""
 
 
 def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
-    """An annotator: one class per response token, such as "result, scratchpad" or "answer, direct"."""
-    return [
-        f"{'slipped ' if label.correct is False else ''}{label.role.replace('_', ' ')}, {label.style}"
-        for label in annotate(prompt, response)
-    ]
+    """An annotator: one class per response token, such as "slipped result, scratchpad" or "wrong answer, direct"."""
+    return [_name(label) for label in annotate(prompt, response)]
+
+
+def _name(label: TokenLabel) -> str:
+    fault = "" if label.correct is not False else "wrong " if label.role == "answer" else "slipped "
+    return f"{fault}{label.role.replace('_', ' ')}, {label.style}"
 
 
 def with_behaviours(rollouts: Rollouts) -> Rollouts:
