@@ -108,7 +108,7 @@ def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
         if name not in band:
             raise TsaeError(
                 f"no problem is in the band {name!r}; the rollouts have {', '.join(sorted(band)) or 'no bands'}",
-                where="features",
+                where=features.origin,
                 fix="Measure bands first (`tsae rollouts bands`), or leave that band out.",
             )
     return ["all", *wanted]

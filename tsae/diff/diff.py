@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Contrast, Rows, contrast_bands, null_contrasts, outcome_contrasts, shift_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.features.annotations import Annotator, annotate_tokens, responds_to, top_tokens
 from tsae.features.table import FeatureTable
@@ -44,6 +44,7 @@ def feature_diff(
 
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or DiffConfig()
+    contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
     stream: Iterator[Contrast] = chain(

@@ -47,6 +47,8 @@ class FeatureTable:
     rollouts: Rollouts
     info: dict[str, Any] = field(default_factory=dict)
     """sae (config, site), readers (id, run, step, trained_on, reconstruction), special_ids."""
+    origin: str = "features"
+    """The folder it was read from; named in error messages."""
 
     @property
     def n_rows(self) -> int:
@@ -76,7 +78,7 @@ class FeatureTable:
         for record in self.info["readers"]:
             if record["id"] == reader:
                 return record
-        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where="features")
+        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where=self.origin)
 
     @cached_property
     def row_of_token(self) -> np.ndarray:
@@ -142,4 +144,6 @@ class FeatureTable:
             ) from error
         shape = (len(arrays["token_ids"]), info.pop("n_features"))
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
-        return cls(codes=codes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info, **arrays)
+        return cls(
+            codes=codes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info, origin=str(folder), **arrays
+        )

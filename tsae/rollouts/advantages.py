@@ -54,7 +54,7 @@ def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"]
     if rewards.null_count:
         raise TsaeError(
             f"{rewards.null_count} trajectories have no reward",
-            where="rollouts",
+            where=rollouts.origin,
             fix="Fill rewards, or drop the rows.",
         )
     frame = rollouts.frame

@@ -49,7 +49,7 @@ def pass_rates(rollouts: Rollouts, policy: str | None = None, confidence: float 
         raise TsaeError(
             f"no trajectory of known outcome was sampled by {policy or 'any policy'}; "
             f"there are the policies {', '.join(rollouts.policies)}",
-            where="rollouts",
+            where=rollouts.origin,
             fix="Name a policy that sampled rollouts, or sample some from it.",
         )
     grouped = (known.outcome == "success").groupby(known.problem_id)
@@ -91,7 +91,7 @@ def with_bands(
         raise TsaeError(
             f"{len(unmeasured)} problems have no rollouts of known outcome from {reference or 'any policy'} "
             f"(first: {unmeasured[0]})",
-            where="rollouts",
+            where=rollouts.origin,
             fix="Sample rollouts of these problems from the reference checkpoint, or leave the problems out.",
         )
     mine = rates.loc[ids.unique()]
@@ -102,7 +102,7 @@ def with_bands(
             f"no problem falls into the band {' or '.join(empty)}: pass rates of {reference or 'all policies'} run "
             f"from {low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {cutoffs.easy} and "
             f"hard <= {cutoffs.hard}",
-            where="bands",
+            where=rollouts.origin,
             fix="Add problems of that difficulty, or move the cut-offs.",
         )
     rows = rates.loc[ids]
@@ -117,4 +117,4 @@ def with_bands(
         **rollouts.info,
         "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None},
     }
-    return Rollouts(rollouts.table, info)
+    return Rollouts(rollouts.table, info, rollouts.origin)

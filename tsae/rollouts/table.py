@@ -63,6 +63,8 @@ class Rollouts:
     """
 
     def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None, where: str = "rollouts") -> None:
+        self.origin = where
+        """The file it was read from; named in error messages."""
         self.table = _checked(table, where)
         self.info: dict[str, Any] = dict(info or {})
 
@@ -154,7 +156,7 @@ class Rollouts:
         """The given rows (a boolean mask or positions), in order."""
         rows = np.asarray(rows)
         picked = np.flatnonzero(rows) if rows.dtype == bool else rows
-        return Rollouts(self.table.take(pa.array(picked)), self.info)
+        return Rollouts(self.table.take(pa.array(picked)), self.info, self.origin)
 
     def where(self, **columns: str | Sequence[str]) -> Rollouts:
         """The rows whose columns have the given value, or one of the given values."""
@@ -175,7 +177,7 @@ class Rollouts:
             table = table.set_column(table.column_names.index(name), name, array)
         else:
             table = table.append_column(name, array)
-        return Rollouts(table, self.info)
+        return Rollouts(table, self.info, self.origin)
 
     @staticmethod
     def concat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -192,7 +194,7 @@ class Rollouts:
                 fix="Put together rollouts of models that share a tokenizer.",
             )
         tables = pa.concat_tables([part.table for part in parts], promote_options="default")
-        return Rollouts(tables, parts[0].info)
+        return Rollouts(tables, parts[0].info, parts[0].origin)
 
     def with_bands(
         self,

@@ -29,4 +29,4 @@ def with_behaviours(rollouts: Rollouts) -> Rollouts:
     facts = [describe_response(p, r) for p, r in zip(frame.prompt, frame.response, strict=True)]
     rollouts = rollouts.with_column("direct_answer", np.array([float(f.style == "direct") for f in facts]))
     rollouts = rollouts.with_column("skipped_steps", np.array([f.skipped_share for f in facts]))
-    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(BEHAVIOURS)})
+    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(BEHAVIOURS)}, rollouts.origin)

@@ -1,0 +1,5 @@
+"""`python -m tsae`."""
+
+from tsae.cli import main
+
+main()
