@@ -64,7 +64,7 @@ def save_model(folder: Path, architecture: str = "llama", *, seed: int = 0, d_mo
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            scale = 0.3 if parameter.ndim > 1 else 0.1
+            scale = 0.2 if parameter.ndim > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -50,7 +50,8 @@ def capture(
 
     Raises:
         TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context,
-            non-finite activations, or a folder that holds another capture.
+            non-finite activations, or a folder that holds another capture. A capture begun by this call leaves
+            nothing behind then; one that it went on with stays as it was found.
     """
     from tqdm.auto import tqdm
 
@@ -102,6 +103,8 @@ def capture(
     if not fresh:
         manifest = _resumable(read_manifest(to), manifest, to)
         if manifest["complete"]:
+            # Activations depend on the tokens alone; outcomes, bands and other columns may have been measured since.
+            rollouts.write(to / "rollouts.parquet")
             return ActivationStore(to)
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     total = sum(int(lengths[plan[c.id]].sum()) for c in series)
@@ -120,14 +123,17 @@ def capture(
                 reader = _reader(checkpoint, sites, config)
                 for number, rows in enumerate(pieces[done:], done):
                     file = f"{checkpoint.id}/{number:05d}.h5"
-                    token_ids, offsets, found = _read_shard(reader, checkpoint, rollouts, rows, dtype, config, bar)
+                    token_ids, offsets, found = _read_shard(
+                        reader, checkpoint, rollouts, rows, d_model, dtype, config, bar
+                    )
                     write_shard(to / file, found, dtype, token_ids, offsets, rows)
                     record["shards"].append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
                     write_json(to / "manifest.json", manifest)
         write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "series": series.name})
         write_json(to / "manifest.json", {**manifest, "complete": True})
     except TsaeError:
-        if fresh and not any(record["shards"] for record in manifest["readers"]):
+        # What puts this right changes a reader or the config, so that no shard could be used again.
+        if fresh:
             shutil.rmtree(to)
         raise
     return ActivationStore(to)
@@ -183,6 +189,7 @@ def _read_shard(
     checkpoint: Checkpoint,
     rollouts: Rollouts,
     rows: np.ndarray,
+    d_model: int,
     dtype: str,
     config: CaptureConfig,
     bar: Any,
@@ -204,6 +211,12 @@ def _read_shard(
             mask[i, : lengths[t]] = 1
         values = reader.read(ids.to(config.device), mask.to(config.device))
         for site, value in values.items():
+            if value.shape[-1] != d_model:
+                raise TsaeError(
+                    f"reader {checkpoint.id} has d_model {value.shape[-1]}, expected {d_model} as the base",
+                    where=checkpoint.path,
+                    fix="Capture checkpoints of other models into stores of their own.",
+                )
             if site not in found:
                 found[site] = torch.empty((int(offsets[-1]), value.shape[-1]), dtype=stored)
             for i, t in enumerate(batch):
@@ -262,7 +275,7 @@ def _check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> 
     if context is not None and lengths[longest] > context:
         raise TsaeError(
             f"trajectory {longest} has {lengths[longest]} tokens, more than the model's context of {context}",
-            where="rollouts",
+            where=rollouts.origin,
             fix="Leave out trajectories longer than the context.",
         )
     for name in ("prompt_ids", "response_ids"):
@@ -271,7 +284,7 @@ def _check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> 
             raise TsaeError(
                 f"{name} holds token id {values.max() if values.max() >= vocabulary else values.min()}, "
                 f"outside the model's vocabulary of {vocabulary}",
-                where="rollouts",
+                where=rollouts.origin,
                 fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
             )
 

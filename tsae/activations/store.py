@@ -140,7 +140,16 @@ class ActivationStore:
 
     @cached_property
     def rollouts(self) -> Rollouts:
-        return Rollouts.read(self.path / "rollouts.parquet")
+        """The trajectories that row ids refer to.
+
+        Raises:
+            TsaeError: where the file is not that of the capture.
+        """
+        file = self.path / "rollouts.parquet"
+        rollouts = Rollouts.read(file)
+        if rollouts.fingerprint != self.manifest["rollouts"]:
+            raise TsaeError("these are not the rollouts that were captured", where=file, fix="Capture again.")
+        return rollouts
 
     def d_model(self, site: str) -> int:
         if site not in self.manifest["sites"]:

@@ -110,13 +110,19 @@ class Windows:
         return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
 
     def epoch(self, number: int, batch_tokens: int) -> Iterator[TokenBatch]:
-        """One pass over all tokens, in an order that depends on the seed and the epoch only."""
+        """One pass over all tokens, in an order that depends on the seed and the epoch only.
+
+        Batches hold about batch_tokens tokens, as many as divide the pass evenly.
+        """
         rng = np.random.default_rng([self.seed, number])
         windows = self._cut(int(rng.integers(self.window)))
         rng.shuffle(windows)
         ends = windows[:, 2].cumsum()
-        for first in range(0, int(ends[-1]), batch_tokens):
-            low, high = np.searchsorted(ends, [first, first + batch_tokens], side="right")
+        # Batches of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
+        # would treat differently.
+        n_batches = max(1, round(self.n_tokens / batch_tokens))
+        bounds = np.searchsorted(ends, np.arange(n_batches + 1) * self.n_tokens // n_batches, side="right")
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
             if low == high:
                 continue
             batch = self._batch(windows[low:high])
