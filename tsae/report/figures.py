@@ -14,10 +14,10 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import BAND_STYLE, DIVERGING, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero
+from tsae.report.style import BAND_STYLE, DIVERGING, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text, number, percent
 
-_LEFT = 190
+_LEFT = 226
 
 
 def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
@@ -109,13 +109,7 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
                 mode="markers",
                 name=figure_text(run),
                 marker={"color": colour, "symbol": symbol, "size": 10},
-                error_x={
-                    "array": [high - d for d, _, high in points],
-                    "arrayminus": [d - low for d, low, _ in points],
-                    "color": colour,
-                    "thickness": 1.4,
-                    "width": 0,
-                },
+                error_x=whiskers(points, colour),
                 text=[_hover(views.record(shifts, f), run) for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
@@ -150,7 +144,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             for f in features
         ]
         bold = [
-            ["" if f not in c.index else number(c.d[f], sign=True) if c.q[f] <= diff.q else "·" for c in cells]
+            ["" if f not in c.index else f"{c.d[f]:+.1f}".replace("-", "−") if c.q[f] <= diff.q else "·" for c in cells]
             for f in features
         ]
         limit = max([limit, *(abs(v) for line in z for v in line if v is not None)])
@@ -170,7 +164,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                 y=list(range(len(features))),
                 text=bold,
                 texttemplate="%{text}",
-                textfont={"size": 10},
+                textfont={"size": 10.5, "color": "#1d2228"},
                 customdata=text,
                 hovertemplate="%{customdata}<extra></extra>",
                 colorscale=DIVERGING,
@@ -226,7 +220,13 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                     showlegend=position == 0,
                     marker={
                         "color": ("#1b9381", "#a55cc0")[order],
-                        "pattern": {"shape": ("", "/")[order], "fgopacity": 0.5, "size": 6},
+                        "pattern": {
+                            "shape": ("", "/")[order],
+                            "fillmode": "overlay",
+                            "fgcolor": "#fff",
+                            "fgopacity": 0.4,
+                            "size": 7,
+                        },
                     },
                     width=0.62,
                     text=[_hover(views.record(found, f), f"{run}, {views.PART_NAMES[part]}") for f in shown],
@@ -245,13 +245,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                 legendgroup="total",
                 showlegend=position == 0,
                 marker={"symbol": "diamond", "size": 8, "color": NEUTRAL, "line": {"width": 1.5, "color": "#fff"}},
-                error_x={
-                    "array": [high - d for d, _, high in points],
-                    "arrayminus": [d - low for d, low, _ in points],
-                    "color": NEUTRAL,
-                    "thickness": 1.4,
-                    "width": 0,
-                },
+                error_x=whiskers(points, NEUTRAL),
                 text=[_hover(views.record(total, f), f"{run}, total") for f in features],
                 hovertemplate="%{text}<extra></extra>",
             ),
@@ -287,19 +281,15 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
                 mode="markers",
                 name=f"{band} problems",
                 marker={"color": colour, "symbol": symbol, "size": 8},
-                error_x={
-                    "array": [high - d for d, _, high in points],
-                    "arrayminus": [d - low for d, low, _ in points],
-                    "color": colour,
-                    "thickness": 1.4,
-                    "width": 0,
-                },
+                error_x=whiskers(points, colour),
                 text=[_hover(views.record(tables[band], f), f"{band} problems") for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
         )
     vertical_zero(figure)
-    figure.update_xaxes(title={"text": "← in failures    in successes → (standard deviations over problems)"})
+    figure.update_xaxes(
+        title={"text": "← in failures    in successes → (standard deviations over problems)", "standoff": 6}
+    )
     _feature_rows(figure, diff, features)
     legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
     return finish(
@@ -319,7 +309,7 @@ def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
 
 
 def _feature_rows(figure: go.Figure, diff: FeatureDiff, features: list[int], **cell: int) -> None:
-    labels = [f"<b>{f}</b> {figure_text(diff.features.responds_to[f], 24)}" for f in features]
+    labels = [f"<b>{f}</b> {figure_text(diff.features.responds_to[f], 28)}" for f in features]
     figure.update_yaxes(
         range=[len(features) - 0.4, -0.6], tickvals=list(range(len(features))), ticktext=labels, ticks="", **cell
     )

@@ -16,11 +16,13 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import LOWERED, NEUTRAL, RAISED, finish, vertical_zero
+from tsae.report.style import LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text, number, percent
 
 _MAX_RUNS, _MAX_ROWS, _LEFT = 4, 9, 178
-_ROW, _TOP, _BOTTOM, _GAP = 26, 92, 44, 88  # pixels
+_ROW, _TOP, _BOTTOM = 27, 84, 44  # pixels
+# Between panels: axis labels and a heading; between stacked runs also an axis title and the next run's header.
+_GAP, _STACKED_GAP = 64, 132
 
 
 def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
@@ -86,13 +88,14 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
     per_run, blocks = len(panels), -(-len(runs) // columns)
     # Every block of runs takes its panels plus room for the header and both axes.
     plot_height = blocks * (sum(panels) * _ROW + len(panels) * 12)
-    inner = plot_height + _GAP * (blocks * per_run - 1)
+    gap = _GAP if blocks == 1 else _STACKED_GAP
+    inner = plot_height + gap * (blocks * per_run - 1)
     height = inner + _TOP + _BOTTOM
     figure = make_subplots(
         rows=blocks * per_run,
         cols=columns,
         row_heights=[float(n * _ROW + 12) for n in panels] * blocks,
-        vertical_spacing=_GAP / inner if blocks * per_run > 1 else 0,
+        vertical_spacing=gap / inner if blocks * per_run > 1 else 0,
         horizontal_spacing=0.035,
         shared_yaxes=columns > 1,
     )
@@ -108,15 +111,19 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
             _behaviours(figure, diff, run, lines, row, column)
         if families:
             cell = row + (1 if lines else 0)
-            draw = _strip if views.has_classes(diff) else _forest
-            draw(figure, families, moved[run], cell, column)
+            if views.has_classes(diff):
+                _strip(figure, families, moved[run], limit, cell, column)
+            else:
+                _forest(figure, families, moved[run], cell, column)
             _feature_axes(figure, families, limit, cell, column)
     return finish(figure, height=height, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
 
 
 def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: int, columns: int) -> None:
     band = views.trained_on(diff, run)
-    lines = [f"<b>{figure_text(run, 28)}</b>" + (f" · trained on {figure_text(band, 16)}" if band else "")]
+    # Beside each other the columns are wide enough for name and band on one line; stacked, on a narrow screen, not.
+    between = "<br>" if columns == 1 else " · "
+    lines = [f"<b>{figure_text(run, 28)}</b>" + (f"{between}trained on {figure_text(band, 16)}" if band else "")]
     before, after = (views.behaviour(diff, p, "all", "response_length") for p in (views.base_of(diff), run))
     if before is not None and after is not None:
         lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
@@ -165,12 +172,13 @@ def _behaviours(
 ) -> None:
     base = views.base_of(diff)
     cell = {"row": row, "col": column}
+    lines_and_marks = []
     for y, (label, name, band) in enumerate(lines):
         before, after = (views.behaviour(diff, policy, band, name) for policy in (base, run))
         if before is None or after is None:
             continue
         colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[views.direction(before, after)]
-        figure.add_trace(
+        lines_and_marks.append(
             go.Scatter(
                 x=[100 * before["mean"], 100 * after["mean"]],
                 y=[y, y],
@@ -178,12 +186,11 @@ def _behaviours(
                 line={"color": colour, "width": 2.5},
                 opacity=0.55,
                 hoverinfo="skip",
-            ),
-            **cell,
+            )
         )
         for who, point, symbol, size in ((base, before, "circle-open", 9), (run, after, "circle", 10)):
             ink = NEUTRAL if who == base else colour
-            figure.add_trace(
+            lines_and_marks.append(
                 go.Scatter(
                     x=[100 * point["mean"]],
                     y=[y],
@@ -192,21 +199,16 @@ def _behaviours(
                     textposition="middle right" if after["mean"] >= before["mean"] else "middle left",
                     textfont={"size": 11},
                     marker={"symbol": symbol, "size": size, "color": ink, "line": {"width": 2, "color": ink}},
-                    error_x={
-                        "array": [100 * (point["high"] - point["mean"])],
-                        "arrayminus": [100 * (point["mean"] - point["low"])],
-                        "color": ink,
-                        "thickness": 1.2,
-                        "width": 0,
-                    },
+                    error_x=whiskers([tuple(100 * point[side] for side in ("mean", "low", "high"))], ink),
                     hovertemplate=(
                         f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
                         f"[{percent(point['low'])}, {percent(point['high'])}]<br>"
                         f"{int(point['n_problems'])} problems<extra></extra>"
                     ),
-                ),
-                **cell,
+                )
             )
+    n = len(lines_and_marks)
+    figure.add_traces(lines_and_marks, rows=[row] * n, cols=[column] * n)
     figure.update_xaxes(range=[-17, 119], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)
     labels = [figure_text(label, 29) for label, _, _ in lines]
     figure.update_yaxes(
@@ -238,50 +240,41 @@ def _single(diff: FeatureDiff, moved: dict[str, pd.DataFrame]) -> list[_Row]:
     return [_Row(f"{f}: {diff.features.responds_to[f]}", [f]) for f in chosen]
 
 
-def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: int, column: int) -> None:
+def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, limit: float, row: int, column: int) -> None:
+    """A dot a feature; their number, lowered and raised, at the ends of its row."""
+    parts: list[pd.DataFrame] = []
+    counts: list[tuple[float, int, int]] = []
     for y, family in enumerate(families):
         mine = moved[moved.responds_to == family.label].sort_values("d", kind="stable")
-        if mine.empty:
-            continue
         # Neighbours step through five heights, so that dots at the same place stay countable.
         offset = np.array([0.0, 0.22, -0.22, 0.11, -0.11])[np.arange(len(mine)) % 5]
-        text = [
-            f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
-            f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
-            f"{number(r.d, sign=True)} standard deviations"
-            for r in views.records(mine)
-        ]
-        figure.add_trace(
-            go.Scatter(
-                x=mine.d.tolist(),
-                y=(y + offset).tolist(),
-                mode="markers",
-                marker={
-                    "size": 7,
-                    "color": [RAISED if d > 0 else LOWERED for d in mine.d],
-                    "opacity": 0.62,
-                    "line": {"width": 0},
-                },
-                text=text,
-                hovertemplate="%{text}<extra></extra>",
-            ),
-            row=row,
-            col=column,
-        )
-        up, down = int((mine.d > 0).sum()), int((mine.d < 0).sum())
-        for n, x, anchor, colour in ((down, 0.0, "left", LOWERED), (up, 1.0, "right", RAISED)):
-            if n:
-                figure.add_annotation(
-                    text=f"<b>{n}</b>",
-                    x=x,
-                    xref="x domain",
-                    y=y,
-                    xanchor=anchor,
-                    showarrow=False,
-                    font={"size": 11, "color": colour},
-                    row=row,
-                    col=column,
-                )
+        parts.append(mine.assign(height=y + offset))
+        counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.d) == sign).sum()))]
+    dots = pd.concat(parts)
+    text = [
+        f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
+        f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
+        f"{number(r.d, sign=True)} standard deviations"
+        for r in views.records(dots)
+    ]
+    colours = [RAISED if d > 0 else LOWERED for d in dots.d]
+    points = go.Scatter(
+        x=dots.d.tolist(),
+        y=dots.height.tolist(),
+        mode="markers",
+        marker={"size": 7, "color": colours, "opacity": 0.62, "line": {"width": 0}},
+        text=text,
+        hovertemplate="%{text}<extra></extra>",
+    )
+    numbers = go.Scatter(
+        x=[0.91 * limit * sign for _, sign, _ in counts],
+        y=[y for y, _, _ in counts],
+        mode="text",
+        text=[f"<b>{n}</b>" for _, _, n in counts],
+        textfont={"size": 11, "color": [RAISED if sign > 0 else LOWERED for _, sign, _ in counts]},
+        hoverinfo="skip",
+    )
+    figure.add_traces([points, numbers], rows=[row] * 2, cols=[column] * 2)
     vertical_zero(figure, row=row, col=column)
 
 
@@ -309,7 +302,7 @@ def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, col
             y=[y],
             mode="markers",
             marker={"size": 9, "color": colour},
-            error_x={"array": [high - d], "arrayminus": [d - low], "color": colour, "thickness": 1.4, "width": 0},
+            error_x=whiskers([(d, low, high)], colour),
             hovertemplate=(
                 f"feature {int(record.feature)}<br>{figure_text(record.responds_to)}<br>"
                 f"{number(record.reference)} → {number(record['mean'])}, difference "

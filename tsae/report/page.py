@@ -54,7 +54,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         ("gates", "Before you believe it", sections.gates(diff, _written_with())),
         (
             "behaviours",
-            "Behaviour on each band",
+            "Behaviour by band",
             _figure(
                 drawn,
                 "behaviours-figure",
@@ -73,16 +73,16 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         parts.append(
             (
                 "opposed",
-                "Features that runs moved in opposite directions",
+                "Moved in opposite directions",
                 _figure(drawn, "opposed-figure", picture, caption) + opposed_tables,
             )
         )
     if runs:
-        parts.append(("shifts", "Shifts by band and outcome, and where they come from", _shifts(diff, drawn)))
+        parts.append(("shifts", "Shifts by band, outcome and part", _shifts(diff, drawn)))
     parts.append(
         (
             "outcomes",
-            "Success against failure of the same problem",
+            "Success against failure",
             _figure(
                 drawn,
                 "outcomes-figure",
@@ -98,7 +98,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
     parts.append(
         (
             "examples",
-            "Where these features are active",
+            "Examples",
             '<p class="quiet">Responses on which each feature is most active, at most one a problem. The deeper the '
             "colour, the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
         )

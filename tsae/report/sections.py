@@ -10,7 +10,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
-from tsae.report.text import count, html_text, interval, listed, number, percent, q_value
+from tsae.report.text import count, html_text, interval, number, percent, q_value
 
 _MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
 
@@ -145,6 +145,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         return '<p class="quiet">No feature was raised by one run and lowered by another.</p>', []
     runs = views.final_checkpoints(diff)
     shifts = {run: views.main_shift(diff, run) for run in runs}
+    shares = views.has_classes(diff)
     parts: list[str] = []
     drawn: list[int] = []
     for up, down, found in pairs[:_MAX_PAIRS]:
@@ -166,8 +167,15 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         parts.append(content if first_pair else _folded(html_text(caption), content))
         if first_pair:
             drawn += [int(str(f)) for f in found.head(_MAX_OPPOSED // 2).index]
+    legend = (
+        '<p class="quiet">Shifts of mean activation with interval and q (▲ raised, ▼ lowered, · no discovery)'
+        + ("; the percentage is the share of a feature's activation that falls on the named tokens" if shares else "")
+        + ". “One token”: at least half of the activation is on a single token, so it may be lexical. “Tracks length”: "
+        "across the base's responses it correlates with their length (|ρ| ≥ 0.7), so a change of length alone would "
+        "move it.</p>"
+    )
     rest = f"<p class='quiet'>{len(pairs) - _MAX_PAIRS} more pairs are left out.</p>" if len(pairs) > _MAX_PAIRS else ""
-    return "".join(parts) + rest, drawn
+    return legend + "".join(parts) + rest, drawn
 
 
 def shift_counts(diff: FeatureDiff) -> str:
@@ -298,8 +306,8 @@ def feature_link(feature: int) -> str:
 
 
 def _description(row: pd.Series) -> str:
-    share = f" <small>{100 * row.share:.0f} % of it</small>" if "share" in row else ""
-    return f"<bdi>{html_text(row.responds_to)}</bdi>{share} <small>{html_text(row.group)}-level</small>"
+    share = f"{100 * row.share:.0f} %, " if "share" in row else ""
+    return f"<bdi>{html_text(row.responds_to)}</bdi> <small>{share}{html_text(row.group)}-level</small>"
 
 
 def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
@@ -322,7 +330,7 @@ def _confound_cell(row: pd.Series) -> str:
         "one token": f"{row.top_token_share:.0%} on its top token",
         "tracks length": f"ρ {number(row.length_correlation, sign=True)} with response length",
     }
-    return listed([f'<span class="warn" title="{html_text(numbers[w])}">{w}</span>' for w in words])
+    return ", ".join(f'<span class="warn" title="{html_text(numbers[w])}">{w}</span>' for w in words)
 
 
 def _count_cell(cell: object) -> str:

@@ -7,6 +7,7 @@ colours are left out here: the page's script sets them for light or dark.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -20,7 +21,8 @@ BAND_STYLE = {
     "hard": ("#b8860b", "square"),
     "all": ("#858b95", "circle"),
 }
-DIVERGING = [[0.0, LOWERED], [0.5, "rgba(133,139,149,0.10)"], [1.0, RAISED]]
+# Light tiles on either page, so that dark numbers on them are always readable.
+DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
 
 
@@ -46,3 +48,14 @@ def finish(
 def vertical_zero(figure: go.Figure, **cell: Any) -> None:
     """A line at x = 0, behind the marks."""
     figure.add_vline(x=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)
+
+
+def whiskers(points: Sequence[tuple[float, ...]], colour: str) -> dict[str, Any]:
+    """Horizontal error bars of points (value, low, high)."""
+    return {
+        "array": [high - value for value, _, high in points],
+        "arrayminus": [value - low for value, low, _ in points],
+        "color": colour,
+        "thickness": 1.4,
+        "width": 0,
+    }

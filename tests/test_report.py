@@ -1,0 +1,437 @@
+"""The report, on diffs made by hand: the numbers in its sentences, hostile text, and a page that loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from tsae.diff.result import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.report import figures, views, write_report
+from tsae.report.findings import findings, lead
+from tsae.report.overview import overview, overview_caption
+from tsae.report.page import render
+from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
+from tsae.rollouts.table import Rollouts
+
+MARKUP = '<script>alert(1)</script>"><img src=x onerror=alert(1)></script><!--&lt;b&gt;'
+INVISIBLE = "a\u202eb\u2066c\x00\x1b\ud800"
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    """The report of the diff that `make` makes."""
+    return Page(render(make()))
+
+
+def reader(id: str, run: str | None, fve: float | None = 0.9) -> dict[str, Any]:
+    return {
+        "id": id, "run": run, "step": 0 if run is None else 10, "trained_on": run, "n_tokens": 1000, "fve": fve,
+        "l0": 8.0, "flagged": fve is None or fve < 0.5,
+    }  # fmt: skip
+
+
+def contrast(kind: str, checkpoint: str, part: str, band: str, outcome: str = "all", **more: Any) -> dict[str, Any]:
+    counts = {"n_problems": 30, "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "note": ""}
+    keys = {"kind": kind, "checkpoint": checkpoint, "run": checkpoint, "step": 10, "part": part, "band": band}
+    return {**keys, "outcome": outcome, **counts, **more}
+
+
+def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, Any]]:
+    """One row a feature; the difference has the standard deviation 0.5, and 0 is no discovery."""
+    names = ("kind", "checkpoint", "run", "step", "part", "band", "outcome")
+    return [
+        {
+            **{name: keys[name] for name in names}, "feature": feature, "mean": 1 + x, "reference": 1.0,
+            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "p": 0.001 if x else 0.9,
+            "q": 0.004 if x else 0.95,
+        }
+        for feature, x in enumerate(differences)
+    ]  # fmt: skip
+
+
+def behaviour(policy: str, band: str, name: str, mean: float, half: float) -> dict[str, Any]:
+    row = {"policy": policy, "band": band, "behaviour": name, "mean": mean, "low": mean - half, "high": mean + half}
+    return {**row, "n_problems": 30, "n_trajectories": 240}
+
+
+def describe(classes: list[str], *, annotated: bool = True) -> pd.DataFrame:
+    n = len(classes)
+    table = pd.DataFrame(
+        {
+            "group": ["high", "low"] * (n // 2),
+            "firing_rate": 0.1,
+            "length_correlation": [0.9, -0.2] * (n // 2),
+            "responds_to": classes,
+            "top_tokens": [["a", "b"]] * n,
+            "top_token_share": [0.8] + [0.2] * (n - 1),
+        },
+        index=pd.RangeIndex(n, name="feature"),
+    )
+    return table.assign(lift=2.0, share=0.25) if annotated else table
+
+
+CLASSES = ["operand", "operand", "answer", "answer", "separator", "prompt"]
+SHIFTS = {"up-run": [0.9, 0.5, -0.7, 0.0, 0.2, 0.0], "down-run": [-0.6, 0.0, 0.8, 0.3, -0.2, 0.0]}
+
+
+def make(bands: tuple[str, ...] = ("easy", "hard"), *, runs: bool = True, **changes: Any) -> FeatureDiff:
+    contrasts, rows, lived = [], [], []
+    splits = ["all", *bands]
+    for run, differences in SHIFTS.items() if runs else ():
+        for part, factor in (("total", 1.0), ("policy", 0.75), ("representation", 0.25), ("same_trajectories", 0.2)):
+            for band in splits:
+                for outcome in ("all", "success", "failure"):
+                    keys = contrast("shift", run, part, band, outcome)
+                    if (band, outcome) == ("easy", "failure"):
+                        keys |= {"n_tested": 0, "n_discoveries": 0, "note": "3 problems <on> both sides; 5 are needed"}
+                    else:
+                        rows += effects(keys, [factor * x for x in differences])
+                    contrasts.append(keys)
+    ids = ["base", *(SHIFTS if runs else ())]
+    for checkpoint in ids:
+        for band in splits:
+            keys = contrast("outcome", checkpoint, "success_minus_failure", band)
+            rows += effects(keys, [0.3, 0.0, -0.4, 0.0, 0.0, 0.0])
+            contrasts.append(keys)
+    accuracy = {"base": 0.5, "up-run": 0.8, "down-run": 0.45}
+    length = {"base": 20.0, "up-run": 38.0, "down-run": 4.0}
+    for checkpoint in ids:
+        for band in splits:
+            lived.append(behaviour(checkpoint, band, "accuracy", accuracy[checkpoint], 0.06))
+            lived.append(behaviour(checkpoint, band, "response_length", length[checkpoint], 2.0))
+    info = {
+        "config": {
+            "span": "response", "n_bootstrap": 1000, "n_permutations": 10_000, "confidence": 0.95, "q": 0.05,
+            "min_problems": 5, "min_fve": 0.5,
+        },
+        "sae": {"d_sae": 6, "d_high": 2, "k": 2, "site": "blocks.1.hook_resid_post", "aux_weight": 0.03125},
+        "readers": [reader("base", None), *(reader(id, id) for id in ids[1:])],
+        "null": {"repeats": 5, "shift_discoveries": 0.4, "shift_tested": 6},
+        "bands": {"easy": 0.75, "hard": 0.25, "reference": "base", "separate": True} if bands else None,
+        "rollouts": "0123456789abcdef",
+        "causally_tested": False,
+    }  # fmt: skip
+    made = FeatureDiff(
+        shifts=pd.DataFrame(rows),
+        contrasts=pd.DataFrame(contrasts),
+        features=describe(CLASSES),
+        behaviours=pd.DataFrame(lived),
+        info=info,
+    )
+    return replace(made, **changes)
+
+
+def source(texts: list[str]) -> tuple[FeatureTable, dict[str, str]]:
+    """A table of two trajectories that hold the given tokens, with every feature active on the response's."""
+    n = len(texts)
+    prompt, response = [0], list(range(n))
+    records = [
+        {
+            "problem_id": f"p{i}", "policy": policy, "prompt_ids": prompt, "response_ids": response,
+            "outcome": outcome, "prompt": texts[0].replace("\ud800", ""), "response": "",
+        }
+        for i, (policy, outcome) in enumerate([("base", "success"), ("up-run", "failure")])
+    ]  # fmt: skip
+    rollouts = Rollouts.from_records(records)
+    codes = sp.csr_array(np.tile(np.linspace(0, 3, n + 1)[:, None], (2, 6)).astype(np.float32))
+    table = FeatureTable(
+        codes=codes,
+        token_ids=np.array([*prompt, *response] * 2, dtype=np.int32),
+        row_offsets=np.array([0, n + 1, 2 * n + 2]),
+        reader=np.array([0, 0]),
+        trajectory=np.array([0, 1]),
+        rollouts=rollouts,
+        info={"sae": {"d_high": 2}, "readers": [reader("base", None)], "special_ids": []},
+    )
+    return table, {str(i): text for i, text in enumerate(texts)}
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self._in: str | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = None
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self._in == "script" else self.texts).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        return json.loads(next(s for s in self.scripts if s.startswith("{")))
+
+
+def sentences(diff: FeatureDiff, heading: str) -> str:
+    return " ".join(next(f for f in findings(diff) if f.heading == heading).sentences)
+
+
+def test_a_run_is_told_with_its_numbers() -> None:
+    told = sentences(make(), "up-run")
+    assert "Accuracy rose on easy (50 → 80 % [74, 86]) and on hard (50 → 80 % [74, 86])." in told
+    assert "Response length rose (20.0 → 38.0 tokens [36.0, 40.0])." in told
+    assert "4 of 6 tested features moved (q ≤ 0.05): 3 raised, 1 lowered." in told
+    assert "raised 0 “operand” +0.90 [+0.80, +1.00]; lowered 2 “answer” −0.70 [−0.80, −0.60]." in told
+
+
+def test_a_change_within_its_interval_is_not_called_one() -> None:
+    # 0.50 ± 0.06 → 0.45 ± 0.06: the change is −0.05 ± 0.085.
+    assert "Accuracy did not clearly change on easy (50 → 45 % [39, 51])" in sentences(make(), "down-run")
+    before, after = (pd.Series(behaviour("a", "all", "x", mean, 0.06)) for mean in (0.5, 0.4))
+    low, high = views.change_interval(before, after)
+    assert low == pytest.approx(-0.1 - np.hypot(0.06, 0.06))
+    assert high == pytest.approx(-0.1 + np.hypot(0.06, 0.06))
+    # The intervals overlap, but that of the difference leaves out 0.
+    assert after.high > before.low
+    assert views.direction(before, after) == -1
+
+
+def test_runs_in_opposition_and_the_gates() -> None:
+    opposed = sentences(make(), "Opposite directions")
+    assert "up-run raised and down-run lowered 2 features, most clearly 0 “operand”" in opposed
+    assert "down-run raised and up-run lowered 1 feature, most clearly 2 “answer”" in opposed
+    belief = sentences(make(), "How far to believe it")
+    assert "explains 0.90 of the variance of 3 readers" in belief
+    assert "base against itself 0.4 of 6" in belief
+    assert "not causally tested" in belief
+
+
+def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
+    made = make()
+    made.info["readers"][2] = reader("down-run", "down-run", fve=0.31)
+    assert "down-run" in sentences(made, "How far to believe it")
+    assert "not to be trusted" in sentences(made, "down-run")
+    assert "flagged (below 0.5)" in Page(render(made)).text
+
+
+def test_no_bands() -> None:
+    made = make(bands=())
+    assert "Accuracy rose (50 → 80 % [74, 86])." in sentences(made, "up-run")
+    page = Page(render(made))
+    assert "The problems have no bands." in page.text
+    assert {"overview", "bands-figure", "decomposition-figure", "outcomes-figure"} <= set(page.drawn)
+
+
+def test_no_runs() -> None:
+    made = make(runs=False)
+    assert [f.heading for f in findings(made)] == ["Success against failure", "How far to believe it"]
+    told = sentences(made, "Success against failure")
+    assert "Hard problems: 4 of 6 tested features differ" in told
+    assert "30 problems with both outcomes, 4 left out" in told
+    assert "Clearest: 2 “answer” −0.40 [−0.50, −0.30] in successes." in told
+    assert lead(made).startswith("Successes against failures of the same problem, as base reads them")
+    page = Page(render(made))
+    assert "overview" in page.drawn
+    assert "bands-figure" not in page.drawn
+    assert "successes than in failures" in overview_caption(made)
+
+
+def test_a_run_that_only_read_others_trajectories() -> None:
+    made = make()
+    of_readers = made.shifts.part.isin(["same_trajectories", "success_minus_failure"])
+    drawn = made.contrasts.part.isin(["same_trajectories", "success_minus_failure"])
+    nobody = made.behaviours.assign(policy="someone else")
+    made = replace(made, shifts=made.shifts[of_readers], contrasts=made.contrasts[drawn], behaviours=nobody)
+    assert "tested features moved on the same trajectories" in sentences(made, "up-run")
+    assert "Accuracy" not in sentences(made, "up-run")
+    assert "decomposition-figure" not in Page(render(made)).drawn
+
+
+def test_nothing_was_tested() -> None:
+    made = make()
+    refused = made.contrasts.assign(n_tested=0, n_discoveries=0, note="2 problems; 5 are needed")
+    made = replace(made, shifts=made.shifts.iloc[:0], contrasts=refused, behaviours=made.behaviours.iloc[:0])
+    assert "not drawn: 2 problems; 5 are needed" in sentences(made, "up-run")
+    page = Page(render(made))
+    assert "2 problems; 5 are needed" in page.text
+    assert "No behaviours were measured." in page.text
+
+
+def test_without_an_annotator_the_picture_shows_features() -> None:
+    tokens = [f"' {word}' ' of'" for word in "abcdef"]
+    made = make(features=describe(tokens, annotated=False))
+    labels = overview(make()).layout.yaxis4.ticktext  # type: ignore[union-attr]
+    assert "operand" in labels
+    labels = overview(made).layout.yaxis4.ticktext  # type: ignore[union-attr]
+    assert any(label.startswith("0: ' a'") for label in labels)
+    assert Page(render(made)).drawn
+
+
+def test_the_picture_says_what_the_tables_say() -> None:
+    figure = overview(make())
+    assert figure is not None
+    by_mode = [trace for trace in figure.data if trace.mode == "markers" and len(trace.x) == 4]
+    assert sorted(by_mode[0].x) == pytest.approx([-1.4, 0.4, 1.0, 1.8])
+    assert any("80" in str(trace.text) for trace in figure.data if trace.mode == "markers+text")
+    assert overview(make(), columns=1).layout.height > 2 * figure.layout.height  # type: ignore[union-attr]
+
+
+def test_parts_add_up_in_the_decomposition() -> None:
+    figure = figures.decomposition_figure(make())
+    assert figure is not None
+    policy, representation, total = figure.data[:3]
+    parts = dict(zip(policy.y, policy.x, strict=True))
+    for y, x in zip(representation.y, representation.x, strict=True):
+        parts[y] += x
+    assert [parts[y] for y in total.y] == pytest.approx(list(total.x))
+
+
+def test_refused_contrasts_come_with_their_reason(page: Page) -> None:
+    assert "contrasts refused, with the reason" in page.text
+    assert "3 problems <on> both sides; 5 are needed" in page.text
+    assert "on" not in [tag for tag, _ in page.tags]
+
+
+def test_confounds_are_words(page: Page) -> None:
+    assert "one token" in page.texts
+    assert "tracks length" in page.texts
+
+
+def test_examples_need_the_feature_table(page: Page) -> None:
+    assert "No examples" in page.text
+    table, strings = source(["x", "y", "z"])
+    made = make(source=table)
+    made.info["token_strings"] = strings
+    page = Page(render(made))
+    assert "No examples" not in page.text
+    assert "✓ success" in page.text
+    assert "✗ failure" in page.text
+    assert sum(tag == "mark" for tag, _ in page.tags) >= 3
+    assert "#1" in Page(render(make(source=table))).text  # ids where no strings were kept
+
+
+@pytest.mark.parametrize("attack", [MARKUP, INVISIBLE])
+def test_hostile_text_is_shown_and_does_nothing(attack: str, tmp_path: Path, page: Page) -> None:
+    table, strings = source([attack, "b", attack])
+    # Tables cannot hold lone surrogates; titles and token strings can.
+    named = attack.replace("\ud800", "")
+    classes = [named, named, "answer", "answer", named, "prompt"]
+    clean, plain = make(), page
+    renamed = {"up-run": f"up-run{named}"}
+    made = make(
+        source=table,
+        features=describe(classes).assign(top_tokens=[[attack, "b"]] * 6),
+        shifts=clean.shifts.replace({"checkpoint": renamed}),
+        contrasts=clean.contrasts.replace({"checkpoint": renamed}),
+        behaviours=clean.behaviours.replace({"policy": renamed}),
+    )
+    made.info["token_strings"] = strings
+    made.info["readers"][1] |= {"id": renamed["up-run"], "run": named, "trained_on": named}
+    written = write_report(made, tmp_path / "report.html", title=attack).read_bytes().decode("utf-8")
+    page = Page(written)
+    count = [sum(tag == name for tag, _ in page.tags) for name in ("script", "img", "b", "iframe", "svg")]
+    assert count == [3, 0, 0, 0, 0]
+    assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+    # Our two scripts are the same bytes as ever, and figures are still whole JSON.
+    assert [s for s in page.scripts if not s.startswith("{")] == [s for s in plain.scripts if not s.startswith("{")]
+    assert set(plain.drawn) <= set(page.drawn)
+    assert visible(attack) in page.text
+    # Plotly reads markup in labels: they reach it escaped.
+    assert "<script" not in json.dumps(page.drawn)
+    assert "<img" not in json.dumps(page.drawn)
+    assert not re.search("[\ud800-\udfff\u202a-\u202e\u2066-\u2069\x00\x1b]", written.split("<script>")[0])
+
+
+def test_the_page_loads_nothing(page: Page) -> None:
+    for tag, attrs in page.tags:
+        for name in ("src", "href", "srcset", "action", "data", "poster"):
+            target = attrs.get(name)
+            assert target is None or target.startswith("#"), (tag, target)
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert policy.count("'sha256-") == 2
+    assert "http" not in policy
+
+
+def test_every_link_and_figure_has_its_target(page: Page) -> None:
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for _, attrs in page.tags:
+        if (attrs.get("href") or "").startswith("#"):
+            assert str(attrs["href"])[1:] in ids
+        for name in ("data-figure", "data-narrow"):
+            if name in attrs:
+                assert attrs[name] in page.drawn
+                assert attrs["aria-label"]
+
+
+def test_the_same_diff_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, two = (write_report(make(), tmp_path / name / "r.html") for name in "ab")
+    assert one.read_bytes() == two.read_bytes()
+    assert one.stat().st_size < 15e6
+    assert [path.name for path in one.parent.iterdir()] == ["r.html"]
+
+
+def test_a_folder_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="is a folder"):
+        write_report(make(), tmp_path)
+
+
+def test_many_runs_are_cut_to_a_readable_picture() -> None:
+    made = make()
+    names = [f"run-{i}" for i in range(6)]
+    shifts, contrasts, lived = [], [], []
+    for name in names:
+        copy = {"checkpoint": {"up-run": name}, "policy": {"up-run": name}}
+        shifts.append(made.shifts[made.shifts.checkpoint == "up-run"].replace(copy))
+        contrasts.append(made.contrasts[made.contrasts.checkpoint == "up-run"].replace(copy))
+        lived.append(made.behaviours[made.behaviours.policy == "up-run"].replace(copy))
+    made = replace(
+        made, shifts=pd.concat(shifts), contrasts=pd.concat(contrasts), behaviours=pd.concat([made.behaviours, *lived])
+    )
+    made.info["readers"][1:] = [reader(name, name) for name in names]
+    assert len(findings(made)) == 5
+    assert "The first 4 of 6 runs are shown." in overview_caption(made)
+    assert "6 runs compared with base" in lead(made)
+
+
+def test_the_last_step_of_every_run_is_told() -> None:
+    made = make()
+    made.info["readers"].insert(1, reader("up-early", "up-run") | {"step": 5})
+    assert views.final_checkpoints(made) == ["up-run", "down-run"]
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [number(x) for x in (0.0, 0.0123, 0.123, -1.5, 20.72, 511.4)] == [
+        "0.00", "0.012", "0.12", "−1.50", "20.7", "511",
+    ]  # fmt: skip
+    assert number(float("nan")) == "–"
+    assert [percent(x) for x in (0.0, 0.004, 0.5, 0.996, 1.0)] == ["0", "0.4", "50", "99.6", "100"]
+    assert [q_value(x) for x in (0.0001, 0.03, 0.5)] == ["< 0.001", "0.030", "0.50"]
+
+
+def test_text_for_each_place() -> None:
+    assert visible("a\u202eb\ud800\n") == "a‹U+202E›b‹U+D800›\n"
+    assert html_text('<b a="1">&') == "&lt;b a=&quot;1&quot;&gt;&amp;"
+    assert figure_text("<i>\n" + "x" * 100, 10) == "&lt;i&gt;⏎xxxxx…"
+    assert script_json({"a": ["</script>", float("nan"), np.float32(0.5)]}) == (
+        '{"a":["\\u003c/script\\u003e",null,0.5]}'
+    )
