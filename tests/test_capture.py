@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,9 @@ def test_readers_read_what_the_plan_says(
     # A policy that is no checkpoint of the series: everyone reads everything.
     everyone = capture(series, three, [SITE], to=tmp_path / "b", config=SMALL, progress=False)
     assert sorted(rows_of(everyone, "easy-10")) == list(range(27))
+    foreign, config = make_rollouts(("elsewhere",), n_problems=2), replace(SMALL, plan="paired")
     with pytest.raises(TsaeError, match="no trajectory was sampled by the base 'base'; policies are elsewhere"):
-        paired_only = make_rollouts(("elsewhere",), n_problems=2)
-        capture(series, paired_only, [SITE], to=tmp_path / "c", config=replace(SMALL, plan="paired"), progress=False)
+        capture(series, foreign, [SITE], to=tmp_path / "c", config=config, progress=False)
     assert not (tmp_path / "c").exists()
 
 
@@ -94,7 +95,7 @@ def test_shards_are_cut_at_their_budget(store: ActivationStore) -> None:
     for reader in store.readers:
         sizes = [shard.n_tokens for shard in store.shards(reader)]
         assert max(sizes) <= 200
-        assert min(a + b for a, b in zip(sizes, sizes[1:], strict=False)) > 200 - 20
+        assert min(a + b for a, b in pairwise(sizes)) > 200 - 20
 
 
 def test_the_default_site_is_the_middle_block(series: CheckpointSeries, tmp_path: Path) -> None:
@@ -165,9 +166,10 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
     after: int,
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         interrupt_after(patch, after)
-        capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
+        with pytest.raises(Interrupted):
+            capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
     assert len(list((tmp_path / "acts").rglob("*.h5"))) == after
     with pytest.raises(TsaeError, match="its capture did not finish"):
         ActivationStore(tmp_path / "acts")
@@ -304,8 +306,8 @@ def test_activations_beyond_half_precision_are_refused(
         weights["model.embed_tokens.weight"][3] *= 1e6
 
     bad = poisoned(series, "base", tmp_path / "large", change)
+    config = replace(SMALL, dtype="float16")
     with pytest.raises(TsaeError, match=r"overflow float16 \(trajectory \d+, problem p\d+\).*bfloat16 or float32"):
-        config = replace(SMALL, dtype="float16")
         capture(bad, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
     assert not (tmp_path / "acts").exists()
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tsae.activations.store import ActivationStore, Shard, TokenSpan
+from tsae.activations.store import ActivationStore, Shard, TokenSpan, as_float32
 from tsae.errors import TsaeError
 
 
@@ -76,6 +76,8 @@ class Windows:
         self.store, self.site, self.window, self.seed = store, site, window, seed
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
+        # Looking a dataset up in its file takes longer than reading a few windows of it.
+        self._maps = [shard.raw(site) for shard in self.shards]
         keep = _problems(store, held_out)
         # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
         self.segments = np.concatenate([_segments(i, s, store, span, keep) for i, s in enumerate(self.shards)])
@@ -122,7 +124,7 @@ class Windows:
         # would treat differently.
         n_batches = max(1, round(self.n_tokens / batch_tokens))
         bounds = np.searchsorted(ends, np.arange(n_batches + 1) * self.n_tokens // n_batches, side="right")
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        for low, high in pairwise(bounds):
             if low == high:
                 continue
             batch = self._batch(windows[low:high])
@@ -161,7 +163,7 @@ class Windows:
         x = np.empty((len(shard), self.d_model), np.float32)
         bounds = np.flatnonzero(np.diff(shard, prepend=-1, append=-1))
         for low, high in pairwise(bounds.tolist()):
-            x[low:high] = self.shards[shard[low]].read(self.site, position[low:high])
+            x[low:high] = as_float32(self._maps[shard[low]][position[low:high]], self.shards[shard[low]].dtype)
         return x
 
 
