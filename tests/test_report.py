@@ -435,3 +435,17 @@ def test_text_for_each_place() -> None:
     assert script_json({"a": ["</script>", float("nan"), np.float32(0.5)]}) == (
         '{"a":["\\u003c/script\\u003e",null,0.5]}'
     )
+
+
+def test_hard_against_medium_comes_first() -> None:
+    made = make()
+    for record, band in zip(made.info["readers"][1:], ("hard", "medium"), strict=True):
+        record["trained_on"] = band
+    more = {"checkpoint": {"up-run": "easy-run"}}
+    doubled = [made.shifts[made.shifts.checkpoint == "up-run"].replace(more), made.shifts]
+    refined = [made.contrasts[made.contrasts.checkpoint == "up-run"].replace(more), made.contrasts]
+    made = replace(made, shifts=pd.concat(doubled), contrasts=pd.concat(refined))
+    made.info["readers"].insert(1, reader("easy-run", "easy"))
+    pairs = [(up, down) for up, down, _ in views.opposed_pairs(made)]
+    assert pairs[:2] == [("up-run", "down-run"), ("down-run", "up-run")]
+    assert set(pairs[2:]) == {("easy-run", "down-run"), ("down-run", "easy-run")}

@@ -108,8 +108,8 @@ def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) 
     if views.is_share(diff, name):
         ends = f"[{percent(after.low)}, {percent(after.high)}]"
         return f"({percent(before['mean'])} → {percent(after['mean'])} % {ends})"
-    unit = " tokens" if name == "response_length" else ""
-    return f"({number(before['mean'])} → {number(after['mean'])}{unit} {interval(after.low, after.high)})"
+    unit, ends = " tokens" if name == "response_length" else "", interval(after.low, after.high, like=after["mean"])
+    return f"({number(before['mean'])} → {number(after['mean'])}{unit} {ends})"
 
 
 def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
@@ -134,7 +134,7 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
             row = views.strongest(side, diff.q, 1).iloc[0]
             clearest.append(
                 f"{word} {int(row.feature)} “{views.responds_to(diff, int(row.feature))}” "
-                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)}"
+                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True, like=row.difference)}"
             )
     return [f"{counts}: {len(up)} raised, {len(down)} lowered. Clearest: {'; '.join(clearest)}."]
 
@@ -181,9 +181,10 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
         )
         top = views.strongest(views.rows(diff, kind="outcome", checkpoint=base, band=band), diff.q, 1)
         for row in views.records(top):
+            ends = interval(row.low, row.high, sign=True, like=row.difference)
             text += (
                 f" Clearest: {row.feature} “{views.responds_to(diff, int(row.feature))}” "
-                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True)} in successes."
+                f"{number(row.difference, sign=True)} {ends} in successes."
             )
         sentences.append(text)
     return Finding("Success against failure", tuple(sentences), "outcomes") if sentences else None

@@ -116,6 +116,8 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
 
 def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
     found = findings(diff)
+    # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
+    beside = [f for f in found if f.checkpoint] or found[:-1]
     spoken = " ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found)
     picture = overview(diff)
     drawn["overview"] = picture
@@ -130,14 +132,14 @@ def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | No
     )
     return (
         f'<header><h1>{html_text(title)}</h1><p class="lead">{html_text(lead(diff))}</p></header>'
-        f'<div class="first">{_findings([f for f in found if f.checkpoint], "Findings for each run")}{figure}'
-        f"{_findings([f for f in found if not f.checkpoint], 'Findings')}</div>"
+        f'<div class="first">{_findings(beside, "Findings", "beside")}{figure}'
+        f"{_findings(found[len(beside) :], 'Further findings', 'below')}</div>"
     )
 
 
-def _findings(found: list[Finding], label: str) -> str:
+def _findings(found: list[Finding], label: str, place: str) -> str:
     items = "".join(map(_finding, found))
-    return f'<div class="findings" role="list" aria-label="{label}">{items}</div>' if found else ""
+    return f'<div class="findings {place}" role="list" aria-label="{label}">{items}</div>' if found else ""
 
 
 def _finding(finding: Finding) -> str:

@@ -135,7 +135,7 @@ def behaviour_details(diff: FeatureDiff) -> str:
 def _behaviour_cell(cell: pd.Series, share: bool) -> str:
     if share:
         return f"{percent(cell['mean'])} % <small>[{percent(cell.low)}, {percent(cell.high)}]</small>"
-    return f"{number(cell['mean'])} <small>{interval(cell.low, cell.high)}</small>"
+    return f"{number(cell['mean'])} <small>{interval(cell.low, cell.high, like=cell['mean'])}</small>"
 
 
 def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
@@ -318,7 +318,7 @@ def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
     arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
     return (
         f'<span class="{kind}">{arrow} {number(row.difference, sign=True)}</span> '
-        f"<small>{interval(row.low, row.high, sign=True)} q {q_value(row.q)}</small>"
+        f"<small>{interval(row.low, row.high, sign=True, like=row.difference)} q {q_value(row.q)}</small>"
     )
 
 

@@ -40,7 +40,9 @@ def finish(
         hoverlabel={"align": "left"},
         **layout,
     )
-    figure.update_xaxes(zeroline=False, automargin=False)
+    # Plotly's own size for the titles of panels does not fit narrow ones.
+    figure.for_each_annotation(lambda title: title.update(font={"size": 13}), selector={"font": {"size": 16}})
+    figure.update_xaxes(title={"font": {"size": 12}}, zeroline=False, automargin=False)
     figure.update_yaxes(zeroline=False, showgrid=False, automargin=False)
     return figure
 

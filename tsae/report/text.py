@@ -40,11 +40,17 @@ def script_json(content: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def number(value: float, *, sign: bool = False) -> str:
-    """About three significant digits, never in exponents, with a true minus."""
+def number(value: float, *, sign: bool = False, like: float | None = None) -> str:
+    """About three significant digits, never in exponents, with a true minus.
+
+    Args:
+        value: to write.
+        sign: write + too.
+        like: a number with whose decimals to write it, so that an interval matches what it belongs to.
+    """
     if not math.isfinite(value):
         return "–"
-    size = abs(value)
+    size = abs(value if like is None else like)
     digits = 0 if size >= 100 else 1 if size >= 3 else 2 if size >= 0.095 else 3 if size >= 0.0095 else 4
     if size < 0.00005:
         digits = 2
@@ -52,8 +58,8 @@ def number(value: float, *, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def interval(low: float, high: float, *, sign: bool = False) -> str:
-    return f"[{number(low, sign=sign)}, {number(high, sign=sign)}]"
+def interval(low: float, high: float, *, sign: bool = False, like: float | None = None) -> str:
+    return f"[{number(low, sign=sign, like=like)}, {number(high, sign=sign, like=like)}]"
 
 
 def percent(value: float) -> str:

@@ -112,7 +112,8 @@ def standardised(row: pd.Series) -> tuple[float, float, float]:
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
     """(raised by, lowered by, features) for pairs of runs that moved features in opposite directions.
 
-    The two runs with most such features come first, both ways round.
+    Runs trained on hard and on medium problems come first, since what separates them is the question that bands are
+    for; then the two runs with most such features. Each pair both ways round.
     """
     found = []
     for one, other in combinations(final_checkpoints(diff), 2):
@@ -120,7 +121,13 @@ def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
         if part is not None and part == main_part(diff, other):
             both = [(up, down, diff.opposed(up, down, part=part)) for up, down in ((one, other), (other, one))]
             found.append(sorted((item for item in both if len(item[2])), key=lambda item: -len(item[2])))
-    found.sort(key=lambda both: -sum(len(features) for _, _, features in both))
+    found = [both for both in found if both]
+    found.sort(
+        key=lambda both: (
+            {trained_on(diff, run) for run in both[0][:2]} != {"hard", "medium"},
+            -sum(len(features) for _, _, features in both),
+        )
+    )
     return [item for both in found for item in both]
 
 
