@@ -8,7 +8,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.features.contexts import Context, top_contexts
 from tsae.report.text import html_text, number
 
-_BEFORE, _AFTER = 90, 40
+_BEFORE, _AFTER = 48, 24
 """Tokens shown before and after the strongest one; the prompt's start is cut first."""
 
 _OUTCOMES = {"success": ("✓", "success"), "failure": ("✗", "failure"), "unknown": ("?", "outcome unknown")}

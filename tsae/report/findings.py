@@ -133,7 +133,7 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
         if len(side):
             row = views.strongest(side, diff.q, 1).iloc[0]
             clearest.append(
-                f"{word} {int(row.feature)} “{views.responds_to(diff, int(row.feature))}” "
+                f"{word} {views.named(diff, int(row.feature))} "
                 f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True, like=row.difference)}"
             )
     return [f"{counts}: {len(up)} raised, {len(down)} lowered. Clearest: {'; '.join(clearest)}."]
@@ -157,7 +157,7 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
             clearest = int(features.index[0])
             clauses.append(
                 f"{up} raised and {down} lowered {count(len(features), 'feature')}, most clearly "
-                f"{clearest} “{views.responds_to(diff, clearest)}”"
+                f"{views.named(diff, clearest)}"
             )
     sentence = f"{'; '.join(clauses)}."
     return Finding("Opposite directions", (sentence,), "opposed", note=f"q ≤ {diff.q:g} in both")
@@ -183,7 +183,7 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
         for row in views.records(top):
             ends = interval(row.low, row.high, sign=True, like=row.difference)
             text += (
-                f" Clearest: {row.feature} “{views.responds_to(diff, int(row.feature))}” "
+                f" Clearest: {views.named(diff, int(row.feature))} "
                 f"{number(row.difference, sign=True)} {ends} in successes."
             )
         sentences.append(text)

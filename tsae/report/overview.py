@@ -331,7 +331,9 @@ def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
 
 def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
     tables = {band: _outcome_rows(diff, band) for band in bands}
-    chosen: list[int] = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index))[:14]
+    # The same share of rows for every band, so that none is crowded out.
+    share = max(3, 14 // len(bands))
+    chosen: list[int] = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index[:share]))
     rows = [_Row(f"{f}: {diff.features.responds_to[f]}", [f]) for f in chosen]
     blocks = -(-len(bands) // columns)
     height = blocks * (len(rows) * _ROW + 12) + (blocks - 1) * 78 + 90

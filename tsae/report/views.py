@@ -183,9 +183,10 @@ def describe(diff: FeatureDiff, feature: int) -> str:
     return f"{row.responds_to} ({100 * row.share:.0f} % of its activation)"
 
 
-def responds_to(diff: FeatureDiff, feature: int) -> str:
-    """The same, without the share."""
-    return str(diff.features.responds_to[feature])
+def named(diff: FeatureDiff, feature: int) -> str:
+    """A feature's number with what it responds to, for sentences; top tokens carry their own quotation marks."""
+    described = diff.features.responds_to[feature]
+    return f"{feature} “{described}”" if has_classes(diff) else f"{feature} ({described})"
 
 
 def confounds(row: pd.Series) -> list[str]:
