@@ -14,7 +14,8 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 - AuxK (Gao et al., arXiv 2406.04093): the share of the residual x − x̂ left unexplained by the d_model / 2 strongest
   dead latents.
 
-Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410).
+Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410); what follows
+selection is computed on the selected codes alone (`tsae.sae.sparse`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from tsae.errors import TsaeError
+from tsae.sae import sparse
 from tsae.sae.model import TemporalSAE
 
 
@@ -45,20 +46,6 @@ class LossTerms(NamedTuple):
     """Smallest active code of the batch, from which the inference threshold is averaged."""
 
 
-def batch_topk(pre: torch.Tensor, k: int) -> torch.Tensor:
-    """Keep the k · n largest entries of (n, d_sae) non-negative pre-activations; the others become 0."""
-    n = k * pre.shape[0]
-    values, indices = pre.flatten().topk(n, sorted=False)
-    return torch.zeros_like(pre).flatten().scatter(0, indices, values).view_as(pre)
-
-
-def info_nce(current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Symmetric InfoNCE with cosine similarities; (N, d) codes of tokens t and t − 1, row by row."""
-    logits = F.normalize(current, dim=1) @ F.normalize(previous, dim=1).T / temperature  # (N, N)
-    target = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-
-
 def temporal_loss(
     sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor | None = None
 ) -> LossTerms:
@@ -74,13 +61,13 @@ def temporal_loss(
         TsaeError: where the temporal term has a weight but the batch has no pairs.
     """
     config = sae.config
-    pre = sae.preactivations(x)
-    codes = batch_topk(pre, config.k)
-    high = codes[:, : config.d_high]
-    x_high = high @ sae.W_dec[: config.d_high]
-    x_hat = x_high + codes[:, config.d_high :] @ sae.W_dec[config.d_high :] + sae.b_dec
-    reconstruction_high = (x - x_high - sae.b_dec).pow(2).mean()
-    residual = x - x_hat
+    bias = sae.b_enc - sae.b_dec @ sae.W_enc
+    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k)
+    high = codes.columns(0, config.d_high)
+    low = codes.columns(config.d_high, config.d_sae)
+    x_high = sparse.decode(high, sae.W_dec[: config.d_high]) + sae.b_dec
+    residual = x - x_high - sparse.decode(low, sae.W_dec[config.d_high :])
+    reconstruction_high = (x - x_high).pow(2).mean()
     reconstruction = residual.pow(2).mean()
     total = reconstruction_high + reconstruction
 
@@ -92,23 +79,24 @@ def temporal_loss(
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )
-        temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], config.temperature)
+        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature)
         total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())
     if config.aux_weight > 0 and dead is not None and bool(dead.any()):
-        aux = _aux_loss(sae, pre, residual.detach(), dead)
+        aux = _aux_loss(sae, x, bias, residual.detach(), dead.nonzero()[:, 0])
         total = total + config.aux_weight * aux
-    active = codes > 0
-    smallest = torch.where(active, codes, torch.inf).min().detach()
-    return LossTerms(total, reconstruction_high, reconstruction, temporal, aux, active.any(0), smallest)
+    fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
+    smallest = codes.values.detach().min() if len(codes.values) else x.new_zeros(())
+    return LossTerms(total, reconstruction_high, reconstruction, temporal, aux, fired, smallest)
 
 
-def _aux_loss(sae: TemporalSAE, pre: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
-    latents = dead.nonzero()[:, 0]
-    k = min(len(latents), max(1, sae.d_model // 2))
-    values, indices = pre[:, latents].topk(k, dim=1, sorted=False)
-    codes = torch.zeros(len(pre), len(latents), device=pre.device).scatter(1, indices, values)
-    error = (residual - codes @ sae.W_dec[latents]).pow(2).mean()
+def _aux_loss(
+    sae: TemporalSAE, x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor
+) -> torch.Tensor:
+    pre = torch.relu(torch.addmm(bias[dead], x, sae.W_enc[:, dead]))
+    values, indices = pre.topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
+    codes = torch.zeros_like(pre).scatter(1, indices, values)
+    error = (residual - codes @ sae.W_dec[dead]).pow(2).mean()
     # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
     return error / (residual - residual.mean(0)).pow(2).mean().clamp_min(1e-12)

@@ -1,0 +1,188 @@
+"""One training step of the T-SAE against the dense pairwise step, in the same process on the same pairs.
+
+Baseline, as the method is usually written: both tokens of every pair are encoded, BatchTopK is a flat top-k over the
+whole batch, decoding and the N × N similarities are dense, autograd does the rest, Adam is not fused. Ours: adjacent
+windows encode each token once, and everything after selection touches only active codes.
+
+Loss agreement is measured on the very same pairs: there both steps compute the same number. The floor is one dense
+encode (the only dense product that cannot be avoided) plus one fused optimizer step.
+
+Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import tyro
+
+from tsae.sae.config import SAEConfig
+from tsae.sae.loss import temporal_loss
+from tsae.sae.model import TemporalSAE
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Size of the step."""
+
+    d_model: int = 576
+    d_sae: int = 8192
+    k: int = 32
+    pairs: int = 2048
+    """Pairs of adjacent tokens in a step."""
+    window: int = 32
+    """Adjacent tokens read together."""
+    steps: int = 5
+    """Timed steps of each; the median counts."""
+    threads: int = 2
+    device: str = "cpu"
+    memory_of: str | None = None
+    """Internal: run only this step, and print the process's peak memory."""
+
+
+def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The loss of tsae.sae.loss written densely; x: (n, d_model), pairs: (N, 2) rows of x."""
+    config = sae.config
+    pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
+    values, indices = pre.flatten().topk(config.k * len(x), sorted=False)
+    codes = torch.zeros_like(pre).flatten().scatter(0, indices, values).view_as(pre)
+    high = codes[:, : config.d_high]
+    x_high = high @ sae.W_dec[: config.d_high] + sae.b_dec
+    x_hat = codes @ sae.W_dec + sae.b_dec
+    current, previous = (F.normalize(high[pairs[:, side]], dim=1) for side in (1, 0))
+    logits = current @ previous.T / config.temperature
+    target = torch.arange(len(pairs), device=x.device)
+    contrast = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    return (x - x_high).pow(2).mean() + (x - x_hat).pow(2).mean() + config.temporal_weight * contrast
+
+
+def make_batch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+    """(windows of adjacent tokens, pairs): sparse mixtures that drift along a window."""
+    generator = torch.Generator().manual_seed(0)
+    n_windows = -(-bench.pairs // (bench.window - 1))
+    directions = torch.randn(512, bench.d_model, generator=generator)
+    topic = torch.rand(n_windows, 1, 512, generator=generator) < 0.02
+    token = torch.rand(n_windows, bench.window, 512, generator=generator) < 0.03
+    strength = torch.rand(n_windows, bench.window, 512, generator=generator)
+    x = ((topic | token) * strength).flatten(0, 1) @ directions
+    x = x * (bench.d_model**0.5 / x.norm(dim=1).mean())
+    row = torch.arange(len(x))
+    current = row[row % bench.window > 0][: bench.pairs]
+    return x.to(bench.device), torch.stack([current - 1, current], dim=1).to(bench.device)
+
+
+def make_sae(bench: Bench) -> TemporalSAE:
+    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k))
+    sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(1))
+    return sae.to(bench.device)
+
+
+def stepper(bench: Bench, which: str) -> Callable[[], None]:
+    """One optimizer step of "ours", "dense", or the "floor"."""
+    sae = make_sae(bench)
+    x, pairs = make_batch(bench)
+    both = x[pairs].flatten(0, 1)  # (2N, d_model): token t − 1 and t of every pair after one another
+    two = torch.arange(len(both), device=x.device).view(-1, 2)
+    optimizer = torch.optim.Adam(sae.parameters(), lr=1e-4, fused=which != "dense", foreach=False)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=which != "floor")
+        if which == "ours":
+            temporal_loss(sae, x, pairs).total.backward()
+        elif which == "dense":
+            dense_loss(sae, both, two).backward()
+        else:
+            with torch.no_grad():
+                torch.addmm(sae.b_enc, x, sae.W_enc)
+            for parameter in sae.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+    return step
+
+
+def timed(bench: Bench, steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median seconds of each, taken in turn, so that a busy machine slows all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(bench.steps + 1):
+        for name, step in steps.items():
+            _synchronize(bench.device)
+            start = time.perf_counter()
+            step()
+            _synchronize(bench.device)
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def peak_memory(bench: Bench, which: str) -> float:
+    """Peak MB of a process that runs only this step; on a GPU what its allocator held."""
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(bench).items() if value is not None]
+    command = [sys.executable, __file__, *arguments, f"--memory-of={which}"]
+    return float(subprocess.check_output(command, env=os.environ, text=True).split()[-1])
+
+
+def main() -> None:
+    bench = tyro.cli(Bench, description=__doc__)
+    torch.set_num_threads(bench.threads)
+    if bench.memory_of is not None:
+        step = stepper(bench, bench.memory_of)
+        for _ in range(2):
+            step()
+        if bench.device.startswith("cuda"):
+            print(torch.cuda.max_memory_allocated() / 1e6)
+        else:
+            # Not getrusage: a child's ru_maxrss starts from its parent's.
+            status = Path("/proc/self/status").read_text()
+            print(int(status.partition("VmHWM:")[2].split()[0]) / 1e3)
+        return
+
+    sae, (x, pairs) = make_sae(bench), make_batch(bench)
+    both = x[pairs].flatten(0, 1)
+    two = torch.arange(len(both), device=x.device).view(-1, 2)
+    ours, reference = temporal_loss(sae, both, two).total.item(), dense_loss(sae, both, two).item()
+    agreement = abs(ours - reference) / abs(reference)
+    seconds = timed(bench, {name: stepper(bench, name) for name in ("ours", "dense", "floor")})
+    memory = {name: peak_memory(bench, name) for name in ("ours", "dense")}
+    ratio = seconds["dense"] / seconds["ours"]
+    print(f"d_model {bench.d_model}, d_sae {bench.d_sae}, k {bench.k}, {bench.pairs} pairs, {bench.threads} threads")
+    print(f"  dense pairwise  {seconds['dense']:.3f} s a step, {bench.pairs / seconds['dense']:,.0f} pairs/s")
+    print(
+        f"  ours            {seconds['ours']:.3f} s a step, {bench.pairs / seconds['ours']:,.0f} pairs/s, {ratio:.1f} ×"
+    )
+    above = seconds["ours"] / seconds["floor"]
+    print(f"  floor           {seconds['floor']:.3f} s (dense encode + fused Adam); ours is {above:.1f} × that")
+    print(f"  loss on the same pairs: {ours:.6f} and {reference:.6f}, relative difference {agreement:.1e}")
+    print(f"  peak memory: dense {memory['dense']:,.0f} MB, ours {memory['ours']:,.0f} MB")
+    print(
+        json.dumps(
+            {
+                "name": "bench_train",
+                "ratio": round(ratio, 3),
+                "seconds": seconds,
+                "loss_difference": agreement,
+                "peak_memory_mb": memory,
+                "size": {**vars(bench)},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

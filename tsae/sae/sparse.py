@@ -1,0 +1,191 @@
+"""The parts of the loss that touch only active codes: selection, decoding and InfoNCE with sparse gradients.
+
+Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192). Only encoding needs the dense product;
+decoding, both weight gradients and the contrastive similarities cost in proportion to the survivors. The values equal
+those of the dense formulas of `tsae.sae.loss`; tests compare them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+# torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)
+
+_SAMPLE_STRIDE = 61  # Prime, so that a strided sample of the pre-activations does not follow the latents.
+_MARGIN = 1.1
+_CHUNK = 16_384  # active codes whose decoder rows are gathered at once: bounds memory to chunk · d_model
+
+
+class Codes(NamedTuple):
+    """Sparse codes of a batch, sorted by token."""
+
+    values: torch.Tensor
+    """(nnz,) positive; carries the gradient."""
+    token: torch.Tensor
+    """(nnz,) int64, ascending."""
+    latent: torch.Tensor
+    """(nnz,) int64."""
+    n_tokens: int
+
+    def columns(self, start: int, stop: int) -> Codes:
+        """The codes of the latents start … stop − 1, renumbered from 0."""
+        keep = ((self.latent >= start) & (self.latent < stop)).nonzero()[:, 0]
+        return Codes(self.values[keep], self.token[keep], self.latent[keep] - start, self.n_tokens)
+
+
+def encode_topk(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int) -> Codes:
+    """BatchTopK(ReLU(x W + b)) as sparse codes.
+
+    Args:
+        x: (n, d_model); gets no gradient.
+        weight: (d_model, d_sae).
+        bias: (d_sae,).
+        k: codes kept per token, on average.
+    """
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, k)
+    return Codes(values, token, latent, len(x))
+
+
+def decode(codes: Codes, rows: torch.Tensor) -> torch.Tensor:
+    """(n, d_model): Σ over a token's codes of value · decoder row. rows: (n_latents, d_model)."""
+    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens)
+
+
+def info_nce(codes: Codes, n_latents: int, pairs: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Symmetric InfoNCE of adjacent tokens' codes with cosine similarities; see `tsae.sae.loss.info_nce`.
+
+    Args:
+        codes: of the high-level latents.
+        n_latents: their number.
+        pairs: (N, 2) tokens (t − 1, t).
+        temperature: divides the similarities.
+    """
+    square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
+    norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
+    unit = codes.values / norm[codes.token].clamp_min(1e-12)
+    return _InfoNCE.apply(unit, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
+
+
+def _csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A CSR matrix from entries sorted by row."""
+    offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=row.device)
+    offsets[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)
+    return torch.sparse_csr_tensor(offsets, column, values, size=shape, check_invariants=False)
+
+
+def _transposed(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The transpose, as CSR, of the matrix with the given entries."""
+    order = column.argsort(stable=True)
+    return _csr(column[order], row[order], values[order], (shape[1], shape[0]))
+
+
+def _largest(pre: torch.Tensor, n: int) -> torch.Tensor:
+    """Ascending flat indices of the n largest positive entries of a non-negative tensor (fewer if there are fewer).
+
+    A strided sample bounds the n-th largest from below, so that only the entries above the bound are sorted.
+    """
+    flat = pre.view(-1)
+    sample = flat[::_SAMPLE_STRIDE]
+    wanted = min(len(sample), int(_MARGIN * n / _SAMPLE_STRIDE) + 64)
+    bound = sample.topk(wanted, sorted=False).values.min()
+    found = (flat > bound).nonzero()[:, 0]
+    if len(found) < n:
+        found = flat.nonzero()[:, 0]
+    if len(found) > n:
+        found = found[flat[found].topk(n, sorted=False).indices].sort().values
+    return found
+
+
+class _EncodeTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        pre = torch.addmm(bias, x, weight).relu_()
+        index = _largest(pre, k * len(x))
+        token = index // pre.shape[1]
+        latent = index - token * pre.shape[1]
+        ctx.save_for_backward(x, token, latent)
+        ctx.d_sae = pre.shape[1]
+        ctx.mark_non_differentiable(token, latent)
+        return pre.view(-1)[index], token, latent
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None]:
+        x, token, latent = ctx.saved_tensors
+        gradient = gradients[0]
+        # Survivors are positive, so that ReLU passes their gradient; the others get none.
+        weight = _transposed(token, latent, gradient, (len(x), ctx.d_sae)) @ x  # (d_sae, d_model)
+        bias = torch.zeros(ctx.d_sae, dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
+        return None, weight.T, bias, None
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, rows: torch.Tensor, token: torch.Tensor, latent: torch.Tensor, n_tokens: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values, rows, token, latent)
+        return _csr(token, latent, values, (n_tokens, len(rows))) @ rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        values, rows, token, latent = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        by_value = torch.empty_like(values)
+        for low in range(0, len(values), _CHUNK):
+            part = slice(low, low + _CHUNK)
+            by_value[part] = torch.einsum("id,id->i", gradient[token[part]], rows[latent[part]])
+        by_row = _transposed(token, latent, values, (len(gradient), len(rows))) @ gradient
+        return by_value, by_row, None, None, None
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        unit: torch.Tensor,
+        token: torch.Tensor,
+        latent: torch.Tensor,
+        n_tokens: int,
+        n_latents: int,
+        pairs: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        n = len(pairs)
+        dense = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
+        dense[latent, token] = unit
+        previous = dense[:, pairs[:, 0]]  # (n_latents, N)
+        current = _csr(token, latent, unit, (n_tokens, n_latents))
+        # Similarities of every token with every previous token; rows that are no current token are left out.
+        logits = (current @ previous)[pairs[:, 1]] / temperature  # (N, N)
+        # Cosines are bounded, so that the exponentials need no shift unless the temperature is tiny.
+        shift = max(0.0, 1.0 / temperature - 60.0)
+        diagonal = logits.diagonal().clone()
+        weight = logits.sub_(shift).exp_()
+        by_row, by_column = weight.sum(1), weight.sum(0)
+        loss = (by_row.log() + by_column.log()).mean() / 2 + shift - diagonal.mean()
+        # ∂loss/∂logits = (softmax over rows + softmax over columns) / 2N − 1/N on the diagonal.
+        weight.mul_((0.5 / (n * temperature)) * (1 / by_row[:, None] + 1 / by_column[None, :]))
+        weight.diagonal().sub_(1 / (n * temperature))
+        ctx.save_for_backward(unit, token, latent, pairs, weight)
+        ctx.shape = (n_tokens, n_latents)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+        unit, token, latent, pairs, weight = ctx.saved_tensors
+        n_tokens, n_latents = ctx.shape
+        by_latent = _transposed(token, latent, unit, ctx.shape)  # (n_latents, n_tokens)
+        total = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
+        for mine, others, matrix in ((1, 0, weight.T), (0, 1, weight)):
+            spread = torch.zeros(n_tokens, len(pairs), dtype=unit.dtype, device=unit.device)
+            spread[pairs[:, others]] = matrix
+            total[:, pairs[:, mine]] += by_latent @ spread
+        return gradients[0] * total[latent, token], None, None, None, None, None, None
