@@ -161,3 +161,46 @@ def feature_table(
         rollouts=rollouts,
         info={"sae": {"d_high": d_high, "site": "x"}, "readers": records, "special_ids": list(special)},
     )
+
+
+def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.site", special: tuple = (BOS, EOS)) -> Any:
+    """A store of one reader whose activations are given: one (n_tokens, d_model) array a trajectory and problem.
+
+    The first token of a trajectory is its prompt, the others are its response; none of them is special.
+    """
+    import torch
+
+    from tsae import ActivationStore, Rollouts
+    from tsae.activations.store import FORMAT, VERSION, write_shard
+    from tsae.provenance import write_json
+
+    records = [
+        {
+            "problem_id": f"p{i:04d}",
+            "policy": "base",
+            "prompt_ids": [0],
+            "response_ids": [1 + (t % 9) for t in range(len(text) - 1)],
+            "outcome": "unknown",
+        }
+        for i, text in enumerate(texts)
+    ]
+    rollouts = Rollouts.from_records(records)
+    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
+    activations = {site: torch.from_numpy(np.concatenate(texts).astype(np.float32))}
+    write_shard(folder / "base" / "00000.h5", activations, "float32", ids, offsets, np.arange(len(texts)))
+    rollouts.write(folder / "rollouts.parquet")
+    shard = {"file": "base/00000.h5", "n_tokens": int(offsets[-1]), "n_trajectories": len(texts)}
+    reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "shards": [shard]}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "complete": True,
+        "dtype": "float32",
+        "sites": {site: {"d_model": texts[0].shape[1]}},
+        "rollouts": rollouts.fingerprint,
+        "special_ids": list(special),
+        "readers": [reader],
+    }
+    write_json(folder / "manifest.json", manifest)
+    return ActivationStore(folder)

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.plugins import find_function
 
@@ -26,7 +27,7 @@ def find_annotator(name: str) -> Annotator:
     return cast(Annotator, find_function(name, where="annotator", fix=fix))
 
 
-PROMPT_CLASS, SPECIAL_CLASS = "prompt", "special"
+PROMPT_CLASS, SPECIAL_CLASS, RARE = "prompt", "special", "rare tokens"
 _MIN_TOKENS = 20  # A class with fewer tokens cannot be what a feature responds to.
 
 
@@ -57,6 +58,12 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
         if trajectory not in by_trajectory:
             tokens = [token_strings[i] for i in features.token_ids[start:stop]]
             classes = annotator(prompts[trajectory] or "", tokens)
+            if len(classes) != len(tokens):
+                raise TsaeError(
+                    f"gave {len(classes)} classes for the {len(tokens)} response tokens of trajectory {trajectory}",
+                    where="annotator",
+                    fix="Give one class per response token.",
+                )
             by_trajectory[trajectory] = np.array([names.setdefault(c, len(names)) for c in classes], dtype=np.int32)
         code[start:stop] = by_trajectory[trajectory]
     code[np.isin(features.token_ids, features.info["special_ids"])] = 1
@@ -73,7 +80,8 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     Special tokens do not count. This is descriptive: what a feature responds to is not thereby what it does.
 
     Returns:
-        indexed by feature: responds_to, lift, share, n_tokens (on which it is active).
+        indexed by feature: responds_to, lift, share, n_tokens (on which it is active). A feature that is active only
+        on smaller classes responds to "rare tokens".
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
     tokens = np.flatnonzero(counted)
@@ -87,12 +95,16 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     score = np.where(sizes[:, None] >= _MIN_TOKENS, shares * np.log(np.maximum(lifts, 1e-12)), -np.inf)
     best = score.argmax(0)
     column = np.arange(features.n_features)
+    # Active, but on no class that is large enough.
+    rare = (total > 0) & ((shares[best, column] == 0) | (sizes[best] < _MIN_TOKENS))
     active = np.asarray((membership @ features.codes.astype(bool).astype(np.float32)).sum(0)).ravel()
     return pd.DataFrame(
         {
-            "responds_to": np.where(total > 0, np.array(classes.names, dtype=object)[best], "never active"),
-            "lift": lifts[best, column],
-            "share": shares[best, column],
+            "responds_to": np.select(
+                [total == 0, rare], ["never active", RARE], np.array(classes.names, dtype=object)[best]
+            ),
+            "lift": np.where(rare, 0.0, lifts[best, column]),
+            "share": np.where(rare, 0.0, shares[best, column]),
             "n_tokens": active.astype(np.int64),
         },
         index=pd.RangeIndex(features.n_features, name="feature"),

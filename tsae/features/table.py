@@ -132,7 +132,13 @@ class FeatureTable:
         for name in ("features.json", "features.h5", "rollouts.parquet"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
-        info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+        try:
+            info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+            n_features = int(info.pop("n_features"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TsaeError(
+                f"features.json is not a feature table's ({error})", where=folder, fix="Encode again."
+            ) from error
         try:
             with h5py.File(folder / "features.h5", "r") as file:
                 arrays = {name: file[name][()] for name in _ARRAYS}
@@ -142,7 +148,7 @@ class FeatureTable:
                 where=folder,
                 fix="Encode again.",
             ) from error
-        shape = (len(arrays["token_ids"]), info.pop("n_features"))
+        shape = (len(arrays["token_ids"]), n_features)
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
         return cls(
             codes=codes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info, origin=str(folder), **arrays

@@ -83,7 +83,7 @@ def evaluate(
         span: which tokens count; special tokens never do.
         held_out: True for the problems that training left out, False for the others, None for all.
         max_norm: tokens beyond this multiple of the median norm are left out, as in training.
-        max_trajectories: the first this many trajectories are measured.
+        max_trajectories: where there are more, this many are measured, evenly spread over readers and shards.
     """
     from tsae.activations.windows import Windows
 
@@ -96,7 +96,9 @@ def evaluate(
         store.reader_info(reader)
         chosen = [i for i, shard in enumerate(windows.shards) if shard.reader == reader]
         segments = segments[np.isin(segments[:, 0], chosen)]
-    segments = segments[segments[:, 2] >= 2][:max_trajectories]
+    segments = segments[segments[:, 2] >= 2]
+    if len(segments) > max_trajectories:
+        segments = segments[np.linspace(0, len(segments) - 1, max_trajectories).astype(int)]
     if not len(segments):
         raise TsaeError(
             "no trajectories to measure on", where=store.path, fix="Measure on all problems (held_out=None)."
@@ -110,9 +112,12 @@ def evaluate(
     smooth: list[tuple[float, float, float]] = []
     for shard, start, length in segments:
         x = torch.from_numpy(windows.shards[shard].read(sae.site, slice(start, start + length))).to(device)
-        x = x[x.norm(dim=1) <= windows.norms.limit]
-        if len(x) < 2:
+        inside = x.norm(dim=1) <= windows.norms.limit
+        adjacent = inside[1:] & inside[:-1]
+        if not bool(adjacent.any()):
             continue
+        smooth.append(_smoothness(x, sae.encode(x), inside, adjacent, d_high))
+        x = x[inside]
         codes = sae.encode(x)
         x_hat = sae.decode(codes)
         x_high = codes[:, :d_high] @ sae.W_dec[:d_high] + sae.b_dec
@@ -124,9 +129,10 @@ def evaluate(
         total += x.sum(0).double().cpu()
         square += x.double().pow(2).sum().item()
         fired |= (codes > 0).any(0)
-        smooth.append(_smoothness(x, codes, d_high))
+    if not smooth:
+        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm.")
     variance = square - total.pow(2).sum().item() / n
-    high, everything, high_mean = np.nanmean(np.array(smooth), axis=0)
+    high, everything, high_mean = (_mean(column) for column in np.array(smooth).T)
     return Evaluation(
         n_tokens=n,
         n_trajectories=len(smooth),
@@ -135,17 +141,32 @@ def evaluate(
         cosine=cosine / n,
         l0=l0 / n,
         alive=fired.float().mean().item(),
-        smoothness_high=float(high),
-        smoothness_all=float(everything),
-        smoothness_high_mean=float(high_mean),
+        smoothness_high=high,
+        smoothness_all=everything,
+        smoothness_high_mean=high_mean,
     )
 
 
-def _smoothness(x: torch.Tensor, codes: torch.Tensor, d_high: int) -> tuple[float, float, float]:
-    """(largest over high-level, largest over all, mean over high-level) of one trajectory; NaN where none is active."""
+def _mean(values: np.ndarray) -> float:
+    """Over trajectories in which something is active; NaN where there is none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _smoothness(
+    x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjacent: torch.Tensor, d_high: int
+) -> tuple[float, float, float]:
+    """(largest over high-level, largest over all, mean over high-level) of one trajectory; NaN where none is active.
+
+    Args:
+        x: (T, d_model) tokens, outliers included.
+        codes: (T, d_sae).
+        inside: (T,) bool, tokens that count.
+        adjacent: (T - 1,) bool, steps between two tokens that count.
+    """
     step = (x[1:] - x[:-1]).norm(dim=1, keepdim=True).clamp_min(1e-12)
-    ratio = (codes[1:] - codes[:-1]).abs() / step  # (T - 1, d_sae)
-    active = (codes > 0).any(0)
+    ratio = ((codes[1:] - codes[:-1]).abs() / step)[adjacent]  # (n_steps, d_sae)
+    active = (codes[inside] > 0).any(0)
     largest, mean = ratio.amax(0), ratio.mean(0)
     high = active[:d_high]
     return (

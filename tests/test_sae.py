@@ -1,0 +1,582 @@
+"""The temporal SAE: its loss worked by hand, its gradients, its files, its training on planted features."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import synthetic_store
+
+from tsae.activations.store import ActivationStore
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.evaluation import check_fits, evaluate
+from tsae.sae.loss import temporal_loss
+from tsae.sae.model import TemporalSAE
+from tsae.sae.training import train
+
+SITE = "blocks.1.hook_resid_post"
+
+
+# --- the formulas as they are written down, without regard to speed
+
+
+def batch_topk(pre: torch.Tensor, k: int) -> torch.Tensor:
+    limit = pre.flatten().sort(descending=True).values[k * len(pre) - 1]
+    return pre * (pre >= limit)
+
+
+def info_nce(current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    a, b = (codes / codes.norm(dim=1, keepdim=True).clamp_min(1e-12) for codes in (current, previous))
+    logits = a @ b.T / temperature
+    return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
+
+
+def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+    c = sae.config
+    pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
+    codes = batch_topk(pre, c.k)
+    high = codes[:, : c.d_high]
+    error_high = x - high @ sae.W_dec[: c.d_high] - sae.b_dec
+    error = x - codes @ sae.W_dec - sae.b_dec
+    kept = pre * dead
+    kept = kept * (kept >= kept.sort(1, descending=True).values[:, [sae.d_model // 2 - 1]])
+    residual = error.detach()
+    aux = (residual - kept @ sae.W_dec).pow(2).mean() / (residual - residual.mean(0)).pow(2).mean()
+    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature)
+    return error_high.pow(2).mean() + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.1), (30, 0.01)])
+def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(d_sae=60, k=k, high_share=0.3, temperature=temperature, temporal_weight=0.8, aux_weight=0.2)
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x = 3 * torch.randn(70, 8, generator=generator, dtype=torch.float64)
+    start = torch.arange(0, 69)
+    pairs = torch.stack([start, start + 1], dim=1)[start % 7 != 6]
+    dead = torch.rand(60, generator=generator) < 0.4
+    expected = dense_loss(sae, x, pairs, dead)
+    expected_gradients = torch.autograd.grad(expected, list(sae.parameters()))
+    found = temporal_loss(sae, x, pairs, dead).total
+    gradients = torch.autograd.grad(found, list(sae.parameters()))
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
+# --- a T-SAE of two dimensions and three latents, worked on paper
+
+
+@pytest.fixture
+def small() -> TemporalSAE:
+    """Latent 0 is high-level. k = 2 keeps four of the six codes of two tokens."""
+    sae = TemporalSAE(2, SAEConfig(d_sae=3, k=2, high_share=1 / 3, temporal_weight=0.7, aux_weight=0.1))
+    with torch.no_grad():
+        sae.W_dec.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]))
+        sae.W_enc.copy_(sae.W_dec.T)
+        sae.b_enc.copy_(torch.tensor([0.0, 0.5, -1.0]))
+        sae.b_dec.copy_(torch.tensor([1.0, 0.0]))
+    return sae
+
+
+X = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
+PRE = torch.tensor([[2.0, 1.5, 1.0], [1.0, 4.5, 2.8]])
+BOTH_WAYS = torch.tensor([[0, 1], [1, 0]])
+
+
+def test_codes_by_hand(small: TemporalSAE) -> None:
+    torch.testing.assert_close(small.preactivations(X), PRE)
+    torch.testing.assert_close(small.preactivations(torch.tensor([[-9.0, -9.0]])), torch.zeros(1, 3))
+
+
+def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
+    terms = temporal_loss(small, X, BOTH_WAYS, torch.tensor([False, False, True]))
+    # High-level alone: (3, 0) and (1, 0), errors (0, 1) and (1, 4), over two tokens of two dimensions.
+    high = (1 + 17) / 4
+    # All: (3, 1.5) and (1 + 2.8 · .6, 4.5 + 2.8 · .8) = (2.68, 6.74), errors (0, −.5) and (−.68, −2.74).
+    everything = (0.25 + 0.4624 + 7.5076) / 4
+    # High codes are 2 at the first token and 0 at the second; pairs (0 → 1) and (1 → 0) give
+    # cosines [[0, 0], [1, 0]], whose diagonals are the right partners, in rows and in columns.
+    temporal = (math.log(2) + math.log(1 + math.e)) / 2
+    # Latent 2 alone gives (.6, .8) and (1.68, 2.24) for the residuals (0, −.5) and (−.68, −2.74);
+    # these deviate from their mean (−.34, −1.62) by ± (.34, 1.12).
+    aux = ((0.36 + 1.69 + 5.5696 + 24.8004) / 4) / (2 * (0.1156 + 1.2544) / 4)
+    assert terms.reconstruction_high.item() == pytest.approx(high, rel=1e-5)
+    assert terms.reconstruction.item() == pytest.approx(everything, rel=1e-5)
+    assert terms.temporal.item() == pytest.approx(temporal, rel=1e-5)
+    assert terms.aux.item() == pytest.approx(aux, rel=1e-5)
+    assert terms.total.item() == pytest.approx(high + everything + 0.7 * temporal + 0.1 * aux, rel=1e-5)
+    assert terms.smallest.item() == 1.5
+    assert terms.fired.tolist() == [True, True, True]
+
+
+def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSAE) -> None:
+    plain = TemporalSAE(2, replace(small.config, temporal_weight=0.0, aux_weight=0.0))
+    plain.load_state_dict(small.state_dict())
+    dead = torch.tensor([False, False, True])
+    terms = temporal_loss(plain, X, torch.empty(0, 2, dtype=torch.long), dead)
+    assert terms.total.item() == pytest.approx((terms.reconstruction_high + terms.reconstruction).item())
+    assert temporal_loss(small, X, BOTH_WAYS).aux.item() == 0
+    assert temporal_loss(small, X, BOTH_WAYS, torch.zeros(3, dtype=torch.bool)).aux.item() == 0
+
+
+@pytest.mark.parametrize("n_pairs", [0, 1])
+def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> None:
+    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of adjacent tokens"):
+        temporal_loss(small, X, BOTH_WAYS[:n_pairs])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_info_nce_against_a_loop(temperature: float) -> None:
+    """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
+    sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, high_share=4 / 6, temperature=temperature))
+    with torch.no_grad():
+        sae.W_enc[:, :4] = torch.eye(4)
+    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)).relu()
+    x[7] = 0  # a token without any high-level feature: similarity 0 to everything
+    pairs = torch.tensor([[2 * i, 2 * i + 1] for i in range(5)])
+    current, previous = x[1::2], x[::2]
+    total = 0.0
+    for i in range(5):
+        for a, b in ((current, previous), (previous, current)):
+            similar = []
+            for j in range(5):
+                norms = float(a[i].norm() * b[j].norm())
+                similar.append(float(a[i] @ b[j]) / norms / temperature if norms else 0.0)
+            total += -math.log(math.exp(similar[i]) / sum(math.exp(s) for s in similar)) / 5 / 2
+    assert temporal_loss(sae, x, pairs).temporal.item() == pytest.approx(total, rel=1e-5)
+    equal = temporal_loss(sae, torch.ones(10, 4), pairs).temporal
+    assert equal.item() == pytest.approx(math.log(5))  # nothing to tell partners by: chance
+
+
+def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
+    """Column 0 of pairs is the earlier token; only high-level latents enter."""
+    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, high_share=0.5))
+    sae.initialize(torch.zeros(6), torch.Generator().manual_seed(0))
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    pairs = torch.tensor([[0, 1], [1, 2], [4, 5], [7, 8]])
+    codes = batch_topk(sae.preactivations(x), 3)[:, :6]
+    expected = info_nce(codes[[1, 2, 5, 8]], codes[[0, 1, 4, 7]])
+    assert temporal_loss(sae, x, pairs).temporal.item() == pytest.approx(expected.item())
+
+
+def random_sae(**config: Any) -> tuple[TemporalSAE, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sae = TemporalSAE(5, SAEConfig(**{"d_sae": 10, "k": 3, "high_share": 0.4, **config}))
+    sae.initialize(torch.randn(5, generator=generator), generator)
+    with torch.no_grad():
+        sae.W_enc.add_(0.3 * torch.randn(5, 10, generator=generator))
+        sae.b_enc.add_(0.3 * torch.randn(10, generator=generator))
+    x = 2 * torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    return sae.double(), x, torch.tensor([[0, 1], [1, 2], [2, 3], [4, 5], [6, 7]])
+
+
+def finite_difference(sae: TemporalSAE, name: str, index: tuple[int, ...], loss: Any, step: float = 1e-6) -> float:
+    parameter = dict(sae.named_parameters())[name]
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            parameter[index] += sign * step
+            values.append(loss().item())
+            parameter[index] -= sign * step
+    return float(values[0] - values[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("term", ["reconstruction_high", "reconstruction", "temporal", "total"])
+def test_gradients_against_finite_differences(term: str) -> None:
+    sae, x, pairs = random_sae(aux_weight=0.0, temperature=0.5)
+
+    def loss() -> torch.Tensor:
+        return getattr(temporal_loss(sae, x, pairs), term)
+
+    loss().backward()
+    largest = 0.0
+    for name, parameter in sae.named_parameters():
+        if parameter.grad is None:
+            assert (term, name) in {("temporal", "W_dec")}
+            continue
+        for index in np.ndindex(*parameter.shape):
+            expected = finite_difference(sae, name, index, loss)
+            assert parameter.grad[index].item() == pytest.approx(expected, abs=1e-7, rel=1e-5), (name, index)
+            largest = max(largest, abs(expected))
+    assert largest > 1e-3
+
+
+def test_auxk_teaches_only_the_dead() -> None:
+    sae, x, pairs = random_sae()
+    fired = temporal_loss(sae, x, pairs).fired
+    dead = ~fired
+    assert 0 < int(dead.sum()) < 10
+    temporal_loss(sae, x, pairs, dead).aux.backward()
+    assert sae.W_dec.grad is not None
+    assert sae.W_enc.grad is not None
+    assert sae.W_dec.grad[fired].abs().max() == 0
+    assert sae.W_enc.grad[:, fired].abs().max() == 0
+    assert sae.W_dec.grad[dead].abs().max() > 0
+    for latent in dead.nonzero()[:, 0].tolist():
+        for d in range(5):
+            for name, index in (("W_dec", (latent, d)), ("W_enc", (d, latent))):
+                expected = finite_difference(sae, name, index, lambda: temporal_loss(sae, x, pairs, dead).aux)
+                gradient = dict(sae.named_parameters())[name].grad
+                assert gradient is not None
+                assert gradient[index].item() == pytest.approx(expected, abs=1e-6, rel=1e-4)
+
+
+# --- the model
+
+
+def test_inference_keeps_what_exceeds_the_threshold(small: TemporalSAE) -> None:
+    small.threshold.fill_(1.5)
+    torch.testing.assert_close(small.encode(X), torch.tensor([[2.0, 0.0, 0.0], [0.0, 4.5, 2.8]]))
+    torch.testing.assert_close(small.encode_high(X), torch.tensor([[2.0], [0.0]]))
+    torch.testing.assert_close(small.decode(small.encode(X)), torch.tensor([[3.0, 0.0], [2.68, 6.74]]))
+
+
+@pytest.mark.parametrize("scale", [0.25, 8.0, 1.7])
+def test_folding_a_scale_changes_the_units_and_nothing_else(small: TemporalSAE, scale: float) -> None:
+    small.threshold.fill_(1.2)
+    expected = small.encode(X), small.decode(small.encode(X))
+    small.fold_scale(scale)
+    found = small.encode(X / scale), small.decode(small.encode(X / scale))
+    for a, b in zip(found, expected, strict=True):
+        if scale == 1.7:
+            torch.testing.assert_close(a * scale, b)
+        else:
+            assert torch.equal(a * scale, b)  # exact for powers of two
+
+
+def test_what_is_saved_is_loaded(small: TemporalSAE, tmp_path: Path) -> None:
+    small.threshold.fill_(0.25)
+    small.site, small.training_info = SITE, {"norms": {"limit": 3.5}}
+    loaded = TemporalSAE.load(small.save(tmp_path / "sae"))
+    assert loaded.config == small.config
+    assert (loaded.d_model, loaded.site, loaded.training_info) == (2, SITE, {"norms": {"limit": 3.5}})
+    for name, value in small.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    again = loaded.save(tmp_path / "again")
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "sae").iterdir()
+    }
+
+
+def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(source, tmp_path / name))
+
+    source = small.save(tmp_path / "sae")
+    for file in ("config.json", "sae.safetensors"):
+        folder = copy(f"without-{file}")
+        (folder / file).unlink()
+        with pytest.raises(TsaeError, match=f"holds no {file}"):
+            TemporalSAE.load(folder)
+    folder = copy("cut")
+    (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
+    with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):
+        TemporalSAE.load(folder)
+    config = json.loads((source / "config.json").read_text())
+    for name, change, message in (
+        ("wide", {"d_model": 3}, r"sae\.safetensors does not fit"),
+        ("other", {"format": "sae_lens"}, "is not an SAE's"),
+        ("unknown", {"sae": {**config["sae"], "architecture": "topk"}}, "is not an SAE's"),
+        ("bad", {"sae": {**config["sae"], "k": 99}}, "k=99 exceeds d_sae=3"),
+    ):
+        folder = copy(name)
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(TsaeError, match=message):
+            TemporalSAE.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(TsaeError, match="is not an SAE's"):
+        TemporalSAE.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"k": 4096 + 1}, "k=4097 exceeds d_sae=4096"),
+        ({"k": 0}, "k=0 and d_sae=4096 do not make an SAE"),
+        ({"d_sae": 1, "k": 1}, "do not make an SAE"),
+        ({"high_share": 0.0}, "high_share=0.0 of d_sae=4096 leaves a group empty"),
+        ({"high_share": 1.0}, "leaves a group empty"),
+        ({"d_sae": 4, "k": 1, "high_share": 0.05}, "leaves a group empty"),
+        ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"aux_weight": -0.1}, "aux_weight=-0.1"),
+    ],
+)
+def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TsaeError, match=message.replace(".", r"\.")):
+        SAEConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tokens": 100}, "tokens=100 is less than batch_tokens=2048"),
+        ({"batch_tokens": 15}, "batch_tokens=15 must hold at least two windows of window=8"),
+        ({"window": 1}, "window=1"),
+        ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
+        ({"warmup_share": -0.1}, "exceed 1"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TsaeError, match=message.replace(".", r"\.")):
+        TrainingConfig(**config)
+
+
+def test_the_high_group_has_its_share() -> None:
+    assert SAEConfig().d_high == round(0.2 * 4096)
+    assert SAEConfig(d_sae=10, k=2).d_high == 2
+
+
+# --- training
+
+
+N_PLANTED, N_SLOW, D = 24, 4, 32
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, np.ndarray]:
+    """Sparse sums of known directions: one of four lasts for a whole trajectory, two of twenty change every token."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(N_PLANTED, D))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    offset = rng.normal(size=D)
+    texts = []
+    for _ in range(200):
+        codes = np.zeros((30, N_PLANTED))
+        codes[:, rng.integers(N_SLOW)] = rng.uniform(2, 4) * rng.uniform(0.9, 1.1, size=30)
+        for row in codes:
+            row[N_SLOW + rng.choice(N_PLANTED - N_SLOW, 2, replace=False)] = rng.uniform(2, 4, size=2)
+        texts.append(codes @ directions + offset + 0.02 * rng.normal(size=(30, D)))
+    return synthetic_store(tmp_path_factory.mktemp("planted") / "acts", texts), directions
+
+
+PLANTED = SAEConfig(d_sae=40, k=3, high_share=0.2)
+TRAINING = TrainingConfig(tokens=256_000, batch_tokens=512, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(planted: tuple[ActivationStore, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "sae"
+    train(planted[0], PLANTED, to=folder, training=TRAINING, progress=False)
+    return folder
+
+
+def test_training_recovers_planted_features(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, directions = planted
+    sae = TemporalSAE.load(trained)
+    cosine = np.abs(directions @ sae.W_dec.detach().numpy().T)  # (n_planted, d_sae)
+    assert (cosine.max(1) > 0.9).mean() > 0.8
+    found = evaluate(sae, store)
+    assert found.fve > 0.9
+    assert found.l0 == pytest.approx(3, rel=0.25)
+
+
+def test_decoder_rows_have_unit_norm_in_raw_units(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    sae = TemporalSAE.load(trained)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40), atol=1e-5, rtol=0)
+    x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(0, 500)))
+    # The threshold is an average of batches' smallest codes; at it, raw activations have about k codes.
+    assert float((sae.encode(x) > 0).sum(1).float().mean()) == pytest.approx(3, rel=0.25)
+    assert float(sae.threshold) > 0
+
+
+def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, _ = planted
+    plain = train(store, replace(PLANTED, temporal_weight=0.0), training=TRAINING, progress=False)
+    temporal = TemporalSAE.load(trained)
+
+    def contrast(sae: TemporalSAE) -> float:
+        """InfoNCE over pairs of held-out trajectories, lower is more alike."""
+        from tsae.activations.windows import Windows
+
+        batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
+        codes, pairs = sae.encode_high(torch.from_numpy(batch.x)), torch.from_numpy(batch.pairs)
+        return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
+
+    assert contrast(temporal) < contrast(plain) - 0.1
+
+
+def test_the_same_seed_gives_the_same_weights(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    short = replace(TRAINING, tokens=20_000)
+    one, two = (train(planted[0], PLANTED, training=short, progress=False).state_dict() for _ in range(2))
+    other = train(planted[0], PLANTED, training=replace(short, seed=1), progress=False).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["W_dec"], other["W_dec"])
+
+
+def test_training_writes_what_it_did(trained: Path) -> None:
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "run.json",
+        "sae.safetensors",
+        "training.json",
+    ]
+    metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [*range(0, 500, 25), 499]
+    assert metrics[-1]["fve"] > metrics[0]["fve"]
+    assert metrics[-1]["temporal"] < metrics[0]["temporal"]
+    assert metrics[-1]["learning_rate"] < metrics[10]["learning_rate"] == pytest.approx(3e-3)
+    run = json.loads((trained / "run.json").read_text())
+    assert run["config"]["training"] == json.loads(json.dumps(asdict(TRAINING)))
+
+
+def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: Any, tmp_path: Path) -> None:
+    config = TrainingConfig(tokens=1000, batch_tokens=100)
+    with pytest.raises(TsaeError, match=r"has the sites blocks\.1\.hook_resid_post, blocks\.2"):
+        train(store, PLANTED, training=config, progress=False)
+    with pytest.raises(TsaeError, match="no site 'nope'"):
+        train(store, PLANTED, training=replace(config, site="nope"), progress=False)
+    wild = replace(config, learning_rate=1e30, tokens=5000)
+    with pytest.raises(TsaeError, match="the loss is not finite at step"):
+        train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
+    assert not (tmp_path / "sae").exists()
+
+
+# --- evaluation
+
+
+def numbers_by_hand(
+    sae: TemporalSAE, texts: list[np.ndarray], limit: float = np.inf
+) -> tuple[dict[str, float], np.ndarray]:
+    """Every measure by loops over tokens and features, in float64."""
+    w = {name: value.double().numpy() for name, value in sae.state_dict().items()}
+    d_high = sae.config.d_high
+    errors, errors_high, squares, cosines, active, kept = [], [], [], [], [], []
+    fired, smooth = np.zeros(sae.config.d_sae, dtype=bool), []
+    for text in texts:
+        largest: dict[int, list[float]] = {}
+        previous: tuple[np.ndarray, np.ndarray] | None = None
+        alive = np.zeros(sae.config.d_sae, dtype=bool)
+        steps: list[np.ndarray] = []
+        for x in text.astype(np.float64):
+            pre = (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+            codes = np.where((pre > 0) & (pre > w["threshold"]), pre, 0)
+            if np.linalg.norm(x) > limit:
+                previous = None
+                continue
+            kept.append(x)
+            x_hat, x_high = codes @ w["W_dec"] + w["b_dec"], codes[:d_high] @ w["W_dec"][:d_high] + w["b_dec"]
+            errors.append(((x - x_hat) ** 2).sum())
+            errors_high.append(((x - x_high) ** 2).sum())
+            cosines.append(x @ x_hat / np.linalg.norm(x) / np.linalg.norm(x_hat))
+            active.append((codes > 0).sum())
+            alive |= codes > 0
+            if previous is not None:
+                steps.append(np.abs(codes - previous[1]) / np.linalg.norm(x - previous[0]))
+            previous = (x, codes)
+        fired |= alive
+        for feature in np.flatnonzero(alive):
+            largest[feature] = [step[feature] for step in steps]
+        high = [max(v) for f, v in largest.items() if f < d_high]
+        mean = [float(np.mean(v)) for f, v in largest.items() if f < d_high]
+        smooth.append((np.mean(high) if high else np.nan, np.mean([max(v) for v in largest.values()])))
+        squares.append(np.mean(mean) if mean else np.nan)
+    total = ((np.array(kept) - np.mean(kept, axis=0)) ** 2).sum()
+    return {
+        "fve": 1 - sum(errors) / total,
+        "fve_high": 1 - sum(errors_high) / total,
+        "cosine": float(np.mean(cosines)),
+        "l0": float(np.mean(active)),
+        "alive": float(fired.mean()),
+        "smoothness_high": float(np.nanmean([s[0] for s in smooth])),
+        "smoothness_all": float(np.nanmean([s[1] for s in smooth])),
+        "smoothness_high_mean": float(np.nanmean(squares)),
+    }, fired
+
+
+def test_evaluation_against_loops(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, _ = planted
+    sae = TemporalSAE.load(trained)
+    x = next(store.shards()).read("x.site", slice(None)).reshape(200, 30, D)
+    held_out = [x[i] for i in range(9, 200, 10)]
+    found = evaluate(sae, store)
+    assert (found.n_trajectories, found.n_tokens) == (20, 600)
+    for name, value in numbers_by_hand(sae, held_out)[0].items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+    everything = evaluate(sae, store, held_out=None)
+    assert everything.n_tokens == 6000
+    assert everything.fve == pytest.approx(numbers_by_hand(sae, list(x))[0]["fve"], rel=1e-4)
+    assert evaluate(sae, store, held_out=False).n_tokens == 5400
+
+
+def test_evaluation_leaves_outliers_out_without_bridging_them(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[:, 10] *= 50
+    x[:, 11] *= 50
+    x[3, 20] *= 50
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 12 * 30 - 25
+    limit = 10 * float(np.median(np.linalg.norm(x.reshape(-1, D), axis=1)))
+    for name, value in numbers_by_hand(sae, list(x), limit)[0].items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+
+
+def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
+    sae = TemporalSAE(store.d_model(SITE), SAEConfig(d_sae=32, k=2), site=SITE)
+    sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
+    by_reader = [evaluate(sae, store, held_out=None, reader=reader).fve for reader in store.readers]
+    assert by_reader[0] != by_reader[1]
+    assert evaluate(sae, store, held_out=None, max_trajectories=1).n_trajectories == 1
+    some = evaluate(sae, store, held_out=None, max_trajectories=100)
+    # 72 trajectories of each reader: the first hundred would be two thirds the base's.
+    first = evaluate(sae, store, held_out=None, max_trajectories=144)
+    assert first.n_trajectories == 144
+    assert some.n_trajectories == 100
+    assert some.fve == pytest.approx(first.fve, abs=0.05)
+
+
+def test_an_sae_in_which_nothing_is_active_is_measured(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    sae = TemporalSAE(D, PLANTED, site="x.site")
+    found = evaluate(sae, planted[0])
+    assert (found.l0, found.alive) == (0, 0)
+    assert math.isnan(found.smoothness_high)
+
+
+def test_saes_of_other_sites_and_widths_are_refused(store: ActivationStore, planted: Any) -> None:
+    other = TemporalSAE(16, PLANTED, site="blocks.0.hook_resid_post")
+    with pytest.raises(TsaeError, match=r"the SAE was trained at blocks\.0\.hook_resid_post, the store has blocks\.1"):
+        evaluate(other, store)
+    wide = TemporalSAE(32, PLANTED, site=SITE)
+    with pytest.raises(TsaeError, match=r"has d_model 16, the SAE expects 32") as error:
+        check_fits(wide, store)
+    assert str(store.path) in str(error.value)
+    fits = TemporalSAE(16, PLANTED, site=SITE)
+    with pytest.raises(TsaeError, match="no reader 'hard'"):
+        evaluate(fits, store, reader="hard")
+
+
+# sae_lens imports a deprecated module of transformer_lens.
+@pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+def test_sae_lens_gives_the_same_codes(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    from sae_lens import SAE
+
+    sae = TemporalSAE.load(trained)
+    config = {"d_in": D, "d_sae": 40, "architecture": "jumprelu", "apply_b_dec_to_input": True, "dtype": "float32"}
+    lens = SAE.from_dict({**config, "device": "cpu", "metadata": {}})
+    state = {k: v for k, v in sae.state_dict().items() if k != "threshold"}
+    lens.load_state_dict({**state, "threshold": sae.threshold.repeat(40)})
+    x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(None)))
+    codes = lens.encode(x)
+    assert (codes > 0).float().sum(1).mean() > 2
+    torch.testing.assert_close(sae.encode(x), codes, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sae.decode(sae.encode(x)), lens(x), atol=1e-5, rtol=1e-5)
+    found = evaluate(sae, planted[0], held_out=None)
+    variance = (x - x.mean(0)).pow(2).sum()
+    assert found.fve == pytest.approx(1 - ((x - lens(x)).pow(2).sum() / variance).item(), rel=1e-4)
+    assert found.l0 == pytest.approx((codes > 0).sum(1).float().mean().item(), rel=1e-5)
