@@ -17,6 +17,7 @@ from tsae.diff.contrasts import Contrast, Rows, contrast_bands, null_contrasts, 
 from tsae.diff.result import FeatureDiff
 from tsae.features.annotations import Annotator, annotate_tokens, responds_to, top_tokens
 from tsae.features.table import FeatureTable
+from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
 
 
@@ -60,6 +61,7 @@ def feature_diff(
         behaviours=behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed),
         info={
             "config": asdict(config),
+            "versions": versions(),
             "sae": features.info["sae"],
             "readers": [
                 {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}

@@ -76,6 +76,11 @@ class FeatureDiff:
         return float(self.info["config"]["q"])
 
     @property
+    def base(self) -> str:
+        """The checkpoint that the others are compared with: the first reader."""
+        return str(self.info["readers"][0]["id"])
+
+    @property
     def checkpoints(self) -> list[str]:
         """Checkpoints compared with the base."""
         return [reader["id"] for reader in self.info["readers"][1:]]

@@ -260,7 +260,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
 
 def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
     """Success − failure within problem: the clearest features of every band, as the base reads (its own) responses."""
-    base = views.base_of(diff)
+    base = diff.base
     bands = ["all", *views.bands_of(diff)]
     tables = {b: views.rows(diff, kind="outcome", checkpoint=base, band=b) for b in bands}
     top = {b: views.strongest(table, diff.q, n) for b, table in tables.items()}

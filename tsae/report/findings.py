@@ -42,7 +42,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
 
 def lead(diff: FeatureDiff) -> str:
     """One sentence: what was compared with what, on how much."""
-    base, runs = views.base_of(diff), views.final_checkpoints(diff)
+    base, runs = diff.base, views.final_checkpoints(diff)
     table = diff.behaviours
     everything = table[table.band == "all"] if not table.empty else table
     size = ""
@@ -72,7 +72,7 @@ def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
 
 
 def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    base = views.base_of(diff)
+    base = diff.base
     sentences = []
     accuracy = _accuracy_clauses(diff, base, checkpoint)
     if accuracy:
@@ -164,7 +164,7 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
 
 
 def _outcomes(diff: FeatureDiff) -> Finding | None:
-    base = views.base_of(diff)
+    base = diff.base
     sentences = []
     for band in ["all", *views.bands_of(diff)]:
         contrast = views.contrast(diff, kind="outcome", checkpoint=base, band=band)

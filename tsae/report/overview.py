@@ -64,7 +64,7 @@ def overview_caption(diff: FeatureDiff) -> str:
 
 def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str, str]]:
     """(label, behaviour, band): accuracy by band, other shares over everything."""
-    base = views.base_of(diff)
+    base = diff.base
     lines = []
     for name in views.behaviours_of(diff):
         if not views.is_share(diff, name):
@@ -124,7 +124,7 @@ def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: in
     # Beside each other the columns are wide enough for name and band on one line; stacked, on a narrow screen, not.
     between = "<br>" if columns == 1 else " · "
     lines = [f"<b>{figure_text(run, 28)}</b>" + (f"{between}trained on {figure_text(band, 16)}" if band else "")]
-    before, after = (views.behaviour(diff, p, "all", "response_length") for p in (views.base_of(diff), run))
+    before, after = (views.behaviour(diff, p, "all", "response_length") for p in (diff.base, run))
     if before is not None and after is not None:
         lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
     part = views.main_part(diff, run) or "total"
@@ -170,7 +170,7 @@ def _panel_title(figure: go.Figure, title: str, row: int) -> None:
 def _behaviours(
     figure: go.Figure, diff: FeatureDiff, run: str, lines: list[tuple[str, str, str]], row: int, column: int
 ) -> None:
-    base = views.base_of(diff)
+    base = diff.base
     cell = {"row": row, "col": column}
     lines_and_marks = []
     for y, (label, name, band) in enumerate(lines):
@@ -325,7 +325,7 @@ def _feature_axes(figure: go.Figure, families: list[_Row], limit: float, row: in
 
 
 def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
-    rows = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+    rows = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
     return views.strongest(rows, diff.q, _MAX_ROWS)
 
 
@@ -348,7 +348,7 @@ def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
     limit = 1.1 * max(max(abs(v) for v in views.standardised(r)) for t in tables.values() for _, r in t.iterrows())
     for position, band in enumerate(bands):
         row, column = position // columns + 1, position % columns + 1
-        full = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+        full = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
         _forest(figure, rows, full[full.q <= diff.q], row, column)
         _feature_axes(figure, rows, limit, row, column)
         figure.update_xaxes(title={"text": "← in failures   in successes →", "standoff": 4}, row=row, col=column)

@@ -87,7 +87,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
                 drawn,
                 "outcomes-figure",
                 figures.outcome_figure(diff),
-                f"Success − failure within problem, as {views.base_of(diff)} reads the responses: the clearest "
+                f"Success − failure within problem, as {diff.base} reads the responses: the clearest "
                 "features of every band. Problems whose responses all agree carry no such contrast and are left out; "
                 "how many is in the table.",
             )

@@ -71,10 +71,15 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
             "Rollouts",
             f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)",
         ),
-        ("Written with", html_text(", ".join(f"{name} {version}" for name, version in provenance.items()))),
+        ("Computed with", html_text(_listed(info.get("versions", {})) or "unknown versions")),
+        ("Written with", html_text(_listed(provenance))),
     ]
     listing = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
     return f"{readers}<dl>{listing}</dl>"
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _bands_text(diff: FeatureDiff) -> str:
@@ -290,7 +295,7 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
     for run in views.final_checkpoints(diff):
         queues.append([int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, _MAX_EXAMPLES).index])
     for band in ["all", *views.bands_of(diff)]:
-        found = views.rows(diff, kind="outcome", checkpoint=views.base_of(diff), band=band)
+        found = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
         queues.append([int(f) for f in views.strongest(found, diff.q, _MAX_EXAMPLES).index])
     chosen: dict[int, None] = dict.fromkeys(queues[0])
     for rank in range(_MAX_EXAMPLES):

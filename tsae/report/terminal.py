@@ -74,7 +74,7 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
 
 def outcome_text(diff: FeatureDiff, n: int) -> str:
     """Success − failure within problem on the base's trajectories, over all problems and per band."""
-    base = diff.info["readers"][0]["id"]
+    base = diff.base
     contrasts = diff.contrasts[(diff.contrasts.kind == "outcome") & (diff.contrasts.checkpoint == base)]
     lines = [f"Success − failure within problem, read by {base} (mean activation, interval, q)"]
     for contrast in contrasts.itertuples():
@@ -101,8 +101,8 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     lines = ["Before you believe it", f"  reconstruction (FVE) per reader: {readers}"]
     if evaluation is not None:
         lines.append(
-            f"  T-SAE on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, alive {evaluation.alive:.0%}, "
-            f"smoothness {evaluation.smoothness_high:.2f} (high-level), {evaluation.smoothness_all:.2f} (all)"
+            f"  T-SAE on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, "
+            f"alive {evaluation.alive:.0%}, smoothness {evaluation.smoothness_high:.2f} (high-level), {evaluation.smoothness_all:.2f} (all)"
         )
     null = diff.info["null"]
     for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):

@@ -26,10 +26,6 @@ _BEHAVIOUR_NAMES = {
 }
 
 
-def base_of(diff: FeatureDiff) -> str:
-    return str(diff.info["readers"][0]["id"])
-
-
 def final_checkpoints(diff: FeatureDiff) -> list[str]:
     """The last step of every run, in the series' order."""
     last: dict[str, tuple[int, str]] = {}

@@ -14,12 +14,15 @@ BEHAVIOURS = ("direct_answer", "skipped_steps")
 
 
 def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
-    """An annotator: one class per response token, such as "slipped result, scratchpad" or "wrong answer, direct"."""
+    """An annotator: one class per response token, such as "slipped result, scratchpad" or "answer, direct".
+
+    A wrong token within the scratchpad is a class of its own; right and wrong final answers are one.
+    """
     return [_name(label) for label in annotate(prompt, response)]
 
 
 def _name(label: TokenLabel) -> str:
-    fault = "" if label.correct is not False else "wrong " if label.role == "answer" else "slipped "
+    fault = "slipped " if label.correct is False and label.role != "answer" else ""
     return f"{fault}{label.role.replace('_', ' ')}, {label.style}"
 
 
