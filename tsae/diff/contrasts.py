@@ -8,7 +8,7 @@
     same_trajectories = E[f | 0, B] − E[f | 0, 0]  the base's trajectories, new reader
 
 total = policy + representation holds problem by problem. Shifts are split by band and by outcome; with an outcome,
-only problems that have such trajectories on both sides count.
+only problems that have such trajectories of both checkpoints count, in all three parts.
 
 *Outcome*: success − failure within problem, on what a checkpoint reads of its own trajectories (of all trajectories,
 where it sampled none). Problems where all rollouts agree carry no contrast and are counted.
@@ -134,7 +134,10 @@ def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> I
                 for outcome in ("all", "success", "failure"):
                     a = rows.pick(reader_a, policy_a, band, outcome)
                     b = rows.pick(reader_b, policy_b, band, outcome)
-                    yield _paired(rows, a, b, config, reader, part, band, outcome)
+                    # Both sides of the representation part are the checkpoint's trajectories; it is drawn over the
+                    # problems of the other two parts, or they would not add up.
+                    among = rows.pick(base, base, band, outcome) if part == "representation" else b
+                    yield _paired(rows, a, b, config, reader, part, band, outcome, among=rows.problem[among])
 
 
 def _paired(
@@ -146,8 +149,13 @@ def _paired(
     part: str,
     band: str,
     outcome: str,
+    *,
+    among: np.ndarray | None = None,
 ) -> Contrast:
+    """Side a − side b over the problems that both sides have, and that are `among` those given."""
     both = np.intersect1d(rows.problem[a], rows.problem[b])
+    if among is not None:
+        both = np.intersect1d(both, among)
     left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
     if len(both) < config.min_problems:

@@ -1,0 +1,529 @@
+"""The feature diff: its statistics against enumeration and scipy, its contrasts against loops, its error rates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from builders import EOS, feature_table
+from scipy.stats import false_discovery_control, spearmanr
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Rows, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.diff import feature_diff
+from tsae.diff.result import FeatureDiff
+from tsae.diff.statistics import (
+    benjamini_hochberg,
+    bootstrap_interval,
+    group_difference,
+    outcome_inference,
+    paired_inference,
+)
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.rollouts.table import Rollouts
+
+KINDS = {"n_bootstrap": 200, "n_permutations": 1000, "confidence": 0.95, "seed": 0}
+
+
+# --- statistics
+
+
+def test_q_values_agree_with_scipy() -> None:
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 7, 500):
+        p = rng.uniform(size=n) ** 3
+        np.testing.assert_allclose(benjamini_hochberg(p), false_discovery_control(p), rtol=1e-12)
+    ties = np.array([0.01, 0.01, 0.5, 0.5, 1.0])
+    np.testing.assert_allclose(benjamini_hochberg(ties), false_discovery_control(ties))
+
+
+@pytest.mark.parametrize("n", [5, 9])
+def test_sign_flips_approach_full_enumeration(n: int) -> None:
+    rng = np.random.default_rng(n)
+    differences = rng.normal(0.4, 1, size=(n, 12))
+    differences[:, 0] = 1.0  # all alike: only the two uniform arrangements are as extreme
+    differences[:, 1] = rng.integers(-2, 3, size=n)  # with ties
+    signs = np.array(list(itertools.product((1, -1), repeat=n)))
+    means = np.abs(signs @ differences / n)
+    exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
+    draws = 40_000
+    found = paired_inference(differences, **{**KINDS, "n_permutations": draws}).p
+    assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
+    assert exact[0] == 2 / 2**n
+
+
+def test_label_permutations_approach_full_enumeration() -> None:
+    """Three problems of unequal size, one success of four in one of them."""
+    rng = np.random.default_rng(1)
+    success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
+    problem = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    values = rng.exponential(size=(9, 10))
+    values[:, 0] = success  # the most extreme arrangement there is
+
+    def statistic(labels: np.ndarray) -> np.ndarray:
+        parts = [values[(problem == i) & labels].mean(0) - values[(problem == i) & ~labels].mean(0) for i in range(3)]
+        return np.mean(parts, axis=0)
+
+    arrangements = []
+    groups = [np.flatnonzero(problem == i) for i in range(3)]
+    for chosen in itertools.product(*(itertools.combinations(g, int(success[g].sum())) for g in groups)):
+        labels = np.zeros(9, dtype=bool)
+        labels[list(itertools.chain(*chosen))] = True
+        arrangements.append(statistic(labels))
+    assert len(arrangements) == 4 * 3 * 2
+    exact = (np.abs(arrangements) >= np.abs(statistic(success)) - 1e-12).mean(0)
+    shuffled = rng.permutation(9)  # rows come in any order
+    draws = 40_000
+    found = outcome_inference(
+        values[shuffled], success[shuffled], problem[shuffled], **{**KINDS, "n_permutations": draws}
+    )
+    np.testing.assert_allclose(found.difference, statistic(success))
+    assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
+    # d over the three problems' differences.
+    each = np.array([statistic_of(values, success, problem == i) for i in range(3)])
+    np.testing.assert_allclose(found.d, each.mean(0) / np.where(each.std(0, ddof=1) > 0, each.std(0, ddof=1), np.inf))
+
+
+def statistic_of(values: np.ndarray, success: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return values[rows & success].mean(0) - values[rows & ~success].mean(0)
+
+
+def test_p_is_never_zero_and_never_nan() -> None:
+    differences = np.stack([np.full(40, 3.0), np.zeros(40), np.r_[1e-30, np.zeros(39)]], axis=1)
+    found = paired_inference(differences, **KINDS)
+    assert found.p[0] == 1 / 1001
+    assert found.p[1] == 1
+    for name in ("difference", "low", "high", "d", "p", "q"):
+        assert np.isfinite(getattr(found, name)).all(), name
+    assert found.d[:2].tolist() == [0, 0]  # nothing varies: no standardised effect
+
+
+def test_bootstrap_intervals_cover() -> None:
+    """400 features are 400 independent repetitions with true mean 1 over 40 problems."""
+    differences = np.random.default_rng(0).normal(1, 2, size=(40, 400))
+    low, high = bootstrap_interval(differences, 1000, 0.9, 0)
+    covered = ((low <= 1) & (high >= 1)).mean()
+    assert 0.84 <= covered <= 0.94
+    width = (high - low).mean()
+    assert width == pytest.approx(2 * 1.645 * 2 / np.sqrt(40), rel=0.1)
+    narrow_low, narrow_high = bootstrap_interval(differences, 1000, 0.5, 0)
+    assert (narrow_high - narrow_low).mean() < 0.6 * width
+
+
+def test_group_differences_against_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    values, problem = rng.random((30, 4)), rng.integers(0, 6, size=30)
+    a, b = np.arange(0, 30, 2), np.arange(1, 30, 2)
+    both = np.intersect1d(problem[a], problem[b])[1:]
+    found = group_difference(sp.csr_array(values), a, b, problem, both)
+    for i, code in enumerate(both):
+        expected = values[[r for r in a if problem[r] == code]].mean(0) - values[
+            [r for r in b if problem[r] == code]
+        ].mean(0)
+        np.testing.assert_allclose(found[i], expected, rtol=1e-6)
+
+
+# --- a world with known truth
+
+
+def world(
+    *,
+    n_problems: int = 30,
+    n_samples: int = 4,
+    n_features: int = 40,
+    seed: int = 0,
+    shift: np.ndarray | float = 0.0,
+    outcome: np.ndarray | float = 0.0,
+    success_rate: float = 0.5,
+    bands: bool = False,
+    drop: Any = None,
+) -> FeatureTable:
+    """Features of one-token responses: a problem's level, which all its trajectories share, noise, and effects.
+
+    Args:
+        shift: added on trajectories of the run as the run reads them, (n_features,).
+        outcome: added on successes, (n_features,).
+        bands: the first third of the problems is easy, and so on.
+        drop: (policy, problem) -> leave these trajectories out.
+    """
+    rng = np.random.default_rng(seed)
+    level = rng.normal(3, 1, size=(n_problems, n_features))
+    records, effects = [], []
+    for policy in ("base", "run"):
+        for problem in range(n_problems):
+            for _ in range(n_samples):
+                right = bool(rng.random() < success_rate)
+                if drop is not None and drop(policy, problem):
+                    continue
+                records.append(
+                    {
+                        "problem_id": f"p{problem}",
+                        "policy": policy,
+                        "prompt_ids": [1],
+                        "response_ids": [2, EOS],
+                        "outcome": "success" if right else "failure",
+                        "band": ("easy", "medium", "hard")[problem * 3 // n_problems] if bands else None,
+                    }
+                )
+                effects.append(level[problem] + outcome * right)
+    rollouts = Rollouts.from_records(records)
+    policy = np.array([r["policy"] for r in records])
+    read = {"base": np.arange(len(records)), "run": np.arange(len(records))}
+    codes = []
+    for reader in ("base", "run"):
+        for row in read[reader]:
+            moved = shift * (reader == "run") * (policy[row] == "run")
+            value = np.maximum(effects[row] + moved + 0.7 * rng.normal(size=n_features), 0)
+            codes += [np.zeros(n_features), value, np.full(n_features, 9.0)]  # prompt, response, <eos>
+    return feature_table(rollouts, np.array(codes), list(read.items()))
+
+
+QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000)
+
+
+def drawn(table: FeatureTable, config: DiffConfig = QUICK) -> dict[tuple[str, str, str, str], Any]:
+    rows = Rows.of(table, config)
+    both = itertools.chain(shift_contrasts(table, rows, config), outcome_contrasts(table, rows, config))
+    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in both}
+
+
+def mean_of(table: FeatureTable, reader: str, policy: str, band: str = "all", outcome: str = "all") -> dict[str, Any]:
+    """Problem -> mean over its trajectories of the response token's codes, by a loop."""
+    by_problem: dict[str, list[np.ndarray]] = {}
+    for row in range(table.n_rows):
+        record = table.rollouts.table.slice(int(table.trajectory[row]), 1).to_pylist()[0]
+        if table.readers[table.reader[row]] != reader or record["policy"] != policy:
+            continue
+        if band not in ("all", record["band"]) or outcome not in ("all", record["outcome"]):
+            continue
+        code = table.codes[[int(table.row_offsets[row]) + 1]].toarray()[0]
+        by_problem.setdefault(record["problem_id"], []).append(code)
+    return {problem: np.mean(codes, axis=0, dtype=np.float64) for problem, codes in by_problem.items()}
+
+
+SIDES = {
+    "total": (("run", "run"), ("base", "base")),
+    "policy": (("base", "run"), ("base", "base")),
+    "representation": (("run", "run"), ("base", "run")),
+    "same_trajectories": (("run", "base"), ("base", "base")),
+}
+
+
+@pytest.mark.parametrize("outcome", ["all", "success", "failure"])
+@pytest.mark.parametrize("band", ["all", "medium"])
+def test_shifts_against_a_loop_and_their_parts_add_up(band: str, outcome: str) -> None:
+    shift = np.linspace(-1, 1, 6)
+    table = world(n_problems=60, n_features=6, shift=shift, outcome=0.3, bands=True, success_rate=0.3, n_samples=3)
+    contrasts = drawn(table)
+    # The parts are over the same problems, those that have such trajectories of base and run.
+    ours = mean_of(table, "base", "base", band, outcome).keys() & mean_of(table, "run", "run", band, outcome).keys()
+    for part, (a, b) in SIDES.items():
+        contrast = contrasts["run", part, band, outcome]
+        left, right = mean_of(table, *a, band, outcome), mean_of(table, *b, band, outcome)
+        problems = sorted((left.keys() & right.keys()) if part == "same_trajectories" else ours)
+        assert contrast.n_problems == len(problems)
+        if part != "same_trajectories":
+            assert contrast.n_left_out == len((left.keys() | right.keys()) - set(problems))
+        np.testing.assert_allclose(contrast.mean_a, np.mean([left[p] for p in problems], axis=0), rtol=1e-5)
+        np.testing.assert_allclose(contrast.mean_b, np.mean([right[p] for p in problems], axis=0), rtol=1e-5)
+        assert contrast.feature.tolist() == list(range(6))
+    total, policy, representation = (contrasts["run", p, band, outcome].inference for p in list(SIDES)[:3])
+    np.testing.assert_allclose(total.difference, policy.difference + representation.difference, atol=1e-6)
+
+
+def test_outcome_contrasts_count_problems_that_carry_none() -> None:
+    table = world(n_problems=20, n_samples=3, n_features=5, outcome=1.0)
+    contrast = drawn(table)["run", "success_minus_failure", "all", "all"]
+    frame = table.rollouts.frame
+    mixed = frame[frame.policy == "run"].groupby("problem_id").outcome.nunique() == 2
+    assert contrast.n_problems == mixed.sum() > 5
+    assert contrast.n_left_out == (~mixed).sum() > 0
+    right, wrong = (mean_of(table, "run", "run", outcome=o) for o in ("success", "failure"))
+    expected = np.mean([right[p] - wrong[p] for p in mixed[mixed].index], axis=0)
+    np.testing.assert_allclose(contrast.inference.difference, expected, rtol=1e-5)
+    assert (contrast.inference.q < 0.05).all()
+
+
+def test_unknown_outcomes_are_left_out() -> None:
+    table = world(n_problems=12, n_features=3, outcome=1.0)
+    outcome = table.rollouts.table["outcome"].to_pylist()
+    hidden = ["unknown" if i % 4 == 0 else o for i, o in enumerate(outcome)]
+    partly = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("outcome", hidden)})
+    right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
+    both = sorted(right.keys() & wrong.keys())
+    contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
+    assert contrast.n_problems == len(both)
+    np.testing.assert_allclose(
+        contrast.inference.difference, np.mean([right[p] - wrong[p] for p in both], axis=0), rtol=1e-5
+    )
+
+
+def test_special_and_prompt_tokens_do_not_count() -> None:
+    """Every <eos> carries 9 and every prompt 0: a response's mean is that of its one other token."""
+    table = world(n_features=4)
+    means = table.row_means("response").toarray()
+    np.testing.assert_allclose(means, table.codes.toarray()[1::3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "note"),
+    [
+        ({"n_problems": 1}, ("run", "total", "all", "all"), "1 problems have such trajectories on both sides; 5 are"),
+        (
+            {"n_problems": 1},
+            ("run", "success_minus_failure", "all", "all"),
+            "problems have both outcomes; 5 are needed",
+        ),
+        ({"success_rate": 0.0}, ("run", "success_minus_failure", "all", "all"), "0 problems have both outcomes"),
+        ({"success_rate": 0.0}, ("run", "total", "all", "success"), "0 problems have such trajectories"),
+        ({"success_rate": 1.0}, ("base", "success_minus_failure", "all", "all"), "0 problems have both outcomes"),
+        ({"shift": -99.0, "outcome": -99.0}, ("run", "total", "all", "success"), "no feature is active"),
+    ],
+)
+def test_what_cannot_be_contrasted_is_refused_with_a_note(
+    changes: dict[str, Any], key: tuple[str, str, str, str], note: str
+) -> None:
+    contrast = drawn(world(n_features=4, **changes))[key]
+    assert contrast.inference is None
+    assert note in contrast.note
+    assert len(contrast.feature) == 0
+
+
+def test_features_that_are_never_active_are_not_tested() -> None:
+    table = world(n_features=6)
+    codes = table.codes.toarray()
+    codes[:, 2] = 0
+    codes[:, 4] = 0
+    codes[1:12:3, 4] = 1.0  # active in one problem only
+    sparse = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes)})
+    assert drawn(sparse)["run", "total", "all", "all"].feature.tolist() == [0, 1, 3, 5]
+    silent = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes.shape, dtype=np.float32)})
+    diff = feature_diff(silent, QUICK, progress=False)
+    assert set(diff.contrasts.note) == {"no feature is active in enough problems"}
+    assert diff.shifts.empty
+    assert diff.table().empty
+    assert set(diff.features.responds_to) == {"never active"}
+    assert np.isfinite(diff.features.length_correlation).all()
+
+
+def test_an_empty_band_is_refused_by_name() -> None:
+    with pytest.raises(TsaeError, match="no problem is in the band 'hard'; the rollouts have no bands"):
+        feature_diff(world(n_features=3), DiffConfig(bands=("hard",)), progress=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"n_bootstrap": 99}, {"n_permutations": 50}, {"q": 0.0}, {"q": 1.0}, {"confidence": 1.0}, {"min_problems": 1}],
+)
+def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(TsaeError, match=next(iter(config))):
+        DiffConfig(**config)
+
+
+# --- error rates
+
+
+def false_share(found: np.ndarray, planted: np.ndarray) -> float:
+    return float((found & ~planted).sum() / max(found.sum(), 1))
+
+
+def error_rates(repeats: int, **effects: Any) -> dict[str, dict[str, float]]:
+    """Mean share of false discoveries and of planted features found, over repeats, of shifts and outcome effects."""
+    planted = np.zeros(40, dtype=bool)
+    planted[:10] = True
+    shares: dict[str, list[tuple[float, float]]] = {"shift": [], "outcome": []}
+    for seed in range(repeats):
+        table = world(
+            n_problems=20,
+            seed=seed,
+            **{name: np.where(planted, size * (-1.0) ** np.arange(40), 0) for name, size in effects.items()},
+        )
+        config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
+        rows = Rows.of(table, config)
+        shift = next(c for c in shift_contrasts(table, rows, config) if c.part == "total")
+        outcome = next(c for c in outcome_contrasts(table, rows, config) if c.checkpoint == "run")
+        for name, contrast in (("shift", shift), ("outcome", outcome)):
+            assert contrast.inference is not None
+            found = np.zeros(40, dtype=bool)
+            found[contrast.feature] = contrast.inference.q <= 0.05
+            assert contrast.inference.p.min() >= 1 / 1001
+            assert np.isfinite(contrast.inference.p).all()
+            truth = planted if name in effects else np.zeros(40, dtype=bool)
+            shares[name].append((false_share(found, truth), float(found[truth].mean()) if truth.any() else 0.0))
+    return {
+        name: {
+            "false": float(np.mean([s[0] for s in pairs])),
+            "error": float(np.std([s[0] for s in pairs]) / np.sqrt(repeats)),
+            "found": float(np.mean([s[1] for s in pairs])),
+        }
+        for name, pairs in shares.items()
+    }
+
+
+def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
+    found = error_rates(100, shift=0.8, outcome=1.0)
+    for name in ("shift", "outcome"):
+        assert found[name]["false"] <= 0.05 + 2 * found[name]["error"], (name, found)
+        assert found[name]["found"] > 0.6, (name, found)
+
+
+def test_nothing_is_found_where_there_is_nothing() -> None:
+    """The false share of a null world is the chance of finding anything at all."""
+    found = error_rates(100)
+    for name in ("shift", "outcome"):
+        assert found[name]["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 100), (name, found)
+
+
+@pytest.mark.slow
+def test_error_rates_over_many_worlds() -> None:
+    planted, null = error_rates(300, shift=0.8, outcome=1.0), error_rates(300)
+    for found in (planted, null):
+        for name in ("shift", "outcome"):
+            assert found[name]["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 300), (name, found)
+
+
+def test_trajectories_are_not_taken_for_independent() -> None:
+    """Problem levels differ between the sides' problems only by chance; a test over trajectories would find shifts."""
+    rng = np.random.default_rng(0)
+    p = []
+    for _ in range(40):
+        # Ten problems, whose differences all eight trajectories share.
+        differences = rng.normal(size=(10, 25))
+        p.append(paired_inference(differences, **KINDS).p)
+    assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
+
+
+def test_the_null_is_measured_on_the_base() -> None:
+    table = world(shift=2.0, outcome=1.5, n_samples=6)
+    config = DiffConfig(n_bootstrap=100, n_permutations=1000)
+    null = null_contrasts(table, Rows.of(table, config), config, repeats=6)
+    assert null["shift_tested"] == null["outcome_tested"] == 40
+    assert null["shift_discoveries"] < 3
+    assert null["outcome_discoveries"] < 3
+    contrasts = drawn(table)
+    assert (contrasts["base", "success_minus_failure", "all", "all"].inference.q < 0.05).sum() == 40
+
+
+# --- the answer
+
+
+@pytest.fixture(scope="module")
+def diff() -> FeatureDiff:
+    table = world(shift=np.linspace(-1.5, 1.5, 10), n_features=10, outcome=0.5, bands=True)
+    return feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
+
+
+def test_the_diff_reproduces(diff: FeatureDiff) -> None:
+    table = world(shift=np.linspace(-1.5, 1.5, 10), n_features=10, outcome=0.5, bands=True)
+    again = feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
+    pd.testing.assert_frame_equal(again.shifts, diff.shifts)
+    pd.testing.assert_frame_equal(again.contrasts, diff.contrasts)
+
+
+def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
+    numbers = diff.shifts[["mean", "reference", "difference", "low", "high", "d", "p", "q"]]
+    assert np.isfinite(numbers.to_numpy()).all()
+    assert (diff.shifts.p > 0).all()
+    assert (diff.shifts.q >= diff.shifts.p - 1e-12).all()
+    inside = (diff.shifts.low <= diff.shifts.difference) & (diff.shifts.difference <= diff.shifts.high)
+    assert inside.mean() > 0.99
+    np.testing.assert_allclose(diff.shifts["mean"] - diff.shifts.reference, diff.shifts.difference, atol=1e-6)
+    for keys, group in diff.shifts.groupby(["kind", "checkpoint", "part", "band", "outcome"]):
+        np.testing.assert_allclose(group.q, false_discovery_control(group.p))
+        contrast = diff.contrasts.set_index(["kind", "checkpoint", "part", "band", "outcome"]).loc[keys]
+        assert contrast.n_tested == len(group)
+        assert contrast.n_discoveries == (group.q <= 0.05).sum()
+    assert set(diff.contrasts.band) == {"all", "easy", "medium", "hard"}
+    assert diff.info["causally_tested"] is False
+    assert diff.checkpoints == ["run"]
+
+
+def test_rows_are_selected(diff: FeatureDiff) -> None:
+    total = diff.table(kind="shift", part="total", band="all", outcome="all")
+    assert total.feature.tolist() == list(range(10))
+    assert (total.difference.to_numpy()[[0, 9]] * [-1, 1] > 0.5).all()
+    top = diff.top(3)
+    assert top.d.abs().tolist() == sorted(total[total.q <= 0.05].d.abs(), reverse=True)[:3]
+    assert (diff.table(discoveries=True).q <= 0.05).all()
+    assert set(diff.feature(4).feature) == {4}
+    with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
+        diff.feature(10)
+    with pytest.raises(TsaeError, match="no column 'bands'"):
+        diff.table(bands="all")
+
+
+def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
+    other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference)
+    both = FeatureDiff(**{**diff.__dict__, "shifts": pd.concat([diff.shifts, other], ignore_index=True)})
+    raised = diff.table(discoveries=True, kind="shift", part="total", band="all", outcome="all")
+    raised = raised[raised.difference > 0]
+    found = both.opposed("run", "other")
+    assert sorted(found.index) == sorted(raised.feature)
+    assert found.strength.is_monotonic_decreasing
+    assert both.opposed("run", "run").empty
+
+
+def test_a_diff_is_saved_and_loaded(diff: FeatureDiff, tmp_path: Path) -> None:
+    loaded = FeatureDiff.load(diff.save(tmp_path / "diff"))
+    for name in ("shifts", "contrasts"):  # the base has no run: None here, NaN there
+        a, b = (getattr(d, name).fillna({"run": ""}).astype({"run": object}) for d in (loaded, diff))
+        pd.testing.assert_frame_equal(a, b, check_dtype=False)
+    pd.testing.assert_frame_equal(
+        loaded.features.drop(columns="top_tokens"), diff.features.drop(columns="top_tokens"), check_dtype=False
+    )
+    assert [list(t) for t in loaded.features.top_tokens] == [list(t) for t in diff.features.top_tokens]
+    assert loaded.info == json.loads(json.dumps(diff.info, default=float))
+    assert loaded.q == 0.05
+    (tmp_path / "diff" / "shifts.parquet").unlink()
+    with pytest.raises(TsaeError, match=r"holds no shifts\.parquet"):
+        FeatureDiff.load(tmp_path / "diff")
+
+
+def test_length_is_shown_as_a_confound() -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for row in range(60):
+        length = int(rng.integers(1, 15))
+        records.append(
+            {
+                "problem_id": f"p{row % 20}",
+                "policy": "base",
+                "prompt_ids": [1],
+                "response_ids": [2] * length,
+                "outcome": "success" if row % 3 else "failure",
+            }
+        )
+    rollouts = Rollouts.from_records(records)
+    lengths = rollouts.lengths("response_ids")
+    noise = rng.random(60)
+    codes = [np.repeat([[length, noise[row], 15.0 - length]], length + 1, axis=0) for row, length in enumerate(lengths)]
+    table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(60))])
+    found = feature_diff(table, QUICK, progress=False).features.length_correlation
+    assert found[[0, 2]].tolist() == pytest.approx([1, -1])
+    assert found[1] == pytest.approx(spearmanr(noise, lengths).statistic, abs=1e-6)
+
+
+def test_badly_reconstructed_readers_are_flagged() -> None:
+    table = world(n_features=3)
+    table.info["readers"][1]["fve"] = 0.3
+    readers = feature_diff(table, QUICK, progress=False).info["readers"]
+    assert [reader["flagged"] for reader in readers] == [False, True]
+
+
+def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
+    """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
+    table = world(n_features=4)
+    policy = ["gpt" if p == "base" else "claude" for p in table.rollouts.table["policy"].to_pylist()]
+    foreign = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("policy", policy)})
+    contrasts = drawn(foreign)
+    assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
+    contrast = contrasts["run", "same_trajectories", "all", "all"]
+    assert contrast.n_problems == 30
+    assert (contrast.inference.q > 0.05).sum() >= 3
