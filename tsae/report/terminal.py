@@ -102,7 +102,8 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     if evaluation is not None:
         lines.append(
             f"  T-SAE on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, "
-            f"alive {evaluation.alive:.0%}, smoothness {evaluation.smoothness_high:.2f} (high-level), {evaluation.smoothness_all:.2f} (all)"
+            f"alive {evaluation.alive:.0%}, smoothness {evaluation.smoothness_high:.2f} (high-level), "
+            f"{evaluation.smoothness_all:.2f} (all)"
         )
     null = diff.info["null"]
     for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
