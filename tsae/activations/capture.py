@@ -250,12 +250,12 @@ def _raise_not_finite(
             f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
             f"(trajectory {row}, problem {problem})",
             where=checkpoint.path,
-            fix="Store bfloat16 or float32 (--config.dtype).",
+            fix="Store bfloat16 or float32 (--dtype).",
         )
     raise TsaeError(
         f"activations at {site} are not finite while reader {checkpoint.id} reads trajectory {row} (problem {problem})",
         where=checkpoint.path,
-        fix="Check that checkpoint's weights, or compute in float32 (--config.model-dtype float32).",
+        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
     )
 
 

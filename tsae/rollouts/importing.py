@@ -57,7 +57,7 @@ def import_text(path: str | Path, checkpoint: Checkpoint, config: ImportConfig |
             raise TsaeError(
                 f"has no text in {' and '.join(missing)}; its columns are {', '.join(row)}",
                 where=where,
-                fix="Name the columns that hold the prompt and the response (--columns.prompt, --columns.response).",
+                fix="Name the columns that hold the prompt and the response (--prompt, --response).",
             )
         prompt, response = row[config.prompt], row[config.response]
         reward, answer = _reward(row, config.reward, where), str(row.get(config.answer, ""))

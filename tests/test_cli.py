@@ -1,0 +1,315 @@
+"""The command line: every stage from the files of the one before, and errors of one paragraph."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import BOS, EOS, SHARED, make_rollouts, save_model, save_perturbed, save_series
+from safetensors.torch import load_file, save_file
+
+import tsae
+from tsae.cli import main
+from tsae.rollouts.problems import Problem, write_problems
+
+COMMANDS = [
+    [],
+    ["demo"],
+    ["rollouts"],
+    ["rollouts", "sample"],
+    ["rollouts", "import"],
+    ["rollouts", "bands"],
+    ["capture"],
+    ["train"],
+    ["evaluate"],
+    ["encode"],
+    ["diff"],
+    ["report"],
+]
+SITE = "blocks.1.hook_resid_post"
+
+
+def lucky(response: str, answer: str) -> bool:
+    """A verifier that a random model passes now and then."""
+    return len(response) % 2 == 0
+
+
+def classes(prompt: str, response: Any) -> list[str]:
+    return ["digit" if token.isdigit() else "other" for token in response]
+
+
+def run(*args: object) -> None:
+    main([str(a) for a in args])
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The message of a command that a user can put right: status 2 and one paragraph."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(*args)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    paragraphs = [line for line in said.splitlines() if line.startswith("tsae: ")]
+    assert len(paragraphs) == 1
+    return paragraphs[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: {' '.join(['tsae', *command])}" in capsys.readouterr().out
+
+
+def test_options_that_errors_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    named = {
+        option
+        for file in Path(tsae.__file__).parent.rglob("*.py")
+        for option in re.findall(r"\((--[a-z][a-z.-]*)|, (--[a-z][a-z.-]*)\)", file.read_text(encoding="utf-8"))
+        for option in option
+        if option
+    }
+    assert "--dtype" in named
+    helps = ""
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        helps += capsys.readouterr().out
+    offered = set(re.findall(r"--[a-z][a-z.-]*", helps))
+    assert named <= offered
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the stages wrote, from two tiny random checkpoints."""
+    to = tmp_path_factory.mktemp("pipeline")
+    save_model(to / "series" / "base")
+    save_perturbed(to / "series" / "base", to / "series" / "run-5", amount=0.15)
+    records = [{"id": "base", "path": "base"}, {"id": "run-5", "path": "run-5", "run": "medium", "step": 5}]
+    save_series(to / "series", records)
+    write_problems(tsae.testbed.generate_problems("medium", 24, 0), to / "problems.jsonl")
+    sample = ("rollouts", "sample", "--series", to / "series", "--problems", to / "problems.jsonl")
+    sample = (*sample, "--verifier", "test_cli:lucky", "--n-samples", 6, "--max-new-tokens", 16, "--batch-size", 72)
+    run(*sample, "--to", to / "raw.parquet")
+    run("rollouts", "bands", "--rollouts", to / "raw.parquet", "--to", to / "rollouts.parquet", "--reference", "base",
+        "--easy", 0.6, "--hard", 0.4)  # fmt: skip
+    run("capture", "--series", to / "series", "--rollouts", to / "rollouts.parquet", "--to", to / "acts")
+    run("train", "--store", to / "acts", "--to", to / "sae", "--d-sae", 32, "--k", 4, "--tokens", 60_000,
+        "--batch-tokens", 512)  # fmt: skip
+    run("encode", "--sae", to / "sae", "--store", to / "acts", "--to", to / "features")
+    run("diff", "--features", to / "features", "--to", to / "diff", "--tokenizer", to / "series",
+        "--annotator", "test_cli:classes", "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
+    run("report", "--diff", to / "diff", "--features", to / "features", "--to", to / "report.html", "--title", "Tiny")
+    return to
+
+
+def test_every_stage_wrote_what_the_next_reads(pipeline: Path) -> None:
+    rollouts = tsae.Rollouts.read(pipeline / "rollouts.parquet")
+    assert rollouts.policies == ["base", "run-5"]
+    assert len(rollouts) == 2 * 24 * 6
+    assert set(rollouts.frame.band) == {"easy", "medium", "hard"}
+    assert rollouts.frame.advantage.notna().all()
+    store = tsae.ActivationStore(pipeline / "acts")
+    assert store.sites == [SITE]
+    assert store.readers == ["base", "run-5"]
+    features = tsae.FeatureTable.load(pipeline / "features")
+    assert features.n_rows == 288 + 288
+    diff = tsae.FeatureDiff.load(pipeline / "diff", features=features)
+    assert diff.checkpoints == ["run-5"]
+    assert set(diff.shifts.kind) == {"shift", "outcome"}
+    assert set(diff.features.responds_to) <= {"digit", "other", "prompt", "never active", "rare tokens"}
+    assert (diff.table(kind="shift", part="total", band="all", outcome="all").q <= 0.05).any()
+    for folder in ("acts", "sae", "features"):
+        record = json.loads((pipeline / folder / "run.json").read_text())
+        assert record["versions"]["torch"] == torch.__version__
+    assert not list(pipeline.rglob("*.tmp"))
+
+
+def test_the_report_opens_without_a_network(pipeline: Path) -> None:
+    page = (pipeline / "report.html").read_text(encoding="utf-8")
+    assert "<title>Tiny" in page
+    assert "run-5" in page
+    markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert len(markup) < len(page)
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", markup)
+    assert not re.search(r"<script[^>]*\ssrc", page)
+
+
+def test_evaluation_prints_every_measure(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    run("evaluate", "--sae", pipeline / "sae", "--store", pipeline / "acts", "--reader", "run-5")
+    said = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    expected = tsae.evaluate(pipeline / "sae", pipeline / "acts", reader="run-5")
+    assert float(said["fve"]) == pytest.approx(expected.fve, abs=1e-4)
+    assert said["n tokens"] == f"{expected.n_tokens:,}"
+    assert len(said) == len(expected.__dict__)
+
+
+def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) -> None:
+    run("capture", "--series", pipeline / "series", "--rollouts", pipeline / "rollouts.parquet", "--to", tmp_path / "a")
+    for file in (pipeline / "acts").rglob("*.h5"):
+        assert (tmp_path / "a" / file.relative_to(pipeline / "acts")).read_bytes() == file.read_bytes()
+    run("encode", "--sae", pipeline / "sae", "--store", tmp_path / "a", "--to", tmp_path / "features")
+    run("diff", "--features", tmp_path / "features", "--to", tmp_path / "diff", "--tokenizer", pipeline / "series",
+        "--annotator", "test_cli:classes", "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
+    for name in ("shifts.parquet", "contrasts.parquet", "diff.json"):
+        assert (tmp_path / "diff" / name).read_bytes() == (pipeline / "diff" / name).read_bytes()
+
+
+def test_a_log_is_imported_and_its_tokenizer_remembered(pipeline: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"q": "1+1?", "a": "#2", "ok": True}) + "\n")
+    run("rollouts", "import", "--log", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
+        "--prompt", "q", "--response", "a", "--correct", "ok", "--default-policy", "gpt")  # fmt: skip
+    found = tsae.Rollouts.read(tmp_path / "in.parquet")
+    assert found.policies == ["gpt"]
+    assert found.info == {"tokenizer": tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]}
+
+
+# --- errors
+
+
+def copied(pipeline: Path, tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(pipeline / name, tmp_path / name))
+
+
+def test_a_checkpoint_without_tokenizer_or_weights(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, message in (("tokenizer.json", "holds no tokenizer"), ("model.safetensors", "holds no weights")):
+        series = tmp_path / file / "series"
+        shutil.copytree(pipeline / "series", series)
+        (series / "run-5" / file).unlink()
+        said = fails(capsys, "capture", "--series", series, "--rollouts", pipeline / "rollouts.parquet",
+                     "--to", tmp_path / "acts")  # fmt: skip
+        assert message in said
+        assert str(series / "run-5") in said
+        assert not (tmp_path / "acts").exists()
+        said = fails(capsys, "rollouts", "sample", "--series", series, "--problems", pipeline / "problems.jsonl",
+                     "--to", tmp_path / "r.parquet", "--n-samples", 1, "--max-new-tokens", 2)  # fmt: skip
+        assert message in said
+        assert not (tmp_path / "r.parquet").exists()
+
+
+def test_a_rollouts_file_with_missing_columns(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pipeline / "rollouts.parquet").drop_columns(["response_ids", "outcome"])
+    pq.write_table(table, tmp_path / "bad.parquet")
+    for command in (("capture", "--series", pipeline / "series"), ("rollouts", "bands")):
+        said = fails(capsys, *command, "--rollouts", tmp_path / "bad.parquet", "--to", tmp_path / "out")
+        assert f"{tmp_path / 'bad.parquet'}: lacks the columns response_ids, outcome" in said
+        assert not (tmp_path / "out").exists()
+
+
+def test_trajectories_of_another_tokenizer(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_rollouts(tokenizer="0123456789abcdef").write(tmp_path / "foreign.parquet")
+    said = fails(capsys, "capture", "--series", pipeline / "series", "--rollouts", tmp_path / "foreign.parquet",
+                 "--to", tmp_path / "acts")  # fmt: skip
+    assert "tokenizer" in said
+    assert "0123456789abcdef" in said
+    assert not (tmp_path / "acts").exists()
+
+
+def test_a_store_whose_width_does_not_fit(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tsae.sae.model import TemporalSAE
+
+    TemporalSAE(24, tsae.SAEConfig(d_sae=32, k=2), site=SITE).save(tmp_path / "wide")
+    for command in ("encode", "evaluate"):
+        to = ("--to", tmp_path / "features") if command == "encode" else ()
+        said = fails(capsys, command, "--sae", tmp_path / "wide", "--store", pipeline / "acts", *to)
+        assert f"{pipeline / 'acts'}: {SITE} has d_model 16, the SAE expects 24" in said
+    assert not (tmp_path / "features").exists()
+
+
+def test_an_empty_band(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails(capsys, "rollouts", "bands", "--rollouts", pipeline / "raw.parquet", "--to", tmp_path / "r.parquet",
+                 "--easy", 1.0, "--hard", 0.0)  # fmt: skip
+    assert "no problem falls into the band" in said
+    assert not (tmp_path / "r.parquet").exists()
+    said = fails(capsys, "diff", "--features", pipeline / "features", "--to", tmp_path / "diff", "--bands", "trivial")
+    assert "no problem is in the band 'trivial'" in said
+    assert not (tmp_path / "diff").exists()
+
+
+def test_activations_that_are_not_finite(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    series = copied(pipeline, tmp_path, "series")
+    weights = load_file(series / "run-5" / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, series / "run-5" / "model.safetensors", metadata={"format": "pt"})
+    said = fails(capsys, "capture", "--series", series, "--rollouts", pipeline / "rollouts.parquet",
+                 "--to", tmp_path / "acts")  # fmt: skip
+    assert "are not finite while reader run-5 reads trajectory" in said
+    assert not (tmp_path / "acts").exists()
+
+
+def test_configs_are_checked_before_anything_runs(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args, message in (
+        (("train", "--store", pipeline / "acts", "--to", tmp_path / "x", "--k", 9000), "k=9000 exceeds d_sae=4096"),
+        (("train", "--store", tmp_path, "--to", tmp_path / "x"), "no activation store"),
+        (("train", "--store", pipeline / "acts", "--to", tmp_path / "x", "--site", "nope"), "no site 'nope'"),
+        (("encode", "--sae", tmp_path, "--store", pipeline / "acts", "--to", tmp_path / "x"), "holds no config.json"),
+        (("diff", "--features", tmp_path, "--to", tmp_path / "x"), "holds no features.json"),
+        (("diff", "--features", pipeline / "features", "--to", tmp_path / "x", "--annotator", "no:f"), "annotator"),
+        (("diff", "--features", pipeline / "features", "--to", tmp_path / "x", "--q", 2.0), "q=2.0"),
+        (("report", "--diff", tmp_path, "--to", tmp_path / "x"), "holds no diff.json"),
+        (("capture", "--series", tmp_path / "none", "--rollouts", "r", "--to", tmp_path / "x"), "no such folder"),
+    ):
+        assert message in fails(capsys, *args)
+        assert not (tmp_path / "x").exists()
+
+
+def test_the_console_script_says_one_paragraph(tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "tsae"
+    done = subprocess.run(
+        [script, "encode", "--sae", tmp_path / "no", "--store", tmp_path, "--to", tmp_path / "x"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"tsae: {tmp_path / 'no'}: holds no config.json. Train one with `tsae train`.\n"
+
+
+def test_a_series_without_a_base_says_what_it_assumed(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer's output folder, read as it is."""
+    for step, source in ((10, "base"), (20, "run-5")):
+        shutil.copytree(pipeline / "series" / source, tmp_path / "out" / f"checkpoint-{step}")
+    rollouts = tsae.Rollouts.read(pipeline / "rollouts.parquet").where(policy="base")
+    rollouts.write(tmp_path / "r.parquet")
+    run("capture", "--series", tmp_path / "out", "--rollouts", tmp_path / "r.parquet", "--to", tmp_path / "acts")
+    assert "out-00010 (step 10) stands in for the base" in capsys.readouterr().err
+    assert tsae.ActivationStore(tmp_path / "acts").readers == ["out-00010", "out-00020"]
+
+
+def test_a_real_tokenizer_goes_through_the_same_commands(tmp_path: Path) -> None:
+    model = SHARED / "models" / "stories260K"
+    if not model.is_dir():
+        pytest.skip("shared/models/stories260K is not here")
+    write_problems([Problem("a", "Once upon a time", "x"), Problem("b", "The", "x")], tmp_path / "p.jsonl")
+    run("rollouts", "sample", "--series", model, "--problems", tmp_path / "p.jsonl", "--verifier", "test_cli:lucky",
+        "--to", tmp_path / "r.parquet", "--n-samples", 4, "--max-new-tokens", 12)  # fmt: skip
+    run("capture", "--series", model, "--rollouts", tmp_path / "r.parquet", "--to", tmp_path / "acts",
+        "--dtype", "bfloat16")  # fmt: skip
+    store = tsae.ActivationStore(tmp_path / "acts")
+    (shard,) = store.shards()
+    assert len(shard.trajectory) == 8
+    assert np.isfinite(shard.read(store.sites[0], slice(None))).all()
+    assert {BOS, EOS}.isdisjoint(store.special_ids)
