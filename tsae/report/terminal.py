@@ -39,13 +39,13 @@ def behaviour_text(diff: FeatureDiff) -> str:
     bands = [band for band in ("easy", "medium", "hard") if (table.band == band).any()] or ["all"]
     lines = ["Behaviour on each band (mean over problems, interval)"]
     for behaviour in table.behaviour.unique():
-        lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>20}" for band in bands))
+        lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))
         for policy in table.policy.unique():
             cells = []
             for band in bands:
                 row = table[(table.policy == policy) & (table.band == band) & (table.behaviour == behaviour)]
                 cells.append(_interval(row.iloc[0], "mean") if len(row) else "–")
-            lines.append(f"    {policy:<15}" + "".join(f"{cell:>20}" for cell in cells))
+            lines.append(f"    {policy:<15}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)
 
 
