@@ -517,6 +517,19 @@ def test_badly_reconstructed_readers_are_flagged() -> None:
     assert [reader["flagged"] for reader in readers] == [False, True]
 
 
+def test_a_base_alone_has_outcome_contrasts() -> None:
+    table = world(n_features=4, outcome=1.0)
+    rows = table.rows(reader="base", policy="base")
+    codes = np.concatenate([table.codes[table.row_offsets[r] : table.row_offsets[r + 1]].toarray() for r in rows])
+    alone = feature_diff(
+        feature_table(table.rollouts, codes, [("base", table.trajectory[rows])]), QUICK, progress=False
+    )
+    assert set(alone.contrasts.kind) == {"outcome"}
+    assert (alone.table(discoveries=True).difference > 0.5).all()
+    assert alone.top().empty
+    assert alone.checkpoints == []
+
+
 def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
     """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
     table = world(n_features=4)

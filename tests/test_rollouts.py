@@ -434,6 +434,20 @@ def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
             SamplingConfig(**bad)
 
 
+def test_a_policy_with_nan_weights_is_refused(llama: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, tmp_path / "model")
+    weights = load_file(llama / "model.safetensors")
+    weights["lm_head.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TsaeError, match="next-token probabilities are not finite") as error:
+        sample(Checkpoint("base", str(tmp_path / "model")), PROBLEMS, SamplingConfig(max_new_tokens=2), progress=False)
+    assert str(tmp_path / "model") in str(error.value)
+
+
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
 
 

@@ -113,17 +113,26 @@ def sample(
                 torch.no_grad(),
             ):
                 torch.manual_seed(config.seed * 1_000_003 + start)
-                output = model.generate(
-                    input_ids=ids.to(config.device),
-                    attention_mask=mask.to(config.device),
-                    do_sample=True,
-                    temperature=config.temperature,
-                    top_k=0,
-                    top_p=1.0,
-                    max_new_tokens=config.max_new_tokens,
-                    pad_token_id=pad,
-                    eos_token_id=eos,
-                )
+                try:
+                    output = model.generate(
+                        input_ids=ids.to(config.device),
+                        attention_mask=mask.to(config.device),
+                        do_sample=True,
+                        temperature=config.temperature,
+                        top_k=0,
+                        top_p=1.0,
+                        max_new_tokens=config.max_new_tokens,
+                        pad_token_id=pad,
+                        eos_token_id=eos,
+                    )
+                except RuntimeError as error:
+                    if "probability tensor" not in str(error):
+                        raise
+                    raise TsaeError(
+                        "its next-token probabilities are not finite",
+                        where=checkpoint.path,
+                        fix="Check that checkpoint's weights.",
+                    ) from error
             for key, row in zip(batch, output[:, width:].tolist(), strict=True):
                 responses[key] = _until_end(row, eos)
             bar.update(len(batch))
