@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg, subcommand
@@ -182,6 +182,24 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write a temporal SAE as sae_lens reads SAEs: it gives the same codes there, bit for bit."""
+
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    to: Path
+    """Folder for cfg.json and sae_weights.safetensors."""
+    architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
+    """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
+
+    def run(self) -> None:
+        import tsae
+
+        sae = tsae.TemporalSAE.load(self.sae)
+        _wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
+
+
+@dataclass(frozen=True)
 class Encode:
     """Turn a store into sparse feature codes."""
 
@@ -264,6 +282,7 @@ Command = (
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
     | Annotated[Train, subcommand("train", prefix_name=False)]
     | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
+    | Annotated[Export, subcommand("export", prefix_name=False)]
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]

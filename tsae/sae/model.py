@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,9 @@ from safetensors.torch import load_file, save_file
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.sae.config import SAEConfig
+
+if TYPE_CHECKING:
+    from tsae.sae.export import LensArchitecture
 
 FORMAT = "tsae-temporal-sae"
 
@@ -68,16 +71,18 @@ class TemporalSAE(torch.nn.Module):
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, d_model) -> (n, d_sae) codes at inference, in the units of x."""
-        pre = self.preactivations(x)
-        return pre * (pre > self.threshold)
+        """(…, d_model) -> (…, d_sae) codes at inference, in the units of x."""
+        # In sae_lens's order of operations, not that of `preactivations`: exported SAEs give the same bits.
+        pre = (x - self.b_dec) @ self.W_enc
+        pre += self.b_enc
+        return torch.relu(pre) * (pre > self.threshold)
 
     def encode_high(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, d_model) -> (n, d_high) codes of the high-level latents."""
-        return self.encode(x)[:, : self.config.d_high]
+        """(…, d_model) -> (…, d_high) codes of the high-level latents."""
+        return self.encode(x)[..., : self.config.d_high]
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """(n, d_sae) -> (n, d_model)."""
+        """(…, d_sae) -> (…, d_model)."""
         return codes @ self.W_dec + self.b_dec
 
     @torch.no_grad()
@@ -98,6 +103,12 @@ class TemporalSAE(torch.nn.Module):
         save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, partial)
         partial.replace(folder / "sae.safetensors")
         return folder
+
+    def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
+        """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.export`."""
+        from tsae.sae.export import write_saelens
+
+        return write_saelens(self, folder, architecture=architecture)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
