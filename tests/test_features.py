@@ -27,7 +27,7 @@ STRINGS = [*"0123456789", "+", "-", "*", "?", "=", ";", "#", "<bos>", "<pad>", "
 
 @pytest.fixture(scope="module")
 def sae() -> TemporalSAE:
-    sae = TemporalSAE(16, SAEConfig(d_sae=24, k=4, high_share=0.25), site=SITE)
+    sae = TemporalSAE(16, SAEConfig(d_sae=24, k=4, groups=(0.25, 0.75)), site=SITE)
     sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
     sae.threshold.fill_(1.0)
     return sae.requires_grad_(False)

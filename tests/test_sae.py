@@ -57,7 +57,7 @@ def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: tor
 @pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.1), (30, 0.01)])
 def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(k)
-    config = SAEConfig(d_sae=60, k=k, high_share=0.3, temperature=temperature, temporal_weight=0.8, aux_weight=0.2)
+    config = SAEConfig(d_sae=60, k=k, groups=(0.3, 0.7), temperature=temperature, temporal_weight=0.8, aux_weight=0.2)
     sae = TemporalSAE(8, config)
     sae.initialize(torch.randn(8, generator=generator), generator)
     sae.double()
@@ -74,13 +74,43 @@ def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature:
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"groups": (1.0,)}, {"groups": (0.1, 0.3, 0.6), "group_weights": (0.5, 2.0, 1.5)}])
+@pytest.mark.parametrize("similarity", ["cosine", "inner"])
+def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], similarity: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    config = SAEConfig(d_sae=40, k=4, similarity=similarity, temperature=0.5, temporal_weight=0.8, **options)
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x = 3 * torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+
+    codes = batch_topk(torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc), 4)
+    ends = [40] if len(config.groups) == 1 else [4, 16, 40]
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in ends]
+    current, previous = codes[pairs[:, 1], : ends[0]], codes[pairs[:, 0], : ends[0]]
+    if similarity == "cosine":
+        temporal = info_nce(current, previous, 0.5)
+    else:
+        logits = current @ previous.T / 0.5
+        temporal = -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
+    weighted = sum(w * e for w, e in zip(config.group_weights or [1.0], errors, strict=True))
+    expected = weighted + 0.8 * temporal
+    found = temporal_loss(sae, x, pairs)
+    torch.testing.assert_close(found.total, expected)
+    torch.testing.assert_close(found.reconstruction, errors[-1])
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
 # --- a T-SAE of two dimensions and three latents, worked on paper
 
 
 @pytest.fixture
 def small() -> TemporalSAE:
     """Latent 0 is high-level. k = 2 keeps four of the six codes of two tokens."""
-    sae = TemporalSAE(2, SAEConfig(d_sae=3, k=2, high_share=1 / 3, temporal_weight=0.7, aux_weight=0.1))
+    sae = TemporalSAE(2, SAEConfig(d_sae=3, k=2, groups=(1 / 3, 2 / 3), temporal_weight=0.7, aux_weight=0.1))
     with torch.no_grad():
         sae.W_dec.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]))
         sae.W_enc.copy_(sae.W_dec.T)
@@ -139,7 +169,7 @@ def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> N
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_info_nce_against_a_loop(temperature: float) -> None:
     """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
-    sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, high_share=4 / 6, temperature=temperature))
+    sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, groups=(4 / 6, 2 / 6), temperature=temperature))
     with torch.no_grad():
         sae.W_enc[:, :4] = torch.eye(4)
     x = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)).relu()
@@ -161,7 +191,7 @@ def test_info_nce_against_a_loop(temperature: float) -> None:
 
 def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
     """Column 0 of pairs is the earlier token; only high-level latents enter."""
-    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, high_share=0.5))
+    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, groups=(0.5, 0.5)))
     sae.initialize(torch.zeros(6), torch.Generator().manual_seed(0))
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
     pairs = torch.tensor([[0, 1], [1, 2], [4, 5], [7, 8]])
@@ -172,7 +202,7 @@ def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None
 
 def random_sae(**config: Any) -> tuple[TemporalSAE, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    sae = TemporalSAE(5, SAEConfig(**{"d_sae": 10, "k": 3, "high_share": 0.4, **config}))
+    sae = TemporalSAE(5, SAEConfig(**{"d_sae": 10, "k": 3, "groups": (0.4, 0.6), **config}))
     sae.initialize(torch.randn(5, generator=generator), generator)
     with torch.no_grad():
         sae.W_enc.add_(0.3 * torch.randn(5, 10, generator=generator))
@@ -305,9 +335,10 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         ({"k": 4096 + 1}, "k=4097 exceeds d_sae=4096"),
         ({"k": 0}, "k=0 and d_sae=4096 do not make an SAE"),
         ({"d_sae": 1, "k": 1}, "do not make an SAE"),
-        ({"high_share": 0.0}, "high_share=0.0 of d_sae=4096 leaves a group empty"),
-        ({"high_share": 1.0}, "leaves a group empty"),
-        ({"d_sae": 4, "k": 1, "high_share": 0.05}, "leaves a group empty"),
+        ({"groups": (0.0, 1.0)}, "expected positive shares that add up to 1"),
+        ({"groups": (0.2, 0.7)}, "add up to 0.9"),
+        ({"d_sae": 4, "k": 1, "groups": (0.05, 0.95)}, "leave a group empty"),
+        ({"group_weights": (1.0,)}, "do not go with groups"),
         ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"aux_weight": -0.1}, "aux_weight=-0.1"),
@@ -361,7 +392,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, 
     return synthetic_store(tmp_path_factory.mktemp("planted") / "acts", texts), directions
 
 
-PLANTED = SAEConfig(d_sae=40, k=3, high_share=0.2)
+PLANTED = SAEConfig(d_sae=40, k=3, groups=(0.2, 0.8))
 TRAINING = TrainingConfig(tokens=256_000, batch_tokens=512, learning_rate=3e-3)
 
 
@@ -441,7 +472,7 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
     wild = replace(config, learning_rate=1e30, tokens=5000)
     with pytest.raises(TsaeError, match="the loss is not finite at step"):
         train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
-    assert not (tmp_path / "sae").exists()
+    assert not (tmp_path / "sae" / "sae.safetensors").exists()
 
 
 # --- evaluation

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been depr
 def sae() -> TemporalSAE:
     """Wide enough that matrix products are blocked; about 20 of 384 latents active."""
     generator = torch.Generator().manual_seed(0)
-    config = SAEConfig(d_sae=384, k=20, high_share=0.25, temporal_weight=0.7)
+    config = SAEConfig(d_sae=384, k=20, groups=(0.25, 0.75), temporal_weight=0.7)
     sae = TemporalSAE(576, config, site=SITE, training={"norms": {"limit": 700.0}})
     sae.initialize(10 * torch.randn(576, generator=generator), generator)
     with torch.no_grad():

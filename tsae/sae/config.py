@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from tsae.errors import TsaeError
@@ -16,12 +17,19 @@ class SAEConfig:
     """Width of the dictionary: number of latents."""
     k: int = 20
     """Latents active per token, on average over a batch (BatchTopK)."""
-    high_share: float = 0.2
-    """Share of the latents in the high-level group, which comes first; the paper's is 20 %."""
+    groups: tuple[float, ...] = (0.2, 0.8)
+    """Shares of the latents in the Matryoshka groups, which add up to 1. The first group is the high-level one; every
+    group is decoded together with those before it. The paper's are .2 and .8; (1.0,) is a plain BatchTopK SAE."""
+    group_weights: tuple[float, ...] | None = None
+    """Weight of the reconstruction up to each group; by default 1 each, as in the paper. Its authors' code has the
+    groups' shares, .2 and .8."""
     temporal_weight: float = 1.0
     """Weight α of the InfoNCE term between high-level codes of adjacent tokens; 0 gives a plain Matryoshka SAE."""
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """Of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product of its
+    authors' code."""
     temperature: float = 1.0
-    """Divides the cosine similarities in the InfoNCE term; the paper's is 1."""
+    """Divides the similarities in the InfoNCE term; the paper's is 1."""
     aux_weight: float = 1 / 32
     """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093)."""
     dead_after_tokens: int | None = None
@@ -32,11 +40,29 @@ class SAEConfig:
             raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="SAEConfig")
         if self.k > self.d_sae:
             raise TsaeError(f"k={self.k} exceeds d_sae={self.d_sae}", where="SAEConfig", fix="Lower k or widen d_sae.")
-        if not 0 < self.high_share < 1 or not 0 < self.d_high < self.d_sae:
+        # JSON knows no tuples.
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if self.group_weights is not None:
+            object.__setattr__(self, "group_weights", tuple(self.group_weights))
+        if not self.groups or abs(sum(self.groups) - 1) > 1e-6 or min(self.groups) <= 0:
             raise TsaeError(
-                f"high_share={self.high_share} of d_sae={self.d_sae} leaves a group empty",
+                f"groups={self.groups} add up to {sum(self.groups):g}, expected positive shares that add up to 1",
                 where="SAEConfig",
-                fix="Choose a share between 0 and 1.",
+                fix="Give shares such as (0.2, 0.8).",
+            )
+        if any(stop <= start for start, stop in self.group_bounds):
+            raise TsaeError(
+                f"groups={self.groups} of d_sae={self.d_sae} leave a group empty",
+                where="SAEConfig",
+                fix="Widen d_sae, or give larger shares.",
+            )
+        if self.group_weights is not None and (
+            len(self.group_weights) != len(self.groups) or min(self.group_weights) < 0 or sum(self.group_weights) == 0
+        ):
+            raise TsaeError(
+                f"group_weights={self.group_weights} do not go with groups={self.groups}",
+                where="SAEConfig",
+                fix="Give one weight of at least 0 per group, not all 0.",
             )
         if self.temporal_weight < 0 or self.aux_weight < 0 or self.temperature <= 0:
             raise TsaeError(
@@ -48,7 +74,13 @@ class SAEConfig:
     @property
     def d_high(self) -> int:
         """Number of high-level latents, the first ones."""
-        return round(self.high_share * self.d_sae)
+        return self.group_bounds[0][1]
+
+    @property
+    def group_bounds(self) -> tuple[tuple[int, int], ...]:
+        """(first latent, latent after the last) of every group."""
+        ends = [round(total * self.d_sae) for total in accumulate(self.groups)]
+        return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,8 +109,16 @@ class TrainingConfig:
     """Of the initial weights and the order of the data."""
     device: str = "cpu"
     """A torch device."""
+    save_every_steps: int = 500
+    """Steps between checkpoints, from the last of which a run that was killed goes on."""
+    resume: Literal["auto", "never"] = "auto"
+    """"auto" goes on from a checkpoint of the same training and loads a finished one; "never" trains anew."""
+    wandb_project: str | None = None
+    """Weights & Biases project that metrics are also sent to."""
 
     def __post_init__(self) -> None:
+        if self.save_every_steps < 1:
+            raise TsaeError(f"save_every_steps={self.save_every_steps} is less than 1", where="TrainingConfig")
         if self.tokens < self.batch_tokens:
             raise TsaeError(
                 f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}", where="TrainingConfig"

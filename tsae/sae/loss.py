@@ -6,8 +6,10 @@ Dividing by d_model is the paper's sum over dimensions for tokens of mean norm 1
 from 1 (nothing explained) to 0 at any width, so that α means the same for every model. (With sums at norm √d_model,
 α = 1 left InfoNCE at chance on the testbed, d_model 96: a temporal term in name only.)
 
-- x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka).
-- InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h:
+- x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka). With more groups there is one term for
+  every group with those before it, with one group only the last; `group_weights` weigh the terms.
+- InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h
+  (or their inner product / τ, as in the authors' code):
 
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
 
@@ -64,12 +66,13 @@ def temporal_loss(
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
     codes = sparse.encode_topk(x, sae.W_enc, bias, config.k)
     high = codes.columns(0, config.d_high)
-    low = codes.columns(config.d_high, config.d_sae)
-    x_high = sparse.decode(high, sae.W_dec[: config.d_high]) + sae.b_dec
-    residual = x - x_high - sparse.decode(low, sae.W_dec[config.d_high :])
-    reconstruction_high = (x - x_high).pow(2).mean()
-    reconstruction = residual.pow(2).mean()
-    total = reconstruction_high + reconstruction
+    residual, errors = x - sae.b_dec, []
+    for start, stop in config.group_bounds:
+        group = high if start == 0 else codes.columns(start, stop)
+        residual = residual - sparse.decode(group, sae.W_dec[start:stop])
+        errors.append(residual.pow(2).mean())
+    weights = config.group_weights or (1.0,) * len(errors)
+    total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
 
     temporal = x.new_zeros(())
     if config.temporal_weight > 0:
@@ -79,7 +82,7 @@ def temporal_loss(
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )
-        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature)
+        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity)
         total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())
@@ -88,7 +91,7 @@ def temporal_loss(
         total = total + config.aux_weight * aux
     fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
     smallest = codes.values.detach().min() if len(codes.values) else x.new_zeros(())
-    return LossTerms(total, reconstruction_high, reconstruction, temporal, aux, fired, smallest)
+    return LossTerms(total, errors[0], errors[-1], temporal, aux, fired, smallest)
 
 
 def _aux_loss(

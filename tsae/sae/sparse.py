@@ -57,15 +57,20 @@ def decode(codes: Codes, rows: torch.Tensor) -> torch.Tensor:
     return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens)
 
 
-def info_nce(codes: Codes, n_latents: int, pairs: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Symmetric InfoNCE of adjacent tokens' codes with cosine similarities; see `tsae.sae.loss.info_nce`.
+def info_nce(
+    codes: Codes, n_latents: int, pairs: torch.Tensor, temperature: float, similarity: str = "cosine"
+) -> torch.Tensor:
+    """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.loss`.
 
     Args:
         codes: of the high-level latents.
         n_latents: their number.
         pairs: (N, 2) tokens (t − 1, t).
         temperature: divides the similarities.
+        similarity: "cosine", or "inner" for raw inner products.
     """
+    if similarity == "inner":
+        return _InfoNCE.apply(codes.values, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
     square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
     norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
     unit = codes.values / norm[codes.token].clamp_min(1e-12)
@@ -165,15 +170,11 @@ class _InfoNCE(torch.autograd.Function):
         current = _csr(token, latent, unit, (n_tokens, n_latents))
         # Similarities of every token with every previous token; rows that are no current token are left out.
         logits = (current @ previous)[pairs[:, 1]] / temperature  # (N, N)
-        # Cosines are bounded, so that the exponentials need no shift unless the temperature is tiny.
-        shift = max(0.0, 1.0 / temperature - 60.0)
-        diagonal = logits.diagonal().clone()
-        weight = logits.sub_(shift).exp_()
-        by_row, by_column = weight.sum(1), weight.sum(0)
-        loss = (by_row.log() + by_column.log()).mean() / 2 + shift - diagonal.mean()
+        by_row, by_column = logits.logsumexp(1), logits.logsumexp(0)
+        loss = (by_row + by_column).mean() / 2 - logits.diagonal().mean()
         # ∂loss/∂logits = (softmax over rows + softmax over columns) / 2N − 1/N on the diagonal.
-        weight.mul_((0.5 / (n * temperature)) * (1 / by_row[:, None] + 1 / by_column[None, :]))
-        weight.diagonal().sub_(1 / (n * temperature))
+        weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
+        weight.mul_(0.5 / (n * temperature)).diagonal().sub_(1 / (n * temperature))
         ctx.save_for_backward(unit, token, latent, pairs, weight)
         ctx.shape = (n_tokens, n_latents)
         return loss
