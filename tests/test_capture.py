@@ -582,5 +582,5 @@ def test_activations_that_are_not_finite_do_not_reach_training(damaged: Path) ->
 
     with h5py.File(shard.path, "r+") as file:
         file[f"activations/{SITE}"][5] = np.nan
-    with pytest.raises(TsaeError, match="holds activations that are not finite"):
+    with pytest.raises(TsaeError, match="not finite"):
         Windows(ActivationStore(damaged), SITE)
