@@ -83,7 +83,8 @@ def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], sim
     sae.initialize(torch.randn(8, generator=generator), generator)
     sae.double()
     x = 3 * torch.randn(50, 8, generator=generator, dtype=torch.float64)
-    pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+    # Token 3 is a partner three times over: what comes back to it must add up.
+    pairs = torch.cat([torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1), torch.tensor([[3, 9], [3, 5]])])
 
     codes = batch_topk(torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc), 4)
     ends = [40] if len(config.groups) == 1 else [4, 16, 40]

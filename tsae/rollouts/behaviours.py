@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS, Rollouts
 
 _DRAWS = 1000
@@ -32,6 +33,10 @@ def behaviour_table(rollouts: Rollouts, *, confidence: float = 0.95, seed: int =
     if (frame.finish_reason == "length").any():
         measures["truncated"] = (frame.finish_reason == "length").astype(float)
     for name in rollouts.info.get("behaviours", []):
+        if name not in frame.columns:
+            raise TsaeError(
+                f"names the behaviour {name!r} but has no such column", where=rollouts.origin, fix="Add that column."
+            )
         measures[name] = frame[name].astype(float)
     rows = []
     bands = [band for band in BANDS if (frame.band == band).any()]

@@ -186,7 +186,8 @@ class _InfoNCE(torch.autograd.Function):
         by_latent = _transposed(token, latent, unit, ctx.shape)  # (n_latents, n_tokens)
         total = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
         for mine, others, matrix in ((1, 0, weight.T), (0, 1, weight)):
+            # Added, not assigned: a token may be a partner more than once.
             spread = torch.zeros(n_tokens, len(pairs), dtype=unit.dtype, device=unit.device)
-            spread[pairs[:, others]] = matrix
-            total[:, pairs[:, mine]] += by_latent @ spread
+            spread.index_add_(0, pairs[:, others], matrix)
+            total.index_add_(1, pairs[:, mine], by_latent @ spread)
         return gradients[0] * total[latent, token], None, None, None, None, None, None
