@@ -1,30 +1,62 @@
 """How good a T-SAE is, on problems that its training held out.
 
-- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone.
+- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone. Of a slice
+  (a reader, a band, prompts or responses) x̄ is the slice's own mean, so that what tells the slices apart does not count
+  as explained.
 - cosine: mean over tokens of cos(x, x̂).
 - L0: mean number of active latents per token, at the inference threshold.
 - alive: share of latents that are active on at least one token.
-- smoothness (the paper's, lower is smoother): per active feature and trajectory, the largest |Δf| / ‖Δx‖₂ between
-  adjacent tokens, averaged over the features active in the trajectory, then over trajectories. Reviewers call the
-  maximum fragile, so the same with the mean over adjacent tokens in place of the largest stands beside it.
+- smoothness: see `tsae.sae.smoothness`; the paper's, fragile, and a robust one beside it.
+- loss recovered and KL, where the checkpoints are given: see `tsae.sae.splice`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan
 from tsae.errors import TsaeError
+from tsae.rollouts.table import BANDS
 from tsae.sae.model import TemporalSAE
+from tsae.sae.smoothness import smoothness
+from tsae.sae.splice import LossRecovered, loss_recovered
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from tsae.activations.windows import Windows
+    from tsae.checkpoints.series import CheckpointSeries
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Reconstruction of some of the tokens."""
+
+    by: str
+    """What the tokens were divided by: all, reader, band or span."""
+    value: str
+    n_tokens: int
+    fve: float
+    fve_high: float
+    cosine: float
+    cosine_high: float
+    l0: float
+    l0_high: float
+    alive: float
+    """Share of latents active on at least one of these tokens."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures of one SAE over one set of tokens."""
+    """Measures of one SAE over one set of tokens. Of an SAE of one group, all latents count as high-level."""
 
     n_tokens: int
     n_trajectories: int
@@ -33,14 +65,68 @@ class Evaluation:
     fve_high: float
     """Fraction of variance explained by the high-level codes alone."""
     cosine: float
+    cosine_high: float
+    """Of the reconstruction from the high-level codes alone."""
     l0: float
+    l0_high: float
     alive: float
+    alive_high: float
+    """Share of the high-level latents."""
     smoothness_high: float
     """Of the high-level features; the paper's measure."""
     smoothness_all: float
     """Of all features; the paper's measure."""
     smoothness_high_mean: float
     """Of the high-level features, with the mean over adjacent tokens in place of the largest."""
+    smoothness_high_robust: float
+    """Of the high-level features; the ratio of sums."""
+    smoothness_all_robust: float
+    """Of all features; the ratio of sums."""
+    slices: tuple[Slice, ...] = ()
+    """Everything, then by reader, by band (where bands are known) and by prompt and response."""
+    losses: tuple[LossRecovered, ...] = ()
+    """One a reader whose checkpoint was given."""
+
+    def table(self) -> pd.DataFrame:
+        """Reconstruction: one row a slice."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(s) for s in self.slices])
+
+    def loss_table(self) -> pd.DataFrame:
+        """Loss recovered and KL: one row a reader; empty where no checkpoints were given."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(loss) for loss in self.losses])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.n_tokens:,} tokens of {self.n_trajectories:,} trajectories", ""]
+        lines.append(_row("", ["all", "high-level"]))
+        for name, values in {
+            "FVE": (self.fve, self.fve_high),
+            "cosine": (self.cosine, self.cosine_high),
+            "L0": (self.l0, self.l0_high),
+            "alive": (self.alive, self.alive_high),
+            "smoothness (the paper's)": (self.smoothness_all, self.smoothness_high),
+            "smoothness (robust)": (self.smoothness_all_robust, self.smoothness_high_robust),
+        }.items():
+            lines.append(_row(name, map(_number, values)))
+        if len(self.slices) > 1:
+            lines += ["", _row("", ["tokens", "FVE", "FVE high", "cosine", "L0", "alive"])]
+        for s in self.slices[1:]:
+            measures = map(_number, (s.fve, s.fve_high, s.cosine, s.l0, s.alive))
+            lines.append(_row(f"{s.by} {s.value}", [f"{s.n_tokens:,}", *measures]))
+        if self.losses:
+            lines += ["", _row("nats per token", ["loss", "spliced", "ablated", "KL", "recovered"])]
+        for r in self.losses:
+            cells = map(_number, (r.loss, r.loss_spliced, r.loss_ablated, r.kl, r.recovered))
+            interval = f"  [{r.recovered_low:.4f}, {r.recovered_high:.4f}]"
+            lines.append(_row(f"reader {r.reader}", cells) + interval)
+        return "\n".join(lines)
 
 
 def check_fits(sae: TemporalSAE, store: ActivationStore) -> None:
@@ -73,6 +159,8 @@ def evaluate(
     held_out: bool | None = True,
     max_norm: float = 10.0,
     max_trajectories: int = 2000,
+    series: CheckpointSeries | None = None,
+    splice_trajectories: int = 64,
 ) -> Evaluation:
     """Measure an SAE on a store.
 
@@ -84,6 +172,11 @@ def evaluate(
         held_out: True for the problems that training left out, False for the others, None for all.
         max_norm: tokens beyond this multiple of the median norm are left out, as in training.
         max_trajectories: where there are more, this many are measured, evenly spread over readers and shards.
+        series: the readers' checkpoints; with them, the loss recovered by the reconstruction in each is measured too.
+        splice_trajectories: trajectories per reader on which that is measured.
+
+    Raises:
+        TsaeError: where the SAE does not fit the store, or there is nothing to measure.
     """
     from tsae.activations.windows import Windows
 
@@ -91,60 +184,173 @@ def evaluate(
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
     windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=max_norm)
-    segments = windows.segments
+    texts = counted_texts(windows)
     if reader is not None:
         store.reader_info(reader)
-        chosen = [i for i, shard in enumerate(windows.shards) if shard.reader == reader]
-        segments = segments[np.isin(segments[:, 0], chosen)]
-    segments = segments[segments[:, 2] >= 2]
-    if len(segments) > max_trajectories:
-        segments = segments[np.linspace(0, len(segments) - 1, max_trajectories).astype(int)]
-    if not len(segments):
+        texts = [text for text in texts if windows.shards[text.shard].reader == reader]
+    texts = [text for text in texts if text.has_steps]
+    chosen = spread(texts, max_trajectories)
+    if not chosen:
         raise TsaeError(
             "no trajectories to measure on", where=store.path, fix="Measure on all problems (held_out=None)."
         )
 
     d_high, device = sae.config.d_high, sae.W_dec.device
-    n = 0
-    error = error_high = cosine = l0 = 0.0
-    total, square = torch.zeros(sae.d_model, dtype=torch.float64), 0.0
-    fired = torch.zeros(sae.config.d_sae, dtype=torch.bool, device=device)
-    smooth: list[tuple[float, float, float]] = []
-    for shard, start, length in segments:
-        x = torch.from_numpy(windows.shards[shard].read(sae.site, slice(start, start + length))).to(device)
+    bands = store.rollouts.table["band"].to_pylist()
+    prompt_lengths = store.rollouts.lengths("prompt_ids")
+    cells: dict[tuple[str, str | None, str], _Sums] = {}
+    smooth: list[list[float]] = []
+    for text in chosen:
+        shard = windows.shards[text.shard]
+        x = torch.from_numpy(shard.read(sae.site, text.tokens)).to(device)
         inside = x.norm(dim=1) <= windows.norms.limit
-        adjacent = inside[1:] & inside[:-1]
+        adjacent = inside[1:] & inside[:-1] & torch.from_numpy(np.diff(text.tokens) == 1).to(device)
         if not bool(adjacent.any()):
             continue
-        smooth.append(_smoothness(x, sae.encode(x), inside, adjacent, d_high))
-        x = x[inside]
         codes = sae.encode(x)
-        x_hat = sae.decode(codes)
-        x_high = codes[:, :d_high] @ sae.W_dec[:d_high] + sae.b_dec
-        n += len(x)
-        error += (x - x_hat).pow(2).sum().item()
-        error_high += (x - x_high).pow(2).sum().item()
-        cosine += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
-        l0 += (codes > 0).sum().item()
-        total += x.sum(0).double().cpu()
-        square += x.double().pow(2).sum().item()
-        fired |= (codes > 0).any(0)
+        found = smoothness(x, codes, inside, adjacent)
+        high_only = (found.largest[:d_high], found.mean[:d_high], found.robust[:d_high])
+        smooth.append([v.nanmean().item() for v in (found.largest, found.robust, *high_only)])
+        position = torch.from_numpy(text.tokens - shard.offsets[text.place]).to(device)
+        in_prompt = position < int(prompt_lengths[text.row])
+        for name, part in (("prompt", inside & in_prompt), ("response", inside & ~in_prompt)):
+            if bool(part.any()):
+                key = (shard.reader, bands[text.row], name)
+                cells.setdefault(key, _Sums(sae)).add(x[part], codes[part])
     if not smooth:
         raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm.")
-    variance = square - total.pow(2).sum().item() / n
-    high, everything, high_mean = (_mean(column) for column in np.array(smooth).T)
-    return Evaluation(
-        n_tokens=n,
+    largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
+    slices = list(_slices(cells, store.readers))
+    everything, whole = slices[0], _Sums.union(cells.values())
+    result = Evaluation(
+        n_tokens=whole.n,
         n_trajectories=len(smooth),
-        fve=1 - error / variance,
-        fve_high=1 - error_high / variance,
-        cosine=cosine / n,
-        l0=l0 / n,
-        alive=fired.float().mean().item(),
+        **{name: getattr(everything, name) for name in ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high")},
+        alive=everything.alive,
+        alive_high=whole.fired[:d_high].float().mean().item(),
         smoothness_high=high,
-        smoothness_all=everything,
+        smoothness_all=largest,
         smoothness_high_mean=high_mean,
+        smoothness_high_robust=high_robust,
+        smoothness_all_robust=robust,
+        slices=tuple(slices),
     )
+    if series is None:
+        return result
+    losses = []
+    for id in [reader] if reader is not None else store.readers:
+        rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
+        if rows:
+            chosen_rows = spread(rows, splice_trajectories)
+            losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, limit=windows.norms.limit))
+    return replace(result, losses=tuple(losses))
+
+
+class Text(NamedTuple):
+    """The counted tokens of one trajectory as one reader read it."""
+
+    shard: int
+    """Index into the windows' shards."""
+    place: int
+    """Index of the trajectory in the shard."""
+    row: int
+    """Row id in the rollouts."""
+    tokens: np.ndarray
+    """Positions in the shard, ascending."""
+
+    @property
+    def has_steps(self) -> bool:
+        """That two counted tokens follow one another."""
+        return bool((np.diff(self.tokens) == 1).any())
+
+
+def counted_texts(windows: Windows) -> list[Text]:
+    """Every trajectory that has counted tokens, in the order of the store."""
+    texts: list[Text] = []
+    shard_of, start, length = windows.segments.T
+    place = np.empty_like(start)
+    for number, shard in enumerate(windows.shards):
+        mine = shard_of == number
+        place[mine] = np.searchsorted(shard.offsets, start[mine], side="right") - 1
+    edges = np.flatnonzero(np.diff(shard_of, prepend=-1) | np.diff(place, prepend=-1))
+    for low, high in zip(edges, [*edges[1:], len(start)], strict=True):
+        tokens = np.concatenate([np.arange(start[i], start[i] + length[i]) for i in range(low, high)])
+        shard = windows.shards[shard_of[low]]
+        texts.append(Text(int(shard_of[low]), int(place[low]), int(shard.trajectory[place[low]]), tokens))
+    return texts
+
+
+def spread(items: list[T], most: int) -> list[T]:
+    """At most this many, evenly spread over the list."""
+    if len(items) <= most:
+        return items
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).astype(int)]
+
+
+class _Sums:
+    """Running sums over tokens."""
+
+    def __init__(self, sae: TemporalSAE) -> None:
+        self.sae, self.d_high = sae, sae.config.d_high
+        self.n, self.active, self.active_high = 0, 0, 0
+        self.error = self.error_high = self.cosine = self.cosine_high = self.square = 0.0
+        self.x = torch.zeros(sae.d_model, dtype=torch.float64)
+        self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
+
+    @classmethod
+    def union(cls, parts: Iterable[_Sums]) -> _Sums:
+        """Of the tokens of all parts, of which there is at least one."""
+        parts = list(parts)
+        whole = cls(parts[0].sae)
+        for part in parts:
+            whole.n, whole.square = whole.n + part.n, whole.square + part.square
+            whole.error, whole.error_high = whole.error + part.error, whole.error_high + part.error_high
+            whole.cosine, whole.cosine_high = whole.cosine + part.cosine, whole.cosine_high + part.cosine_high
+            whole.active, whole.active_high = whole.active + part.active, whole.active_high + part.active_high
+            whole.x, whole.fired = whole.x + part.x, whole.fired | part.fired
+        return whole
+
+    def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
+        """Tokens x (n, d_model) with their codes (n, d_sae)."""
+        high, sae = codes[:, : self.d_high], self.sae
+        x_hat, x_high = sae.decode(codes), high @ sae.W_dec[: self.d_high] + sae.b_dec
+        self.n += len(x)
+        self.error += (x - x_hat).pow(2).sum().item()
+        self.error_high += (x - x_high).pow(2).sum().item()
+        self.cosine += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
+        self.cosine_high += torch.cosine_similarity(x, x_high, dim=1).sum().item()
+        self.active += int((codes > 0).sum())
+        self.active_high += int((high > 0).sum())
+        self.square += x.double().pow(2).sum().item()
+        self.x += x.sum(0).double().cpu()
+        self.fired |= (codes > 0).any(0).cpu()
+
+    def slice(self, by: str, value: str) -> Slice:
+        variance = self.square - self.x.pow(2).sum().item() / self.n
+        # A slice of tokens that are all alike has no variance to explain.
+        explained = (1 - e / variance if variance > 0 else float("nan") for e in (self.error, self.error_high))
+        fve, fve_high = explained
+        return Slice(
+            by,
+            value,
+            n_tokens=self.n,
+            fve=fve,
+            fve_high=fve_high,
+            cosine=self.cosine / self.n,
+            cosine_high=self.cosine_high / self.n,
+            l0=self.active / self.n,
+            l0_high=self.active_high / self.n,
+            alive=self.fired.float().mean().item(),
+        )
+
+
+def _slices(cells: dict[tuple[str, str | None, str], _Sums], readers: list[str]) -> Iterator[Slice]:
+    yield _Sums.union(cells.values()).slice("all", "all")
+    for axis, (by, values) in enumerate((("reader", readers), ("band", BANDS), ("span", ("prompt", "response")))):
+        for value in values:
+            parts = [sums for key, sums in cells.items() if key[axis] == value]
+            if parts:
+                yield _Sums.union(parts).slice(by, value)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -153,24 +359,9 @@ def _mean(values: np.ndarray) -> float:
     return float(known.mean()) if len(known) else float("nan")
 
 
-def _smoothness(
-    x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjacent: torch.Tensor, d_high: int
-) -> tuple[float, float, float]:
-    """(largest over high-level, largest over all, mean over high-level) of one trajectory; NaN where none is active.
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<26.25}" + "".join(f"{cell:>12}" for cell in cells)
 
-    Args:
-        x: (T, d_model) tokens, outliers included.
-        codes: (T, d_sae).
-        inside: (T,) bool, tokens that count.
-        adjacent: (T - 1,) bool, steps between two tokens that count.
-    """
-    step = (x[1:] - x[:-1]).norm(dim=1, keepdim=True).clamp_min(1e-12)
-    ratio = ((codes[1:] - codes[:-1]).abs() / step)[adjacent]  # (n_steps, d_sae)
-    active = (codes[inside] > 0).any(0)
-    largest, mean = ratio.amax(0), ratio.mean(0)
-    high = active[:d_high]
-    return (
-        largest[:d_high][high].mean().item(),
-        largest[active].mean().item(),
-        mean[:d_high][high].mean().item(),
-    )
+
+def _number(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.4f}"

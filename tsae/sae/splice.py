@@ -1,0 +1,245 @@
+"""What the model loses when the SAE's reconstruction takes the place of its residual stream.
+
+One forward pass as the model is, one with x̂ in place of x at the counted tokens, one with 0 there:
+
+- loss: mean next-token cross-entropy in nats, at the counted tokens that have a next one;
+- recovered: (loss with 0 − loss with x̂) / (loss with 0 − loss as it is); 1 where nothing is lost, 0 where x̂ is
+  no better than nothing. It means nothing where zeros do the model no harm;
+- KL: mean over counted tokens of KL(model as it is ‖ model with x̂), in nats.
+
+Special tokens and tokens beyond the outlier limit keep their activations, as they do in training: the SAE never saw
+them. Intervals are percentile bootstraps over problems. Text the SAE reads well can still be text the model reads
+badly: loss here is on rollouts, most of which the model itself sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tsae.activations.store import ActivationStore, TokenSpan, span_mask
+from tsae.errors import TsaeError
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tsae.checkpoints.series import Checkpoint
+
+_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class LossRecovered:
+    """Of one reader. Losses and KL in nats per token."""
+
+    reader: str
+    n_tokens: int
+    n_trajectories: int
+    n_problems: int
+    loss: float
+    """As the model is."""
+    loss_spliced: float
+    loss_ablated: float
+    recovered: float
+    recovered_low: float
+    """Bounds of the 95 % interval over problems."""
+    recovered_high: float
+    kl: float
+    kl_low: float
+    kl_high: float
+
+
+@torch.no_grad()
+def loss_recovered(
+    sae: TemporalSAE,
+    store: ActivationStore,
+    checkpoint: Checkpoint,
+    rows: list[int],
+    *,
+    span: TokenSpan = "all",
+    limit: float = float("inf"),
+    batch_tokens: int = 1024,
+    seed: int = 0,
+) -> LossRecovered:
+    """Measure on trajectories of a store.
+
+    Args:
+        sae: fits the store.
+        store: names the trajectories, and the weights that its reader had.
+        checkpoint: the reader.
+        rows: row ids of the trajectories.
+        span: whose tokens are replaced and counted.
+        limit: tokens of a larger norm are neither replaced nor counted.
+        batch_tokens: tokens of a forward pass, padding included; one trajectory at least. Logits of the whole
+            vocabulary are held for each.
+        seed: of the bootstrap.
+
+    Raises:
+        TsaeError: where the checkpoint is not the one that the store was captured with, or no tokens count.
+    """
+    from tsae.checkpoints.loading import weights_fingerprint
+
+    expected = store.reader_info(checkpoint.id).get("weights")
+    if expected is not None and expected != weights_fingerprint(checkpoint):
+        raise TsaeError(
+            f"its weights are not those that reader {checkpoint.id} had when {store.path} was captured",
+            where=checkpoint.path,
+            fix="Give the series that was captured, or capture again.",
+        )
+    device = sae.W_dec.device
+    model = checkpoint.load_model(device=str(device))
+    rollouts = store.rollouts
+    texts = [np.concatenate(rollouts.tokens(row)) for row in rows]
+    prompt_lengths = rollouts.lengths("prompt_ids")[rows]
+    order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
+    sums = np.zeros((len(rows), 6))  # n_next, loss, spliced, ablated, n, KL
+    while order:
+        width, batch = 0, list[int]()
+        while order and (not batch or (len(batch) + 1) * max(width, len(texts[order[0]])) <= batch_tokens):
+            batch.append(order.pop(0))
+            width = len(texts[batch[-1]])
+        ids = torch.zeros((len(batch), width), dtype=torch.long)
+        mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for i, t in enumerate(batch):
+            n = len(texts[t])
+            ids[i, :n], mask[i, :n] = torch.from_numpy(texts[t].astype(np.int64)), 1
+            inside = span_mask(texts[t], np.array([0, n]), prompt_lengths[[t]], span, store.special_ids)
+            counted[i, :n] = torch.from_numpy(inside)
+        found = spliced_losses(model, sae, ids.to(device), mask.to(device), counted.to(device), limit)
+        sums[batch] = found.cpu().numpy()
+    if sums[:, 0].sum() == 0:
+        raise TsaeError(
+            f"none of the {len(rows)} trajectories has a token to replace",
+            where=store.path,
+            fix="Choose another token span, or raise max_norm.",
+        )
+    problem_ids = rollouts.table["problem_id"].to_pylist()
+    return _summary(checkpoint.id, sums, [problem_ids[row] for row in rows], seed)
+
+
+def spliced_losses(
+    model: PreTrainedModel,
+    sae: TemporalSAE,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    counted: torch.Tensor,
+    limit: float = float("inf"),
+) -> torch.Tensor:
+    """Sums over the counted tokens of every row.
+
+    Args:
+        model: a causal LM.
+        sae: of one of its sites.
+        ids: (B, T) token ids, right-padded.
+        mask: (B, T) 1 for real tokens.
+        counted: (B, T) bool, tokens to replace.
+        limit: tokens of a larger norm are not replaced.
+
+    Returns:
+        (B, 6) float64: counted tokens with a next one; over these the loss as it is, with x̂, with 0; counted tokens;
+        over these KL.
+    """
+    reached: list[torch.Tensor] = []
+
+    def reconstructed(hidden: torch.Tensor) -> torch.Tensor:
+        x = hidden.float()
+        replaced = counted & (x.norm(dim=-1) <= limit)
+        reached.append(replaced)
+        x[replaced] = sae.decode(sae.encode(x[replaced]))
+        return x.to(hidden.dtype)
+
+    def ablated(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.masked_fill(reached[0][..., None], 0.0)
+
+    clean = _log_probabilities(model, ids, mask)
+    with rewritten(model, sae.site, reconstructed):
+        spliced = _log_probabilities(model, ids, mask)
+    with rewritten(model, sae.site, ablated):
+        zero = _log_probabilities(model, ids, mask)
+    replaced = reached[0]
+    kl = (clean.exp() * (clean - spliced)).sum(-1)  # (B, T)
+    has_next = replaced[:, :-1] & mask[:, 1:].bool()
+    columns = [has_next.double().sum(1)]
+    for log_p in (clean, spliced, zero):
+        loss = -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        columns.append((loss.double() * has_next).sum(1))
+    columns += [replaced.double().sum(1), (kl.double() * replaced).sum(1)]
+    return torch.stack(columns, dim=1)
+
+
+@contextmanager
+def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within it the residual stream (B, T, d_model) at a site is what `change` makes of it.
+
+    Raises:
+        TsaeError: where the site does not exist.
+    """
+    from tsae.checkpoints.hooks import check_sites, decoder_blocks
+
+    blocks = decoder_blocks(model)
+    (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
+
+    def after(_module: Any, _inputs: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    block = blocks[place.layer]
+    if place.point == "post":
+        handle = block.register_forward_hook(after)
+    else:
+        handle = block.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, T, vocabulary) float32."""
+    from tsae.checkpoints.hooks import positions
+
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> LossRecovered:
+    code = np.unique(problems, return_inverse=True)[1]
+    by_problem = np.zeros((code.max() + 1, sums.shape[1]))
+    np.add.at(by_problem, code, sums)
+
+    def measures(totals: np.ndarray) -> np.ndarray:
+        """(…, 6) sums -> (…, 5): losses, recovered, KL."""
+        n_next, clean, spliced, zero, n, kl = np.moveaxis(totals, -1, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            recovered = (zero - spliced) / (zero - clean)
+            return np.stack([clean / n_next, spliced / n_next, zero / n_next, recovered, kl / n], axis=-1)
+
+    loss, spliced, zero, recovered, kl = measures(by_problem.sum(0)).tolist()
+    n = len(by_problem)
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
+    low, high = np.nanquantile(measures(draws @ by_problem)[:, 3:], [0.025, 0.975], axis=0).tolist()
+    return LossRecovered(
+        reader=reader,
+        n_tokens=int(sums[:, 4].sum()),
+        n_trajectories=len(sums),
+        n_problems=n,
+        loss=loss,
+        loss_spliced=spliced,
+        loss_ablated=zero,
+        recovered=recovered,
+        recovered_low=low[0],
+        recovered_high=high[0],
+        kl=kl,
+        kl_low=low[1],
+        kl_high=high[1],
+    )
