@@ -28,6 +28,8 @@ class TokenBatch(NamedTuple):
     """(n, d_model) float32."""
     pairs: np.ndarray
     """(n_pairs, 2) rows of x: (token t − 1, token t), adjacent in a trajectory."""
+    number: int = 0
+    """Place in the epoch, from 0."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +105,41 @@ class Windows:
             per_token + np.arange(self.n_tokens),
         )
         picked = np.sort(rng.choice(self.n_tokens, min(sample, self.n_tokens), replace=False))
-        x = self._gather(shard[picked], position[picked])
-        norm = np.linalg.norm(x, axis=1)
-        if not np.isfinite(norm).all():
-            raise TsaeError("holds activations that are not finite", where=self.store.path, fix="Capture again.")
+        norm = self._norm(self._gather(shard[picked], position[picked]), shard[picked], position[picked])
         median = float(np.median(norm))
         inside = norm[norm <= max_norm * median]
         return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
 
-    def epoch(self, number: int, batch_tokens: int) -> Iterator[TokenBatch]:
+    def _norm(self, x: np.ndarray, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """(n,) L2 norms of tokens; refuses the first that is not finite."""
+        norm = np.linalg.norm(x, axis=1)
+        if not np.isfinite(norm).all():
+            bad = int(np.flatnonzero(~np.isfinite(norm))[0])
+            found, token = self.shards[shard[bad]], int(position[bad])
+            place = int(np.searchsorted(found.offsets, token, side="right")) - 1
+            row = int(found.trajectory[place])
+            problem = self.store.rollouts.table["problem_id"][row].as_py()
+            raise TsaeError(
+                f"{self.site} is not finite in trajectory {row} (problem {problem}), "
+                f"token {token - int(found.offsets[place])}",
+                where=found.path,
+                fix="Delete the store and capture again; if it stays, the model overflows: capture in another dtype.",
+            )
+        return norm
+
+    def epoch(
+        self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> Iterator[TokenBatch]:
         """One pass over all tokens, in an order that depends on the seed and the epoch only.
 
         Batches hold about batch_tokens tokens, as many as divide the pass evenly.
+
+        Args:
+            number: of the epoch.
+            batch_tokens: tokens of a batch.
+            start: number of the first batch; those before it are not read.
+            share: (i, n) gives every n-th window of each batch from the i-th on. Shares of a batch make up the whole;
+                one that has no pairs is given nevertheless, so that n processes stay in step.
         """
         rng = np.random.default_rng([self.seed, number])
         windows = self._cut(int(rng.integers(self.window)))
@@ -124,12 +149,12 @@ class Windows:
         # would treat differently.
         n_batches = max(1, round(self.n_tokens / batch_tokens))
         bounds = np.searchsorted(ends, np.arange(n_batches + 1) * self.n_tokens // n_batches, side="right")
-        for low, high in pairwise(bounds):
-            if low == high:
+        for i, (low, high) in enumerate(pairwise(bounds)):
+            if low == high or i < start:
                 continue
-            batch = self._batch(windows[low:high])
-            if len(batch.pairs):
-                yield batch
+            batch = self._batch(windows[low:high][share[0] :: share[1]])
+            if len(batch.pairs) or share[1] > 1:
+                yield batch._replace(number=i)
 
     def _cut(self, offset: int) -> np.ndarray:
         """(n_windows, 3): every segment cut into windows, the first of `window − offset` tokens."""
@@ -149,7 +174,7 @@ class Windows:
         within = np.arange(len(which)) - np.repeat(length.cumsum() - length, length)
         x = self._gather(shard[which], start[which] + within)
         follows = within > 0
-        outlier = np.linalg.norm(x, axis=1) > self.norms.limit
+        outlier = self._norm(x, shard[which], start[which] + within) > self.norms.limit
         if outlier.any():
             row = np.cumsum(~outlier) - 1
             follows[1:] &= ~outlier[1:] & ~outlier[:-1]

@@ -1,0 +1,389 @@
+"""Long trainings: killed and resumed, refused, on a full disk, on two processes, logged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import synthetic_store
+
+from tsae.activations.store import ActivationStore
+from tsae.activations.windows import Windows
+from tsae.errors import TsaeError
+from tsae.sae import checkpointing
+from tsae.sae.checkpointing import RunFolder
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
+from tsae.sae.training import train
+
+D = 16
+# Latents die within the run, so that AuxK and the idle counters matter to the weights.
+CONFIG = SAEConfig(d_sae=64, k=3, dead_after_tokens=2000)
+TRAINING = TrainingConfig(tokens=24_000, batch_tokens=200, learning_rate=3e-3, save_every_steps=9)
+SHORT = replace(TRAINING, tokens=5000, save_every_steps=10)  # 25 steps, two checkpoints
+WRITTEN = ("sae.safetensors", "config.json", "training.json", "metrics.jsonl")
+
+# Children are forked from a server that has imported what training imports and computed nothing: they start at once.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tsae.sae.training", "tsae.activations.windows", "torch._dynamo", "tqdm.auto"])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    return make_store(tmp_path_factory.mktemp("long") / "acts")
+
+
+def make_store(folder: Path, seed: int = 0) -> ActivationStore:
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(40, D))
+    texts = [(rng.random((25, 40)) < 0.08) @ mixing + rng.normal(size=D) for _ in range(60)]
+    return synthetic_store(folder, texts)
+
+
+@pytest.fixture(scope="module")
+def whole(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "sae"
+    run(store.path, folder)
+    return folder
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    child = processes.Process(target=target, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def run(store: Path, folder: Path, training: TrainingConfig = SHORT) -> None:
+    train(store, CONFIG, to=folder, training=training, progress=False)
+
+
+def same_files(a: Path, b: Path) -> None:
+    for name in (*WRITTEN, "run.json"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    assert sorted(p.name for p in a.iterdir()) == sorted((*WRITTEN, "run.json"))
+
+
+def checkpoint(folder: Path) -> int:
+    """Steps of the newest checkpoint; 0 without one."""
+    return max((int(p.name) for p in (folder / "checkpoint").glob("[0-9]*")), default=0)
+
+
+class Interrupted(Exception):
+    """Stands for a kill where the test stays in one process."""
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+    store: ActivationStore,
+    folder: Path,
+    saves: int = 1,
+    training: TrainingConfig = SHORT,
+) -> Path:
+    """A folder that a training left right after so many checkpoints."""
+    save, left = RunFolder.save, itertools.count(1)
+
+    def stopping(self: RunFolder, steps: int, tensors: Any) -> None:
+        save(self, steps, tensors)
+        if next(left) == saves:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", stopping)
+        with pytest.raises(Interrupted):
+            run(store.path, folder, training)
+    assert checkpoint(folder) == saves * SHORT.save_every_steps
+    return folder
+
+
+# --- killed and resumed
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
+    folder, killed_after = tmp_path / "sae", []
+    start(run, store.path, tmp_path / "whole", TRAINING).join()
+    while not (folder / "run.json").exists():
+        before, child = checkpoint(folder), start(run, store.path, folder, TRAINING)
+        # Let it get past the checkpoint that it started from, then kill it at any moment up to the next few.
+        while child.is_alive() and checkpoint(folder) == before:
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.15))
+        child.kill()
+        child.join()
+        killed_after.append((child.exitcode, checkpoint(folder)))
+    assert sum(code == -signal.SIGKILL for code, _ in killed_after) >= 3, killed_after
+    same_files(folder, tmp_path / "whole")
+
+
+def run_until_write(store: Path, folder: Path, n: int) -> None:
+    """Train, and die by SIGKILL right before the n-th operation on files."""
+    left = itertools.count(1)
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (checkpointing, "save_file"),
+        (checkpointing, "write_json"),
+        (checkpointing, "_flush"),
+        (checkpointing, "write_run"),
+        (os, "replace"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (Path, "rename"),
+        (Path, "mkdir"),
+        (Path, "open"),
+        (TemporalSAE, "save"),
+    ):
+        setattr(owner, name, deadly(getattr(owner, name)))
+    run(store, folder)
+
+
+def test_a_kill_before_any_operation_on_files_leaves_a_run_that_goes_on(
+    store: ActivationStore, whole: Path, tmp_path: Path
+) -> None:
+    """One run is killed before its 1st, 4th, 7th … operation, every time from where the last one left it."""
+    folder = tmp_path / "sae"
+    for n in itertools.count(1, 3):
+        child = start(run_until_write, store.path, folder, n)
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert n > 10
+    same_files(folder, whole)
+
+
+@pytest.mark.slow
+def test_many_kills_of_a_longer_run(store: ActivationStore, tmp_path: Path) -> None:
+    training = replace(TRAINING, tokens=400_000)
+    first, second = tmp_path / "whole", tmp_path / "killed"
+    run(store.path, first, training)
+    kills = 0
+    while not (second / "run.json").exists():
+        child = start(run, store.path, second, training)
+        child.join(random.uniform(0.1, 1.0))
+        kills += child.is_alive()
+        child.kill()
+        child.join()
+    assert kills >= 5
+    same_files(second, first)
+
+
+def test_the_state_is_all_that_the_next_step_depends_on(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the second epoch and in the third: an epoch is 7 batches."""
+    for saves in (1, 2):
+        folder = interrupted(monkeypatch, store, tmp_path / str(saves), saves)
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        with (folder / "metrics.jsonl").open("a") as stream:
+            stream.write('{"step": 999, "loss": 1.0}\n{"step": 10')
+        run(store.path, folder)
+        assert steps == [0]
+        same_files(folder, whole)
+
+
+def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = Windows(store, "x.site", window=4)
+    every = list(windows.epoch(3, 100))
+    assert [batch.number for batch in every] == list(range(len(every)))
+    read: list[int] = []
+    gather = windows._gather
+    monkeypatch.setattr(windows, "_gather", lambda shard, row: read.append(len(row)) or gather(shard, row))
+    rest = list(windows.epoch(3, 100, start=5))
+    assert len(read) == len(rest) == len(every) - 5
+    assert all(
+        np.array_equal(a.x, b.x) and np.array_equal(a.pairs, b.pairs) for a, b in zip(rest, every[5:], strict=True)
+    )
+    assert list(windows.epoch(3, 100, start=len(every))) == []
+
+
+# --- finished, changed, damaged
+
+
+def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tsae.sae.training._train", None)  # would be called to train
+    stamp = (whole / "sae.safetensors").stat().st_mtime_ns
+    again = train(store, CONFIG, to=whole, training=replace(SHORT, save_every_steps=50), progress=False)
+    assert (whole / "sae.safetensors").stat().st_mtime_ns == stamp
+    assert again.config == CONFIG
+    assert not again.W_dec.requires_grad
+    with pytest.raises(TsaeError, match=r"holds another training \(sae\.k was 3, is 4\).*Give another folder"):
+        train(store, replace(CONFIG, k=4), to=whole, training=SHORT, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("sae", "training", "message"),
+    [
+        ({"k": 4}, {}, r"\(sae\.k was 3, is 4\)"),
+        ({}, {"learning_rate": None}, r"\(training\.learning_rate was 0\.003, is null\)"),
+        ({}, {"tokens": 6000, "seed": 1}, r"\(training\.tokens was 5000, is 6000; training\.seed was 0, is 1\)"),
+    ],
+)
+def test_a_changed_config_is_refused(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sae: Any, training: Any, message: str
+) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+    config, changed = replace(CONFIG, **sae), replace(SHORT, **training)
+    with pytest.raises(TsaeError, match=message) as error:
+        train(store, config, to=folder, training=changed, progress=False)
+    assert "resume=" in str(error.value)
+    assert checkpoint(folder) == 10
+    anew = train(store, config, to=folder, training=replace(changed, resume="never"), progress=False)
+    expected = train(store, config, training=changed, progress=False)
+    assert all(torch.equal(value, anew.state_dict()[name]) for name, value in expected.state_dict().items())
+    assert not (folder / "checkpoint").exists()
+
+
+def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+
+    def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> ActivationStore:
+        other = Path(shutil.copytree(store.path, tmp_path / name))
+        manifest = json.loads((other / "manifest.json").read_text())
+        change(manifest)
+        (other / "manifest.json").write_text(json.dumps(manifest))
+        return ActivationStore(other)
+
+    for other, message in (
+        (changed("rollouts", lambda m: m.update(rollouts="beef")), r"inputs\.rollouts was \w+…?, is beef"),
+        (changed("dtype", lambda m: m.update(dtype="float16")), r"inputs\.dtype was float32, is float16"),
+        (
+            changed("weights", lambda m: m["readers"][0].update(weights="b1")),
+            r"inputs\.readers\.base\.weights was null",
+        ),
+        (changed("reader", lambda m: m["readers"][0].update(id="sft")), r"inputs\.readers\.sft was absent"),
+        (changed("config", lambda m: m.update(config={"plan": "all"})), r"inputs\.capture was null"),
+    ):
+        with pytest.raises(TsaeError, match=message):
+            train(other, CONFIG, to=folder, training=SHORT, progress=False)
+    # The same activations in another place are the same data.
+    moved = ActivationStore(shutil.copytree(store.path, tmp_path / "moved"))
+    train(moved, CONFIG, to=folder, training=SHORT, progress=False)
+
+
+def test_damaged_and_foreign_folders_are_refused(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+    state = folder / "checkpoint" / "0000000010" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-5])
+    with pytest.raises(TsaeError, match=r"0000000010: cannot be read .*set resume="):
+        run(store.path, folder)
+    (state.parent / "state.json").write_text("{")
+    with pytest.raises(TsaeError, match=r"state\.json: cannot be read \(JSONDecodeError"):
+        run(store.path, folder)
+    other = tmp_path / "features"
+    other.mkdir()
+    (other / "run.json").write_text('{"stage": "encode", "config": {}, "inputs": {}}')
+    with pytest.raises(TsaeError, match="holds the result of 'encode'"):
+        run(store.path, other)
+    with pytest.raises(TsaeError, match="save_every_steps=0 is less than 1"):
+        TrainingConfig(save_every_steps=0)
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 12_000])
+def test_a_full_disk_leaves_the_checkpoint_before(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int
+) -> None:
+    """The second checkpoint meets a limit on the size of files, whose writes then fail as on a full disk."""
+    save, soft_hard = RunFolder.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = tmp_path / "sae"
+
+    def limited(self: RunFolder, steps: int, tensors: Any) -> None:
+        if steps == 20:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_hard[1]))
+        try:
+            save(self, steps, tensors)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", limited)
+        with pytest.raises(TsaeError, match=r"cannot be written to .*goes on from the checkpoint after 10 steps"):
+            run(store.path, folder)
+    assert [p.name for p in (folder / "checkpoint").iterdir()] == ["0000000010"]
+    run(store.path, folder)
+    same_files(folder, whole)
+
+
+# --- activations that are not finite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
+    store = make_store(tmp_path / "acts")
+    windows = Windows(store, "x.site")  # its sample of norms is taken before the damage
+    shard = next(store.shards())
+    raw = shard.raw("x.site")
+    writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
+    writable[25 * 17 + 4, 3] = value
+    writable.flush()
+    message = r"base/00000\.h5: x\.site is not finite in trajectory 17 \(problem p0017\), token 4\."
+    with pytest.raises(TsaeError, match=message):
+        list(windows.epoch(0, 100))
+    with pytest.raises(TsaeError, match=message):
+        train(store, CONFIG, training=TRAINING, progress=False)
+
+
+def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((2, D)) for _ in range(30)])
+    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
+        train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, span="response"), progress=False)
+
+
+# --- Weights & Biases
+
+
+def test_metrics_go_to_wandb(store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, float]] = []
+
+    def init(**kwargs: Any) -> Any:
+        started.append(kwargs)
+        return types.SimpleNamespace(
+            log=lambda row, step: logged.append((step, row["fve"])), finish=lambda: logged.append((-1, 0.0))
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    training = replace(SHORT, wandb_project="p")
+    folder = interrupted(monkeypatch, store, tmp_path / "sae", training=training)
+    train(store, CONFIG, to=folder, training=training, progress=False)
+    assert [step for step, _ in logged] == [0, 24, -1]
+    assert (started[0]["project"], started[0]["name"], started[0]["resume"]) == ("p", "sae", "allow")
+    assert started[0]["config"]["sae"]["k"] == 3
+    train(store, CONFIG, to=tmp_path / "other", training=training, progress=False)
+    train(store, CONFIG, to=folder, training=replace(training, resume="never"), progress=False)
+    train(store, CONFIG, training=training, progress=False)
+    assert started[1] == started[0]
+    # Another folder, training anew, and no folder at all are other runs.
+    assert started[2]["id"] != started[0]["id"]
+    assert [call["id"] for call in started[3:]] == [None, None]
+
+
+def test_wandb_is_asked_for_by_name(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TsaeError, match=r"needs the package wandb.*pip install wandb"):
+        train(store, CONFIG, training=replace(TRAINING, wandb_project="p"), progress=False)

@@ -1,0 +1,86 @@
+"""Training on several processes, each on a share of every batch: `torchrun --nproc-per-node 2 -m tsae train …`.
+
+A step of n processes takes the same batch that one process would take. Every process reads every n-th window of it,
+computes the loss on that share, and the gradients are added up, weighted by tokens. All processes then take the same
+optimizer step, so that weights and counters stay equal without being sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one training; alone by default, where every method returns what it was given."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    """Of this process."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes files and shows progress."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until all have come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise over the processes."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def any(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise or of booleans."""
+        return self._reduce(tensor.to(torch.uint8), dist.ReduceOp.MAX).bool()
+
+    def least(self, number: int) -> int:
+        """The smallest of the processes' numbers."""
+        return int(self._reduce(torch.tensor(number, device=self.device), dist.ReduceOp.MIN))
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replace every gradient by the sum over the processes, in which one without a gradient counts as zero."""
+        if self.size > 1:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = self.sum(parameter.grad)
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.size > 1:
+            tensor = tensor.contiguous().clone()
+            dist.all_reduce(tensor, operation)
+        return tensor
+
+
+@contextmanager
+def join(device: str) -> Iterator[Processes]:
+    """The processes that torchrun started, joined for the time of the block unless they were joined before.
+
+    Args:
+        device: "cuda" becomes the GPU of this process.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        yield Processes(device=device)
+        return
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        if joined_here:
+            dist.destroy_process_group()
