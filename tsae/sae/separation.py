@@ -1,0 +1,393 @@
+"""Temporal separation: do high-level codes say what the trajectory is about, and low-level codes what the token is?
+
+From the codes of single response tokens, linear probes (`tsae.sae.probes`) predict
+
+- of the trajectory: band, outcome, behaviours that the rollouts name (style), and which problem it is;
+- of the token: its identity among the commonest, and a class where an annotator gives one.
+
+A T-SAE separates if its high-level codes predict the first better, and its low-level codes the second no worse, than
+those of a plain Matryoshka SAE (temporal_weight = 0) of the same data, width and k. Activations themselves are probed
+too: what is not linearly in them cannot be in the codes.
+
+What is not allowed to help:
+
+- Problems: folds are over problems, so that a probe never sees a problem that it is tested on. Only for the label
+  "problem" must every problem be seen: there folds are over trajectories, and only problems with several count.
+- Difficulty: outcome and behaviours are balanced within each problem (only problems that have both kinds count), so
+  that knowing the problem does not help.
+- The prompt: only tokens of responses are read.
+- Frequent classes: all classes weigh the same; chance is 1 / number of classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from tsae.activations.store import ActivationStore
+from tsae.errors import TsaeError
+from tsae.rollouts.table import BANDS
+from tsae.sae.evaluation import check_fits, counted_texts, spread
+from tsae.sae.model import TemporalSAE
+from tsae.sae.probes import Probe, Task, folds, interval, probe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GROUPS = ("high", "low", "all")
+ACTIVATIONS = "activations"
+
+Annotator = Callable[[str, Sequence[str]], Sequence[str]]
+"""(prompt text, response tokens as strings) -> class of each response token."""
+
+_FOLDS, _MIN_UNITS = 5, 10
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well one group of one SAE's latents predicts one label."""
+
+    sae: str
+    """Name of the SAE, or "activations"."""
+    group: str
+    """high, low or all."""
+    label: str
+    level: str
+    """trajectory or token."""
+    accuracy: float
+    """Weighted so that all classes count the same."""
+    low: float
+    """Bounds of the 95 % interval."""
+    high: float
+    chance: float
+    l0: float
+    """Mean number of the group's latents active on the probed tokens."""
+    n_classes: int
+    n_tokens: int
+    n_units: int
+    """Problems; for the label "problem", trajectories."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Accuracy of one SAE minus that of the baseline, on the same tokens and folds."""
+
+    group: str
+    label: str
+    level: str
+    gain: float
+    low: float
+    """Bounds of the 95 % interval, paired."""
+    high: float
+
+
+@dataclass(frozen=True)
+class Separation:
+    """Scores of all SAEs, and gains of the first over the second."""
+
+    scores: tuple[Score, ...]
+    gains: tuple[Gain, ...]
+    skipped: Mapping[str, str]
+    """Labels that could not be probed, and why."""
+
+    def table(self) -> pd.DataFrame:
+        """One row a probe."""
+        import pandas as pd
+
+        return pd.DataFrame([score.__dict__ for score in self.scores])
+
+    def gain_table(self) -> pd.DataFrame:
+        """One row a label and group; empty where there was no baseline."""
+        import pandas as pd
+
+        return pd.DataFrame([gain.__dict__ for gain in self.gains])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "scores": [score.__dict__ for score in self.scores],
+            "gains": [gain.__dict__ for gain in self.gains],
+            "skipped": dict(self.skipped),
+        }
+
+    def __str__(self) -> str:
+        by_probe = {(s.sae, s.group, s.label): s for s in self.scores}
+        columns = list(dict.fromkeys((s.sae, s.group) for s in self.scores))
+        lines = ["probes of single response tokens: accuracy, all classes weighing the same", ""]
+        lines.append(f"{'':<32}{'chance':>8}" + "".join(f"{sae[:13] + ' ' + group:>18.18}" for sae, group in columns))
+        for label in dict.fromkeys(s.label for s in self.scores):
+            of = next(s for s in self.scores if s.label == label)
+            cells = "".join(f"{by_probe[(*column, label)].accuracy:>18.3f}" for column in columns)
+            lines.append(f"{of.level + ' ' + label:<32.31}{of.chance:>8.3f}{cells}")
+        if self.gains:
+            lines += ["", "gain over the baseline, 95 % interval over problems"]
+        for g in self.gains:
+            lines.append(f"{g.level + ' ' + g.label:<32.31}{g.group:>8}{g.gain:>+18.3f}  [{g.low:+.3f}, {g.high:+.3f}]")
+        lines += [f"not probed: {label} ({why})" for label, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def separation(
+    saes: Mapping[str, TemporalSAE | str | Path],
+    store: ActivationStore | str | Path,
+    *,
+    reader: str | None = None,
+    tokens_per_trajectory: int = 4,
+    max_trajectories: int = 1000,
+    max_problems: int = 20,
+    max_tokens: int = 12,
+    annotator: Annotator | None = None,
+    token_strings: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Separation:
+    """Probe the codes of SAEs on the same tokens.
+
+    Args:
+        saes: by name; with two, the second is the baseline that gains are measured against.
+        store: activations of one site that all SAEs fit. All problems are used: labels took no part in training.
+        reader: whose activations; by default the base's.
+        tokens_per_trajectory: response tokens drawn from each trajectory.
+        max_trajectories: where there are more, this many are used, evenly spread.
+        max_problems: classes of the label "problem".
+        max_tokens: classes of the label "token", the commonest.
+        annotator: gives the label "class"; needs token_strings.
+        token_strings: text of every token id.
+        seed: of the draws and folds.
+
+    Raises:
+        TsaeError: where an SAE does not fit, or nothing can be probed.
+    """
+    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    loaded = {name: s if isinstance(s, TemporalSAE) else TemporalSAE.load(s) for name, s in saes.items()}
+    if not loaded or ACTIVATIONS in loaded:
+        raise TsaeError(
+            f"SAEs are named {list(loaded)}", where="separation", fix='Give at least one, not "activations".'
+        )
+    for sae in loaded.values():
+        check_fits(sae, store)
+    sites = {sae.site for sae in loaded.values()}
+    if len(sites) > 1:
+        raise TsaeError(f"the SAEs are of different sites: {', '.join(sorted(sites))}", where="separation")
+    sample = _sample(store, sites.pop(), reader or store.readers[0], tokens_per_trajectory, max_trajectories, seed)
+    tasks, skipped = _trajectory_tasks(store, sample, max_problems, seed)
+    token_tasks, token_skipped = _token_tasks(store, sample, max_tokens, annotator, token_strings, seed)
+    levels = dict.fromkeys((task.label for task in tasks), "trajectory")
+    levels |= dict.fromkeys((task.label for task in token_tasks), "token")
+    tasks += token_tasks
+    if not tasks:
+        raise TsaeError(
+            "no label can be probed: " + "; ".join(f"{k}: {v}" for k, v in {**skipped, **token_skipped}.items()),
+            where=store.path,
+            fix="Use more problems, with bands and several responses each.",
+        )
+    probes: dict[tuple[str, str, str], Probe] = {}
+    scores = []
+    for name, group, codes in _inputs(loaded, sample.x):
+        for task in tasks:
+            found = probe(codes, task)
+            probes[name, group, task.label] = found
+            low, high = interval(found.draws(seed))
+            active = codes[task.token]
+            scores.append(
+                Score(
+                    sae=name,
+                    group=group,
+                    label=task.label,
+                    level=levels[task.label],
+                    accuracy=found.accuracy,
+                    low=low,
+                    high=high,
+                    chance=1 / task.n_classes,
+                    l0=float((active > 0).sum() / len(task.token)) if name != ACTIVATIONS else float("nan"),
+                    n_classes=task.n_classes,
+                    n_tokens=len(task.token),
+                    n_units=task.n_units,
+                )
+            )
+    gains = []
+    names = list(loaded)
+    for task in tasks if len(names) > 1 else ():
+        for group in GROUPS:
+            pair = [probes.get((name, group, task.label)) for name in names[:2]]
+            if pair[0] is None or pair[1] is None:
+                continue
+            low, high = interval(pair[0].draws(seed) - pair[1].draws(seed))
+            gain = pair[0].accuracy - pair[1].accuracy
+            gains.append(Gain(group, task.label, levels[task.label], gain, low, high))
+    return Separation(tuple(scores), tuple(gains), {**skipped, **token_skipped})
+
+
+class _Sample(NamedTuple):
+    """Drawn response tokens."""
+
+    x: np.ndarray
+    """(n, d_model) float32."""
+    row: np.ndarray
+    """(n,) row id of the trajectory."""
+    token_id: np.ndarray
+    """(n,)."""
+    place: np.ndarray
+    """(n,) position in the response."""
+
+
+def _sample(
+    store: ActivationStore, site: str, reader: str, per_trajectory: int, max_trajectories: int, seed: int
+) -> _Sample:
+    from tsae.activations.windows import Windows
+
+    store.reader_info(reader)
+    windows = Windows(store, site, span="response", held_out=None)
+    texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)
+    prompt_lengths = store.rollouts.lengths("prompt_ids")
+    rng = np.random.default_rng([seed, 1])
+    parts = []
+    for text in texts:
+        shard = windows.shards[text.shard]
+        tokens = np.sort(rng.choice(text.tokens, min(per_trajectory, len(text.tokens)), replace=False))
+        x = shard.read(site, tokens)
+        inside = np.linalg.norm(x, axis=1) <= windows.norms.limit
+        place = tokens - shard.offsets[text.place] - prompt_lengths[text.row]
+        row = np.full(len(tokens), text.row)
+        parts.append(_Sample(x[inside], row[inside], shard.token_ids[tokens][inside], place[inside]))
+    if not parts:
+        raise TsaeError(f"reader {reader} has no response tokens", where=store.path, fix="Choose another reader.")
+    return _Sample(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _inputs(saes: Mapping[str, TemporalSAE], x: np.ndarray) -> list[tuple[str, str, Any]]:
+    """(name, group, features) of everything that is probed."""
+    found: list[tuple[str, str, Any]] = []
+    for name, sae in saes.items():
+        with torch.no_grad():
+            parts = torch.from_numpy(x).split(8192)
+            codes = sp.csr_array(
+                sp.vstack(
+                    [sp.csr_array(sae.encode(part.to(sae.W_dec.device)).double().cpu().numpy()) for part in parts]
+                )
+            )
+        d_high = sae.config.d_high
+        if d_high < sae.config.d_sae:
+            found += [(name, "high", codes[:, :d_high]), (name, "low", codes[:, d_high:])]
+        found.append((name, "all", codes))
+    found.append((ACTIVATIONS, "all", x.astype(np.float64)))
+    return found
+
+
+def _trajectory_tasks(
+    store: ActivationStore, sample: _Sample, max_problems: int, seed: int
+) -> tuple[list[Task], dict[str, str]]:
+    frame = store.rollouts.frame
+    problem = np.unique(frame.problem_id.to_numpy(), return_inverse=True)[1]
+    tasks: list[Task] = []
+    skipped: dict[str, str] = {}
+
+    def keep(label: str, task: Task | str) -> None:
+        if isinstance(task, str):
+            skipped[label] = task
+        else:
+            tasks.append(task)
+
+    band = np.array([BANDS.index(b) if b in BANDS else -1 for b in frame.band])
+    keep("band", _between("band", band[sample.row], problem[sample.row], seed))
+    outcome = np.array([{"failure": 0, "success": 1}.get(o, -1) for o in frame.outcome])
+    keep("outcome", _within("outcome", outcome[sample.row], problem[sample.row], seed))
+    for name in store.rollouts.info.get("behaviours", []):
+        values = frame[name].to_numpy(dtype=float)
+        if set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}:
+            code = np.where(np.isnan(values), -1, values).astype(int)
+            keep(name, _within(name, code[sample.row], problem[sample.row], seed))
+    keep("problem", _which_problem(problem, sample.row, max_problems, seed))
+    return tasks, skipped
+
+
+def _token_tasks(
+    store: ActivationStore,
+    sample: _Sample,
+    max_tokens: int,
+    annotator: Annotator | None,
+    token_strings: Sequence[str] | None,
+    seed: int,
+) -> tuple[list[Task], dict[str, str]]:
+    problem = np.unique(store.rollouts.frame.problem_id.to_numpy(), return_inverse=True)[1][sample.row]
+    labels = {"token": sample.token_id}
+    if annotator is not None:
+        if token_strings is None:
+            raise TsaeError("an annotator needs the text of tokens", where="separation", fix="Give token_strings.")
+        labels["class"] = _classes(store, sample, annotator, token_strings)
+    tasks: list[Task] = []
+    skipped: dict[str, str] = {}
+    for label, values in labels.items():
+        names, code, count = np.unique(values, return_inverse=True, return_counts=True)
+        common = np.argsort(-count, kind="stable")[:max_tokens]
+        rank = np.full(len(names), -1)
+        rank[common] = np.arange(len(common))
+        task = _between(label, rank[code], problem, seed)
+        if isinstance(task, str):
+            skipped[label] = task
+        else:
+            tasks.append(task)
+    return tasks, skipped
+
+
+def _classes(store: ActivationStore, sample: _Sample, annotator: Annotator, token_strings: Sequence[str]) -> np.ndarray:
+    """(n,) class names of the drawn tokens."""
+    prompts = store.rollouts.table["prompt"].to_pylist()
+    found: list[str] = []
+    classes: Sequence[str] = ()
+    for i, row in enumerate(sample.row.tolist()):
+        if not i or row != sample.row[i - 1]:
+            _, response = store.rollouts.tokens(row)
+            classes = annotator(prompts[row] or "", [token_strings[id] for id in response])
+        found.append(classes[sample.place[i]])
+    return np.array(found)
+
+
+def _between(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Task | str:
+    """A label that other problems have too: classes weigh the same; classes of few problems are left out."""
+    classes = [c for c in np.unique(code[code >= 0]) if len(np.unique(problem[code == c])) >= _MIN_UNITS]
+    if len(classes) < 2:
+        return f"fewer than two classes occur in {_MIN_UNITS} problems"
+    token = np.flatnonzero(np.isin(code, classes))
+    y = np.searchsorted(classes, code[token])
+    weight = 1 / np.bincount(y)[y]
+    unit = np.unique(problem[token], return_inverse=True)[1]
+    # Where every problem has one class, spread the classes over the folds.
+    first = np.zeros(unit.max() + 1, dtype=int)
+    first[unit[::-1]] = y[::-1]
+    return Task(label, token, y, weight, unit, folds(len(first), _FOLDS, seed, within=first))
+
+
+def _within(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Task | str:
+    """A binary label that varies within problems: both classes weigh the same in each problem that has both."""
+    zeros, ones = (np.bincount(problem[code == c], minlength=problem.max() + 1) for c in (0, 1))
+    mixed = (zeros > 0) & (ones > 0)
+    if mixed.sum() < _MIN_UNITS:
+        return f"{mixed.sum()} problems have both kinds, fewer than {_MIN_UNITS}"
+    token = np.flatnonzero(mixed[problem] & (code >= 0))
+    y = code[token]
+    weight = 1 / np.stack([zeros, ones])[y, problem[token]]
+    unit = np.unique(problem[token], return_inverse=True)[1]
+    return Task(label, token, y, weight, unit, folds(unit.max() + 1, _FOLDS, seed))
+
+
+def _which_problem(problem: np.ndarray, row: np.ndarray, most: int, seed: int) -> Task | str:
+    """Which problem a token's trajectory answers: folds over trajectories."""
+    rows = np.unique(row)
+    n_trajectories = np.bincount(problem[rows])
+    several = np.flatnonzero(n_trajectories >= 3)
+    if len(several) < 2:
+        return "fewer than two problems have three trajectories"
+    chosen = several[np.linspace(0, len(several) - 1, min(most, len(several))).astype(int)]
+    token = np.flatnonzero(np.isin(problem[row], chosen))
+    y = np.searchsorted(chosen, problem[row[token]])
+    weight = 1 / np.bincount(y)[y]
+    trajectories, unit = np.unique(row[token], return_inverse=True)
+    of_problem = problem[trajectories]
+    n_folds = min(_FOLDS, int(n_trajectories[chosen].min()))
+    return Task("problem", token, y, weight, unit, folds(len(trajectories), n_folds, seed, within=of_problem))
