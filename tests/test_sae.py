@@ -111,7 +111,9 @@ def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], sim
 @pytest.fixture
 def small() -> TemporalSAE:
     """Latent 0 is high-level. k = 2 keeps four of the six codes of two tokens."""
-    sae = TemporalSAE(2, SAEConfig(d_sae=3, k=2, groups=(1 / 3, 2 / 3), temporal_weight=0.7, aux_weight=0.1))
+    sae = TemporalSAE(
+        2, SAEConfig(d_sae=3, k=2, groups=(1 / 3, 2 / 3), temporal_weight=0.7, temperature=1.0, aux_weight=0.1)
+    )
     with torch.no_grad():
         sae.W_dec.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]))
         sae.W_enc.copy_(sae.W_dec.T)
@@ -192,7 +194,7 @@ def test_info_nce_against_a_loop(temperature: float) -> None:
 
 def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
     """Column 0 of pairs is the earlier token; only high-level latents enter."""
-    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, groups=(0.5, 0.5)))
+    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, groups=(0.5, 0.5), temperature=1.0))
     sae.initialize(torch.zeros(6), torch.Generator().manual_seed(0))
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
     pairs = torch.tensor([[0, 1], [1, 2], [4, 5], [7, 8]])
