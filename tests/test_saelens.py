@@ -139,3 +139,174 @@ assert "sae_lens" not in sys.modules
         assert file.read_bytes() == (again / file.name).read_bytes()
     with pytest.raises(TsaeError, match="unknown architecture 'temporal'"):
         sae.to_saelens(tmp_path / "other", architecture="temporal")  # type: ignore[arg-type]
+
+
+# --- SAEs of sae_lens, read here
+
+
+D_IN, D_SAE = 48, 160
+
+
+def lens_config(architecture: str, **more: Any) -> dict[str, Any]:
+    from sae_lens import __version__
+
+    metadata = {"sae_lens_version": __version__, "hook_name": SITE, "model_name": "tiny"}
+    return {"architecture": architecture, "d_in": D_IN, "d_sae": D_SAE, "device": "cpu", "metadata": metadata, **more}
+
+
+def randomized(lens: Any) -> Any:
+    """Weights of every kind, decoder rows of unequal norms."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, value in lens.state_dict().items():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(0.2 + 0.1 * noise.abs() if "threshold" in name else 0.3 * noise)
+    return lens
+
+
+def tokens(n: int = 200) -> torch.Tensor:
+    return torch.randn(n, D_IN, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("jumprelu", {}),
+        ("jumprelu", {"apply_b_dec_to_input": False}),
+        ("topk", {"k": 7}),
+        ("standard", {}),
+    ],
+)
+def test_codes_of_sae_lens_are_computed_here_with_the_same_bits(
+    architecture: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    from sae_lens import SAE
+
+    from tsae.sae.foreign import ForeignSAE
+
+    lens = randomized(SAE.from_dict(lens_config(architecture, **more)))
+    lens.save_model(tmp_path / "lens")
+    found = TemporalSAE.load(tmp_path / "lens")
+    assert isinstance(found, ForeignSAE)
+    x = tokens()
+    with torch.no_grad():
+        codes, x_hat = lens.encode(x), lens(x)
+    assert torch.equal(found.encode(x), codes)
+    assert torch.equal(found.decode(found.encode(x)), x_hat)
+    assert 1 < float((codes > 0).sum(1).float().mean()) < D_SAE
+    assert (found.site, found.config.d_high, found.config.d_sae) == (SITE, D_SAE, D_SAE)
+    assert found.training_info["sae_lens"]["model_name"] == "tiny"
+    # There and back.
+    again = TemporalSAE.load(found.save(tmp_path / "again"))
+    assert torch.equal(again.encode(x), codes)
+    with torch.no_grad():
+        assert torch.equal(SAE.load_from_disk(tmp_path / "again").encode(x), codes)
+
+
+@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk", "topk"])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_what_a_training_of_sae_lens_leaves_is_read(architecture: str, rescale: bool, tmp_path: Path) -> None:
+    """Its checkpoint, and the SAE for inference that it is saved as, which is jumprelu or topk."""
+    from sae_lens import SAE, TrainingSAE
+
+    config = lens_config(architecture, k=6, rescale_acts_by_decoder_norm=rescale)
+    if architecture == "matryoshka_batchtopk":
+        config["matryoshka_widths"] = [40, D_SAE]
+    training = randomized(TrainingSAE.from_dict(config))
+    training.save_model(tmp_path / "checkpoint")
+    training.save_inference_model(tmp_path / "inference")
+    lens = SAE.load_from_disk(tmp_path / "inference")
+    x = tokens()
+    with torch.no_grad():
+        codes, x_hat = lens.encode(x), lens(x)
+    inference, checkpoint = (TemporalSAE.load(tmp_path / name) for name in ("inference", "checkpoint"))
+    if architecture == "topk" and rescale:
+        # The flag stays in the config: norms, by then 1 but for rounding, are folded once more.
+        torch.testing.assert_close(inference.encode(x), codes, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(inference.encode(x), codes)
+    torch.testing.assert_close(checkpoint.encode(x), codes, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(checkpoint.decode(checkpoint.encode(x)), x_hat, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu", "tsae_temporal"])
+def test_a_tsae_comes_back_as_what_it_was(sae: TemporalSAE, x: torch.Tensor, architecture: Any, tmp_path: Path) -> None:
+    found = TemporalSAE.load(sae.to_saelens(tmp_path / "exported", architecture=architecture))
+    assert type(found) is TemporalSAE
+    assert (found.config, found.site) == (sae.config, sae.site)
+    assert torch.equal(found.encode(x), sae.encode(x))
+    assert found.threshold.shape == ()
+
+
+def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
+    from sae_lens import SAE
+
+    lens = SAE.load_from_disk(sae.to_saelens(tmp_path / "exported"))
+    with torch.no_grad():
+        lens.W_dec[:] *= torch.linspace(0.5, 2, 384)[:, None]
+        lens.fold_W_dec_norm()
+    lens.save_model(tmp_path / "folded")
+    found = TemporalSAE.load(tmp_path / "folded")
+    assert found.config.d_high == 96
+    with torch.no_grad():
+        assert torch.equal(found.encode(x), lens.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalize_activations": "layer_norm"}, "expects activations normalised by 'layer_norm'"),
+        ({"normalize_activations": "constant_norm_rescale"}, "expects activations normalised by"),
+        ({"normalize_activations": "expected_average_only_in"}, "fold_activation_norm_scaling_factor"),
+        ({"normalize_activations": "covariance_whitening"}, "fold_activation_whitening"),
+        ({"reshape_activations": "hook_z"}, "reads attention heads"),
+        ({"architecture": "gated"}, "the architecture 'gated' cannot be computed here"),
+        ({"metadata": {}}, r"before 6.*save it again"),
+        ({"metadata": {"sae_lens_version": "5.9.1", "hook_name": SITE}}, r"written by sae_lens 5\.9\.1"),
+        ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": SITE, "hook_head_index": 2}}, "attention heads"),
+        ({"d_sae": 12}, "does not fit cfg"),
+        ({"d_in": "wide"}, "is not an SAE's"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    weights = {
+        "W_enc": torch.zeros(D_IN, D_SAE),
+        "W_dec": torch.zeros(D_SAE, D_IN),
+        "b_enc": torch.zeros(D_SAE),
+        "b_dec": torch.zeros(D_IN),
+        "threshold": torch.zeros(D_SAE),
+    }
+    save_file(weights, tmp_path / "sae_weights.safetensors")
+    config = {**lens_config("jumprelu"), **change}
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    with pytest.raises(TsaeError, match=message):
+        TemporalSAE.load(tmp_path)
+    (tmp_path / "sae_weights.safetensors").unlink()
+    with pytest.raises(TsaeError, match=r"holds no sae_weights\.safetensors"):
+        TemporalSAE.load(tmp_path)
+
+
+def test_an_sae_of_sae_lens_goes_through_the_analysis(store: Any, tmp_path: Path) -> None:
+    import tsae
+
+    save_jumprelu(tmp_path / "wide", D_IN)
+    with pytest.raises(TsaeError, match="has d_model 16, the SAE expects 48"):
+        tsae.evaluate(tmp_path / "wide", store)
+    folder = save_jumprelu(tmp_path / "lens", 16)
+    found = tsae.evaluate(folder, store, held_out=None)
+    assert found.fve_high == found.fve
+    assert 0 < found.l0 < 40
+    features = tsae.encode(folder, store, to=tmp_path / "features", progress=False)
+    assert features.info["sae"]["architecture"] == "jumprelu"
+    assert features.codes.shape[1] == 40
+    for reader in features.readers:
+        assert features.reader_info(reader)["l0"] > 0
+
+
+def save_jumprelu(folder: Path, d_in: int) -> Path:
+    from sae_lens import SAE
+
+    lens = randomized(SAE.from_dict({**lens_config("jumprelu"), "d_in": d_in, "d_sae": 40}))
+    lens.save_model(folder)
+    return folder

@@ -112,12 +112,16 @@ class TemporalSAE(torch.nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
-        """Read a folder that `save` wrote.
+        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.foreign`).
 
         Raises:
             TsaeError: where a file is missing, damaged, or weights and config disagree.
         """
+        from tsae.sae.foreign import is_saelens, read_saelens
+
         folder = Path(folder)
+        if is_saelens(folder):
+            return read_saelens(folder, device=device)
         for name in ("config.json", "sae.safetensors"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
