@@ -60,10 +60,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     print(f"{rollouts}\n  read by {', '.join(c.id for c in series)}")
     store = tsae.capture(series, rollouts, to=to / "activations", progress=progress)
     training = replace(config.training, seed=config.seed)
-    if (to / "sae" / "run.json").is_file():
-        sae = tsae.TemporalSAE.load(to / "sae")
-    else:
-        sae = tsae.train(store, config.sae, to=to / "sae", training=training, progress=progress)
+    sae = tsae.train(store, config.sae, to=to / "sae", training=training, progress=progress)
     if (to / "features" / "run.json").is_file():
         features = tsae.FeatureTable.load(to / "features")
     else:
