@@ -56,7 +56,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     stamp = {"demo": {**asdict(config), "to": None}, "versions": versions()}
     _claim(to, stamp)
     series = tsae.testbed.series().final()
-    rollouts = _rollouts(config, progress)
+    rollouts = demo_rollouts(config, progress=progress)
     print(f"{rollouts}\n  read by {', '.join(c.id for c in series)}")
     store = tsae.capture(series, rollouts, to=to / "activations", progress=progress)
     training = replace(config.training, seed=config.seed)
@@ -79,7 +79,8 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     return report
 
 
-def _rollouts(config: DemoConfig, progress: bool) -> Rollouts:
+def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
+    """The demo's rollouts, sampled, or read where an earlier run left them."""
     import tsae
     from tsae.testbed.classes import with_behaviours
     from tsae.testbed.measure import MAX_RESPONSE_TOKENS
