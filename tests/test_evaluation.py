@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -336,3 +337,44 @@ def test_other_weights_than_those_captured_are_refused(store: ActivationStore, s
     swapped = replace(series["easy-10"], id="base")
     with pytest.raises(TsaeError, match="its weights are not those that reader base had"):
         loss_recovered(sae, store, swapped, [0])
+
+
+# --- the command line
+
+
+def test_everything_from_the_command_line(
+    banded: ActivationStore, series_folder: Path, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tsae.cli import main
+    from tsae.sae.stability import Stability
+
+    other = TemporalSAE(16, sae.config, site=SITE)
+    other.load_state_dict({**sae.state_dict(), "W_dec": sae.W_dec.flip(0)})
+    mine, theirs = sae.save(tmp_path / "sae"), other.save(tmp_path / "other")
+    arguments = ["--sae", mine, "--store", banded.path, "--all-problems", "--series", series_folder]
+    arguments += ["--baseline", theirs, "--seeds", theirs, "--json", tmp_path / "all.json"]
+    main(["evaluate", *map(str, arguments)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "all.json").read_text())
+    expected = evaluate(sae, banded, held_out=None)
+    assert found["evaluation"]["fve"] == pytest.approx(expected.fve)
+    assert [s["value"] for s in found["evaluation"]["slices"]] == [s.value for s in expected.slices]
+    assert [loss["reader"] for loss in found["evaluation"]["losses"]] == banded.readers
+    assert {score["sae"] for score in found["separation"]["scores"]} == {"SAE", "baseline", "activations"}
+    assert found["stability"]["found_again"] == 1
+    assert Stability.load(mine).per_latent.min() == pytest.approx(1, abs=1e-3)
+    assert "NaN" not in (tmp_path / "all.json").read_text()
+    lines = ("FVE ", "reader easy-10", "band hard", "span response", "recovered", "trajectory problem", "found again")
+    for text in lines:
+        assert text in printed
+    main(["evaluate", "--sae", str(mine), "--store", str(banded.path), "--span", "response", "--reader", "base"])
+    assert "reader easy-10" not in capsys.readouterr().out
+
+
+def test_nothing_active_is_null_in_json(store: ActivationStore) -> None:
+    found = evaluate(TemporalSAE(16, SAEConfig(d_sae=8, k=1), site=SITE), store, held_out=None)
+    assert math.isnan(found.smoothness_high_robust)
+    content = found.as_dict()
+    assert content["smoothness_high_robust"] is None
+    json.dumps(content, allow_nan=False)
+    assert "–" in str(found)

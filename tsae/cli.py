@@ -19,7 +19,10 @@ from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
+    from tsae.activations.store import ActivationStore
     from tsae.checkpoints.series import CheckpointSeries
+    from tsae.sae.model import TemporalSAE
+    from tsae.sae.separation import Separation
 
 
 @dataclass(frozen=True)
@@ -160,25 +163,71 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure a temporal SAE on the problems that its training held out: FVE, cosine, L0, alive, smoothness."""
+    """Measure a temporal SAE: reconstruction by reader, band and span, L0, alive, smoothness.
+
+    With the checkpoints also the loss that its reconstruction recovers, with a baseline temporal separation, with
+    other seeds the stability of its latents.
+    """
 
     sae: Path
-    """Folder that `tsae train` wrote."""
+    """Folder that `tsae train` wrote, or one of sae_lens."""
     store: Path
     """Folder that `tsae capture` wrote."""
     reader: str | None = None
     """One reader's activations; by default all readers'."""
+    span: Literal["response", "prompt", "all"] = "all"
+    """Which tokens count; special tokens never do."""
+    all_problems: bool = False
+    """Measure on all problems, not only on those that training held out."""
+    series: Path | None = None
+    """Folder of the readers' checkpoints: measure loss and KL with the reconstruction spliced in."""
+    baseline: Path | None = None
+    """Another SAE, such as a plain Matryoshka of the same data: probe how far each separates trajectory from token."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token, to probe too; needs series."""
+    seeds: tuple[Path, ...] = ()
+    """The same training with other seeds: match latents, and write stability.json into the SAE's folder."""
+    json: Path | None = None
+    """File to write all numbers to."""
 
     def run(self) -> None:
         import tsae
+        from tsae.provenance import write_json
+        from tsae.sae.stability import stability
 
-        evaluation = tsae.evaluate(self.sae, self.store, reader=self.reader)
-        for name, value in evaluation.__dict__.items():
-            print(
-                f"{name.replace('_', ' '):<22}{value:,}"
-                if isinstance(value, int)
-                else f"{name.replace('_', ' '):<22}{value:.4f}"
-            )
+        sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
+        series = None if self.series is None else _series(self.series)
+        held_out = None if self.all_problems else True
+        found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
+        content: dict[str, Any] = {"evaluation": found.as_dict()}
+        print(found)
+        if self.baseline is not None:
+            separated = self._separation(sae, store, series)
+            content["separation"] = separated.as_dict()
+            print(f"\n{separated}")
+        if self.seeds:
+            stable = stability(sae, self.seeds)
+            content["stability"] = stable.summary()
+            print(f"\n{stable}")
+            _wrote(stable.save(self.sae))
+        if self.json is not None:
+            _wrote(write_json(self.json, content))
+
+    def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
+        from tsae.checkpoints.loading import token_strings
+        from tsae.features.annotations import find_annotator
+        from tsae.sae.separation import separation
+
+        assert self.baseline is not None
+        strings = None if series is None else token_strings(series.base.load_tokenizer())
+        annotator = None if self.annotator is None else find_annotator(self.annotator)
+        return separation(
+            {"SAE": sae, "baseline": self.baseline},
+            store,
+            reader=self.reader,
+            annotator=annotator,
+            token_strings=strings,
+        )
 
 
 @dataclass(frozen=True)

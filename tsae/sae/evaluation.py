@@ -100,8 +100,8 @@ class Evaluation:
         return pd.DataFrame([asdict(loss) for loss in self.losses])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON, which knows no NaN: None stands for it."""
+        return plain(asdict(self))
 
     def __str__(self) -> str:
         lines = [f"{self.n_tokens:,} tokens of {self.n_trajectories:,} trajectories", ""]
@@ -357,6 +357,15 @@ def _mean(values: np.ndarray) -> float:
     """Over trajectories in which something is active; NaN where there is none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
+
+
+def plain(value: Any) -> Any:
+    """None in place of NaN, lists in place of tuples, at any depth."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and np.isnan(value) else value
 
 
 def _row(name: str, cells: Iterable[str]) -> str:

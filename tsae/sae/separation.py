@@ -22,7 +22,7 @@ What is not allowed to help:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,7 @@ import torch
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS
-from tsae.sae.evaluation import check_fits, counted_texts, spread
+from tsae.sae.evaluation import check_fits, counted_texts, plain, spread
 from tsae.sae.model import TemporalSAE
 from tsae.sae.probes import Probe, Task, folds, interval, probe
 
@@ -100,21 +100,17 @@ class Separation:
         """One row a probe."""
         import pandas as pd
 
-        return pd.DataFrame([score.__dict__ for score in self.scores])
+        return pd.DataFrame([asdict(score) for score in self.scores])
 
     def gain_table(self) -> pd.DataFrame:
         """One row a label and group; empty where there was no baseline."""
         import pandas as pd
 
-        return pd.DataFrame([gain.__dict__ for gain in self.gains])
+        return pd.DataFrame([asdict(gain) for gain in self.gains])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "scores": [score.__dict__ for score in self.scores],
-            "gains": [gain.__dict__ for gain in self.gains],
-            "skipped": dict(self.skipped),
-        }
+        return plain(asdict(self))
 
     def __str__(self) -> str:
         by_probe = {(s.sae, s.group, s.label): s for s in self.scores}
