@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -10,10 +11,12 @@ import random
 import resource
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from builders import synthetic_store
+from safetensors.torch import load_file, save_file
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
@@ -29,6 +33,7 @@ from tsae.errors import TsaeError
 from tsae.sae import checkpointing
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.distributed import Processes
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import train
 
@@ -118,7 +123,7 @@ def interrupted(
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
     folder, killed_after = tmp_path / "sae", []
     start(run, store.path, tmp_path / "whole", TRAINING).join()
-    while not (folder / "run.json").exists():
+    while not killed_after or killed_after[-1][0] != 0:
         before, child = checkpoint(folder), start(run, store.path, folder, TRAINING)
         # Let it get past the checkpoint that it started from, then kill it at any moment up to the next few.
         while child.is_alive() and checkpoint(folder) == before:
@@ -181,12 +186,14 @@ def test_many_kills_of_a_longer_run(store: ActivationStore, tmp_path: Path) -> N
     first, second = tmp_path / "whole", tmp_path / "killed"
     run(store.path, first, training)
     kills = 0
-    while not (second / "run.json").exists():
+    finished = False
+    while not finished:
         child = start(run, store.path, second, training)
         child.join(random.uniform(0.1, 1.0))
         kills += child.is_alive()
         child.kill()
         child.join()
+        finished = child.exitcode == 0
     assert kills >= 5
     same_files(second, first)
 
@@ -352,6 +359,118 @@ def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
     store = synthetic_store(tmp_path / "acts", [np.ones((2, D)) for _ in range(30)])
     with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
         train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, span="response"), progress=False)
+
+
+# --- several processes
+
+
+def run_ranks(
+    store: Path, folder: Path, config: SAEConfig, training: TrainingConfig = SHORT, die: int = 0
+) -> list[int]:
+    """Train on two processes; both are killed once the first has saved `die` steps."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start(run_rank, rank, port, store, folder, config, training) for rank in range(2)]
+    while die and checkpoint(folder) < die:
+        time.sleep(0.001)
+    for child in ranks:
+        if die:
+            child.kill()
+        child.join()
+    return [child.exitcode for child in ranks]
+
+
+def run_rank(rank: int, port: int, store: Path, folder: Path, config: SAEConfig, training: TrainingConfig) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    sae = train(store, config, to=folder, training=training, progress=False)
+    save_file(sae.state_dict(), folder.with_name(f"{folder.name}-{rank}.safetensors"))
+
+
+def test_two_processes_give_the_weights_of_one(store: ActivationStore, tmp_path: Path) -> None:
+    """Where a batch is not compared with itself (all positive codes kept, no InfoNCE), up to the order of sums."""
+    config = SAEConfig(d_sae=20, k=20, temporal_weight=0.0, aux_weight=0.0)
+    assert run_ranks(store.path, tmp_path / "two", config) == [0, 0]
+    one = train(store, config, to=tmp_path / "one", training=SHORT, progress=False)
+    two = TemporalSAE.load(tmp_path / "two")
+    for name, weight in one.state_dict().items():
+        if name != "threshold":  # the mean of the shares' smallest codes, not the smallest
+            torch.testing.assert_close(two.state_dict()[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    for a, b in zip(*rows, strict=True):
+        assert {k: a[k] for k in ("step", "loss", "alive", "learning_rate")} == pytest.approx(
+            {k: b[k] for k in ("step", "loss", "alive", "learning_rate")}, rel=1e-4
+        )
+
+
+def test_two_processes_train_as_one_does(store: ActivationStore, tmp_path: Path) -> None:
+    """All terms: BatchTopK and InfoNCE are within shares, so that weights are alike and not equal."""
+    assert run_ranks(store.path, tmp_path / "two", CONFIG, TRAINING) == [0, 0]
+    one = train(store, CONFIG, to=tmp_path / "one", training=TRAINING, progress=False)
+    ranks = [load_file(tmp_path / f"two-{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(value, ranks[1][name]) for name, value in ranks[0].items())
+    assert ranks[0]["threshold"].item() == pytest.approx(one.threshold.item(), rel=0.1)
+    last = [json.loads((tmp_path / name / "training.json").read_text())["last"] for name in ("one", "two")]
+    for name, tolerance in {"fve": 0.03, "fve_high": 0.03, "l0": 0.3, "alive": 0.1}.items():
+        assert last[1][name] == pytest.approx(last[0][name], abs=tolerance), name
+
+
+def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
+    assert run_ranks(store.path, tmp_path / "whole", CONFIG) == [0, 0]
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG, die=10) == [-signal.SIGKILL] * 2
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
+    same_files(tmp_path / "sae", tmp_path / "whole")
+    # Finished: loaded by both.
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
+
+
+def test_batches_must_hold_pairs_for_every_process(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def many(device: str) -> Iterator[Processes]:
+        yield Processes(size=20)
+
+    monkeypatch.setattr("tsae.sae.training.join", many)
+    with pytest.raises(TsaeError, match=r"batch_tokens=200 must hold two windows .* each of 20 processes"):
+        train(store, CONFIG, training=SHORT, progress=False)
+
+
+def test_shares_make_up_the_batch(store: ActivationStore) -> None:
+    windows = Windows(store, "x.site", window=4)
+    shares = [list(windows.epoch(0, 100, share=(i, 3))) for i in range(3)]
+    for whole, parts in zip(windows.epoch(0, 100), zip(*shares, strict=True), strict=True):
+        rows = sorted(row.tobytes() for part in parts for row in part.x)
+        assert rows == sorted(row.tobytes() for row in whole.x)
+        assert sum(len(part.pairs) for part in parts) == len(whole.pairs)
+        assert {part.number for part in parts} == {whole.number}
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "-m",
+        "tsae",
+    ]
+    options = ["--d-sae", "64", "--k", "3", "--tokens", "5000", "--batch-tokens", "200"]
+    done = subprocess.run(
+        [*command, "train", "--store", store.path, "--to", tmp_path / "sae", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1
+    assert TemporalSAE.load(tmp_path / "sae").training_info["processes"] == 2
 
 
 # --- Weights & Biases

@@ -62,6 +62,11 @@ class Processes:
         return tensor
 
 
+def first_process() -> bool:
+    """Whether this process is the first that torchrun started, which speaks for all; True without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def join(device: str) -> Iterator[Processes]:
     """The processes that torchrun started, joined for the time of the block unless they were joined before.

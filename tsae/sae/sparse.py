@@ -73,7 +73,8 @@ def info_nce(
         return _InfoNCE.apply(codes.values, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
     square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
     norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
-    unit = codes.values / norm[codes.token].clamp_min(1e-12)
+    # Not norm[codes.token], whose gradient is added up by several threads in any order: resumed runs give equal bits.
+    unit = codes.values / norm.index_select(0, codes.token).clamp_min(1e-12)
     return _InfoNCE.apply(unit, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
 
 
