@@ -384,7 +384,10 @@ def run_ranks(
 def run_rank(rank: int, port: int, store: Path, folder: Path, config: SAEConfig, training: TrainingConfig) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    sae = train(store, config, to=folder, training=training, progress=False)
+    try:
+        sae = train(store, config, to=folder, training=training, progress=False)
+    except TsaeError:
+        sys.exit(2)
     save_file(sae.state_dict(), folder.with_name(f"{folder.name}-{rank}.safetensors"))
 
 
@@ -424,8 +427,9 @@ def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, t
     assert run_ranks(store.path, tmp_path / "sae", CONFIG, die=10) == [-signal.SIGKILL] * 2
     assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
     same_files(tmp_path / "sae", tmp_path / "whole")
-    # Finished: loaded by both.
+    # Finished: loaded by both, and another training is refused by both.
     assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
+    assert run_ranks(store.path, tmp_path / "sae", replace(CONFIG, k=4)) == [2, 2]
 
 
 def test_batches_must_hold_pairs_for_every_process(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,10 @@ class Capture:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a temporal SAE on an activation store."""
+    """Train a temporal SAE on an activation store; a run that was killed goes on.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae train …
+    """
 
     store: Path
     """Folder that `tsae capture` wrote."""
@@ -153,9 +156,12 @@ class Train:
 
     def run(self) -> None:
         import tsae
+        from tsae.sae.distributed import first_process
 
         store = tsae.ActivationStore(self.store)
         sae = tsae.train(store, self.sae, to=self.to, training=self.training)
+        if not first_process():
+            return
         _wrote(self.to, sae)
         norms = sae.training_info["norms"]
         print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")

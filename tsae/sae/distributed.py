@@ -8,12 +8,14 @@ optimizer step, so that weights and counters stay equal without being sent.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from tsae.errors import TsaeError
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Processes:
         """Until all have come here."""
         if self.size > 1:
             dist.barrier()
+
+    def first_does(self, action: Callable[[], None]) -> None:
+        """Have the first process do something, and the others wait for it; where it refuses, all stop."""
+        refusal: TsaeError | None = None
+        if self.first:
+            try:
+                action()
+            except TsaeError as error:
+                refusal = error
+        if self.least(int(refusal is None)) == 0:
+            raise refusal or TsaeError("the first process refused to train", fix="See its message.")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Elementwise over the processes."""

@@ -11,7 +11,7 @@ number of threads): the data's order is a function of seed and epoch, and nothin
 
 On several processes (`tsae.sae.distributed`) a step takes the same batch, every process a share of its windows, and
 the reconstruction terms are those of the whole batch. What is chosen or contrasted within a batch is so within a share:
-BatchTopK keeps k · n codes of each share, a pair's InfoNCE negatives are the other pairs of its share, and AuxK
+BatchTopK keeps k codes per token of each share, a pair's InfoNCE negatives are the other pairs of its share, and AuxK
 measures the residual against its share's variance. The threshold is the mean over the shares' smallest codes.
 """
 
@@ -73,9 +73,7 @@ def train(
             )
         folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site))
         if folder is not None:
-            if processes.first:
-                folder.claim()
-            processes.wait()
+            processes.first_does(folder.claim)
             if folder.finished:
                 return TemporalSAE.load(folder.path, device=processes.device).requires_grad_(False)
         return _train(store, site, config, training, folder, processes, progress)
@@ -134,11 +132,7 @@ def _train(
     model = trainer.finish()
     model.training_info = {
         "training": asdict(training),
-        "store": {
-            "rollouts": store.manifest["rollouts"],
-            "readers": store.readers,
-            "dtype": store.manifest["dtype"],
-        },
+        "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
         "norms": asdict(windows.norms),
         "tokens_in_store": windows.n_tokens,
         "processes": processes.size,
@@ -167,12 +161,11 @@ class _Trainer:
         self.device = processes.device
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
-        d_model = windows.d_model
-        self.scale = d_model**0.5 / windows.norms.mean
+        self.scale = windows.d_model**0.5 / windows.norms.mean
         sample = next(windows.epoch(0, 16_384)).x
         mean = torch.from_numpy(sample.mean(0)) * self.scale
         generator = torch.Generator().manual_seed(training.seed)
-        self.sae = TemporalSAE(d_model, config, site=windows.site)
+        self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
         self.sae.initialize(mean, generator)
         self.sae.to(self.device)
         self.learning_rate = training.learning_rate or 2e-4 * (16_384 / config.d_sae) ** 0.5
@@ -276,7 +269,6 @@ class _Trainer:
         variance = (x - x.mean(0)).pow(2).mean()
         local = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux, l0, variance]
         total, everything, high, temporal, aux, l0, variance = self.processes.sum(torch.stack(local) * share)
-        alive = self.idle_tokens < (self.config.dead_after_tokens or 0)
         return {
             "step": self.steps - 1,
             "loss": total.item(),
@@ -285,7 +277,7 @@ class _Trainer:
             "temporal": temporal.item(),
             "aux": aux.item(),
             "l0": l0.item(),
-            "alive": alive.float().mean().item(),
+            "alive": (self.idle_tokens < (self.config.dead_after_tokens or 0)).float().mean().item(),
             "learning_rate": rate,
         }
 
