@@ -42,6 +42,10 @@ def banded(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def sae(store: ActivationStore) -> TemporalSAE:
+    return fitting(store)
+
+
+def fitting(store: ActivationStore) -> TemporalSAE:
     """A random dictionary that explains some of the variance."""
     x = torch.from_numpy(np.concatenate([shard.read(SITE, slice(None)) for shard in store.shards()]))
     sae = TemporalSAE(16, SAEConfig(d_sae=64, k=6, groups=(0.25, 0.75)), site=SITE)
@@ -230,7 +234,7 @@ def texts_of_one_length(series: Any, fingerprint: str, tmp_path_factory: pytest.
 
 @lens_warning
 def test_sae_lens_evals_gives_the_same_numbers(
-    texts_of_one_length: ActivationStore, series: Any, sae: TemporalSAE, tmp_path: Path
+    texts_of_one_length: ActivationStore, series: Any, tmp_path: Path
 ) -> None:
     from sae_lens import SAE
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -239,6 +243,7 @@ def test_sae_lens_evals_gives_the_same_numbers(
     from tsae.checkpoints.bridge import TransformerLensReader
 
     store = texts_of_one_length
+    sae = fitting(store)
     ids = np.stack([np.concatenate(store.rollouts.tokens(row)) for row in range(24)]).astype(np.int64)
     tokens = SimpleNamespace(
         store_batch_size_prompts=24,
@@ -254,13 +259,14 @@ def test_sae_lens_evals_gives_the_same_numbers(
         get_eval_everything_config(n_eval_reconstruction_batches=1),
         exclude_special_tokens=False,
     )
-    found = evaluate(sae, store, reader="base", held_out=None, max_norm=math.inf, series=series)
+    found = evaluate(sae, store, reader="base", held_out=None, max_norm=math.inf)
     assert found.n_tokens == metrics["token_stats"]["total_tokens_eval_sparsity_variance"] == 24 * 16
+    assert found.fve > 0.2
     assert found.fve == pytest.approx(metrics["reconstruction_quality"]["explained_variance"], rel=1e-5)
     assert found.cosine == pytest.approx(metrics["reconstruction_quality"]["cossim"], rel=1e-5)
     assert found.l0 == pytest.approx(metrics["sparsity"]["l0"], rel=1e-6)
     assert found.alive == np.mean(np.array(features["feature_density"]) > 0)
-    (loss,) = found.losses
+    loss = loss_recovered(sae, store, series.base, list(range(24)), targets="all")
     performance, behaviour = metrics["model_performance_preservation"], metrics["model_behavior_preservation"]
     assert loss.loss == pytest.approx(performance["ce_loss_without_sae"], rel=1e-4)
     assert loss.loss_spliced == pytest.approx(performance["ce_loss_with_sae"], rel=1e-4)
@@ -293,8 +299,8 @@ def test_padding_batches_and_special_tokens_do_not_matter(
     store: ActivationStore, series: Any, sae: TemporalSAE
 ) -> None:
     rows = [0, 5, 17, 40]
-    together = loss_recovered(sae, store, series.base, rows, batch_tokens=4096)
-    one_by_one = [loss_recovered(sae, store, series.base, [row], batch_tokens=1) for row in rows]
+    together = loss_recovered(sae, store, series.base, rows, targets="all", batch_tokens=4096)
+    one_by_one = [loss_recovered(sae, store, series.base, [row], targets="all", batch_tokens=1) for row in rows]
     n = np.array([loss.n_tokens for loss in one_by_one])
     assert together.n_tokens == n.sum()
     assert together.kl == pytest.approx(np.average([loss.kl for loss in one_by_one], weights=n), rel=1e-4)
@@ -302,8 +308,16 @@ def test_padding_batches_and_special_tokens_do_not_matter(
         int((~np.isin(np.concatenate(store.rollouts.tokens(row)), list(store.special_ids))).sum()) for row in rows
     )
     assert together.n_tokens == counted
-    response = loss_recovered(sae, store, series.base, rows, span="response")
+    response = loss_recovered(sae, store, series.base, rows, span="response", targets="all")
     assert 0 < response.n_tokens < counted
+    # Every response token is predicted at the token before it; the last one is <eos>, at which nothing is replaced.
+    predicted = loss_recovered(sae, store, series.base, rows)
+    assert predicted.n_tokens == sum(len(store.rollouts.tokens(row)[1]) for row in rows)
+    prompts = loss_recovered(sae, store, series.base, rows, targets="prompt")
+    assert prompts.n_tokens == sum(len(store.rollouts.tokens(row)[0]) - 2 for row in rows)
+    weights = np.array([predicted.n_tokens, prompts.n_tokens])
+    losses = [predicted.loss_spliced, prompts.loss_spliced]
+    assert together.loss_spliced == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
     # Beyond the limit nothing is replaced, and nothing counts.
     with pytest.raises(TsaeError, match="none of the 4 trajectories has a token to replace"):
         loss_recovered(sae, store, series.base, rows, limit=0.0)

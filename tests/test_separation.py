@@ -156,19 +156,19 @@ def found(planted: ActivationStore) -> Separation:
 def test_planted_separation_is_found(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"])
     accuracy, chance = table.accuracy, table.chance
-    assert set(table.index.get_level_values("label")) == {"band", "outcome", "direct_answer", "problem", "token"}
+    assert set(table.index.get_level_values("label")) == {"band", "outcome", "direct_answer", "problem", "identity"}
     assert chance["temporal", "high", "band"] == pytest.approx(1 / 3)
     assert chance["temporal", "high", "outcome"] == 0.5
     assert chance["temporal", "high", "problem"] == 1 / 20
-    assert chance["temporal", "high", "token"] == pytest.approx(1 / 9)
+    assert chance["temporal", "high", "identity"] == pytest.approx(1 / 9)
     for label in ("band", "outcome"):
         assert accuracy["temporal", "high", label] == 1
         assert accuracy["plain", "low", label] == 1
         assert accuracy["activations", "all", label] == 1
         assert table.low["temporal", "low", label] < chance["temporal", "low", label] + 0.05
         assert accuracy["plain", "high", label] < chance["plain", "high", label] + 0.1
-    assert accuracy["temporal", "low", "token"] == 1
-    assert accuracy["temporal", "high", "token"] < 0.25
+    assert accuracy["temporal", "low", "identity"] == 1
+    assert accuracy["temporal", "high", "identity"] < 0.25
     # Which problem is known only up to its band.
     assert 1 / 20 < accuracy["temporal", "high", "problem"] < 0.4
     # A coin is not predicted by anything.
@@ -176,7 +176,7 @@ def test_planted_separation_is_found(found: Separation) -> None:
     assert ((coin.low <= 0.55) & (coin.accuracy < 0.65)).all()
     assert table.l0["temporal", "high", "band"] == pytest.approx(2)
     assert table.l0["temporal", "low", "band"] == pytest.approx(1)
-    assert (table.level.xs("token", level="label") == "token").all()
+    assert (table.level.xs("identity", level="label") == "token").all()
     assert (table.level.xs("problem", level="label") == "trajectory").all()
 
 

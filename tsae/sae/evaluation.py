@@ -242,7 +242,9 @@ def evaluate(
         rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
         if rows:
             chosen_rows = spread(rows, splice_trajectories)
-            losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, limit=windows.norms.limit))
+            targets: TokenSpan = "prompt" if span == "prompt" else "response"
+            limit = windows.norms.limit
+            losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, targets=targets, limit=limit))
     return replace(result, losses=tuple(losses))
 
 

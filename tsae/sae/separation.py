@@ -116,15 +116,16 @@ class Separation:
         by_probe = {(s.sae, s.group, s.label): s for s in self.scores}
         columns = list(dict.fromkeys((s.sae, s.group) for s in self.scores))
         lines = ["probes of single response tokens: accuracy, all classes weighing the same", ""]
-        lines.append(f"{'':<32}{'chance':>8}" + "".join(f"{sae[:13] + ' ' + group:>18.18}" for sae, group in columns))
+        lines.append(f"{'':<32}{'':>8}" + "".join(f"{sae:>12.11}" for sae, _ in columns))
+        lines.append(f"{'':<32}{'chance':>8}" + "".join(f"{group:>12}" for _, group in columns))
         for label in dict.fromkeys(s.label for s in self.scores):
             of = next(s for s in self.scores if s.label == label)
-            cells = "".join(f"{by_probe[(*column, label)].accuracy:>18.3f}" for column in columns)
+            cells = "".join(f"{by_probe[(*column, label)].accuracy:>12.3f}" for column in columns)
             lines.append(f"{of.level + ' ' + label:<32.31}{of.chance:>8.3f}{cells}")
         if self.gains:
             lines += ["", "gain over the baseline, 95 % interval over problems"]
         for g in self.gains:
-            lines.append(f"{g.level + ' ' + g.label:<32.31}{g.group:>8}{g.gain:>+18.3f}  [{g.low:+.3f}, {g.high:+.3f}]")
+            lines.append(f"{g.level + ' ' + g.label:<32.31}{g.group:>8}{g.gain:>+12.3f}  [{g.low:+.3f}, {g.high:+.3f}]")
         lines += [f"not probed: {label} ({why})" for label, why in self.skipped.items()]
         return "\n".join(lines)
 
@@ -151,7 +152,7 @@ def separation(
         tokens_per_trajectory: response tokens drawn from each trajectory.
         max_trajectories: where there are more, this many are used, evenly spread.
         max_problems: classes of the label "problem".
-        max_tokens: classes of the label "token", the commonest.
+        max_tokens: classes of the label "identity", the commonest tokens.
         annotator: gives the label "class"; needs token_strings.
         token_strings: text of every token id.
         seed: of the draws and folds.
@@ -311,7 +312,7 @@ def _token_tasks(
     seed: int,
 ) -> tuple[list[Task], dict[str, str]]:
     problem = np.unique(store.rollouts.frame.problem_id.to_numpy(), return_inverse=True)[1][sample.row]
-    labels = {"token": sample.token_id}
+    labels = {"identity": sample.token_id}
     if annotator is not None:
         if token_strings is None:
             raise TsaeError("an annotator needs the text of tokens", where="separation", fix="Give token_strings.")

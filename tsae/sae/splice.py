@@ -2,14 +2,15 @@
 
 One forward pass as the model is, one with x̂ in place of x at the counted tokens, one with 0 there:
 
-- loss: mean next-token cross-entropy in nats, at the counted tokens that have a next one;
+- loss: mean next-token cross-entropy in nats, at the replaced tokens that have a next one;
 - recovered: (loss with 0 − loss with x̂) / (loss with 0 − loss as it is); 1 where nothing is lost, 0 where x̂ is
   no better than nothing. It means nothing where zeros do the model no harm;
-- KL: mean over counted tokens of KL(model as it is ‖ model with x̂), in nats.
+- KL: mean over replaced tokens of KL(model as it is ‖ model with x̂), in nats.
 
 Special tokens and tokens beyond the outlier limit keep their activations, as they do in training: the SAE never saw
-them. Intervals are percentile bootstraps over problems. Text the SAE reads well can still be text the model reads
-badly: loss here is on rollouts, most of which the model itself sampled.
+them. Intervals are percentile bootstraps over problems. By default only predictions of response
+tokens count, although prompts are replaced too: reinforcement learning leaves what a model expects of prompts to
+itself, and a loss that the model never minded says little about what it lost.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class LossRecovered:
 
     reader: str
     n_tokens: int
+    """Tokens whose predictions count."""
     n_trajectories: int
     n_problems: int
     loss: float
@@ -63,6 +65,7 @@ def loss_recovered(
     rows: list[int],
     *,
     span: TokenSpan = "all",
+    targets: TokenSpan = "response",
     limit: float = float("inf"),
     batch_tokens: int = 1024,
     seed: int = 0,
@@ -74,8 +77,9 @@ def loss_recovered(
         store: names the trajectories, and the weights that its reader had.
         checkpoint: the reader.
         rows: row ids of the trajectories.
-        span: whose tokens are replaced and counted.
-        limit: tokens of a larger norm are neither replaced nor counted.
+        span: whose tokens are replaced.
+        targets: predictions of which tokens count, made at replaced tokens.
+        limit: tokens of a larger norm are not replaced.
         batch_tokens: tokens of a forward pass, padding included; one trajectory at least. Logits of the whole
             vocabulary are held for each.
         seed: of the bootstrap.
@@ -106,12 +110,16 @@ def loss_recovered(
             width = len(texts[batch[-1]])
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        scored = torch.zeros_like(counted)
         for i, t in enumerate(batch):
             n = len(texts[t])
             ids[i, :n], mask[i, :n] = torch.from_numpy(texts[t].astype(np.int64)), 1
             inside = span_mask(texts[t], np.array([0, n]), prompt_lengths[[t]], span, store.special_ids)
             counted[i, :n] = torch.from_numpy(inside)
-        found = spliced_losses(model, sae, ids.to(device), mask.to(device), counted.to(device), limit)
+            last_of_prompt = int(prompt_lengths[t]) - 1
+            low, high = {"all": (0, n), "prompt": (0, last_of_prompt), "response": (last_of_prompt, n)}[targets]
+            scored[i, low:high] = True
+        found = spliced_losses(model, sae, *(tensor.to(device) for tensor in (ids, mask, counted, scored)), limit=limit)
         sums[batch] = found.cpu().numpy()
     if sums[:, 0].sum() == 0:
         raise TsaeError(
@@ -129,9 +137,11 @@ def spliced_losses(
     ids: torch.Tensor,
     mask: torch.Tensor,
     counted: torch.Tensor,
+    scored: torch.Tensor,
+    *,
     limit: float = float("inf"),
 ) -> torch.Tensor:
-    """Sums over the counted tokens of every row.
+    """Sums over the tokens of every row that are replaced and scored.
 
     Args:
         model: a causal LM.
@@ -139,11 +149,12 @@ def spliced_losses(
         ids: (B, T) token ids, right-padded.
         mask: (B, T) 1 for real tokens.
         counted: (B, T) bool, tokens to replace.
+        scored: (B, T) bool, tokens whose prediction of the next one counts.
         limit: tokens of a larger norm are not replaced.
 
     Returns:
-        (B, 6) float64: counted tokens with a next one; over these the loss as it is, with x̂, with 0; counted tokens;
-        over these KL.
+        (B, 6) float64: such tokens with a next one; over these the loss as it is, with x̂, with 0; all such tokens; over
+        these KL.
     """
     reached: list[torch.Tensor] = []
 
@@ -162,7 +173,7 @@ def spliced_losses(
         spliced = _log_probabilities(model, ids, mask)
     with rewritten(model, sae.site, ablated):
         zero = _log_probabilities(model, ids, mask)
-    replaced = reached[0]
+    replaced = reached[0] & scored
     kl = (clean.exp() * (clean - spliced)).sum(-1)  # (B, T)
     has_next = replaced[:, :-1] & mask[:, 1:].bool()
     columns = [has_next.double().sum(1)]
