@@ -454,26 +454,17 @@ def test_shares_make_up_the_batch(store: ActivationStore) -> None:
 
 @pytest.mark.slow
 def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "-m",
-        "tsae",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tsae", "train", "--store", str(store.path), "--to", str(tmp_path / "sae")]
     options = ["--d-sae", "64", "--k", "3", "--tokens", "5000", "--batch-tokens", "200"]
-    done = subprocess.run(
-        [*command, "train", "--store", store.path, "--to", tmp_path / "sae", *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote ") == 1
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
+        try:
+            out, err = child.communicate(timeout=120)
+        finally:
+            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
+    assert child.returncode == 0, err
+    assert out.count("wrote ") == 1
     assert TemporalSAE.load(tmp_path / "sae").training_info["processes"] == 2
 
 
