@@ -30,7 +30,7 @@ class SAEConfig:
     authors' code."""
     temperature: float = 0.1
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
-    chance: high-level smoothness on the testbed was .38 at 1, .31 without the term, .15 at .1."""
+    chance. Chosen on the testbed among the settings that docs/measured.md lists."""
     aux_weight: float = 1 / 32
     """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093)."""
     dead_after_tokens: int | None = None
