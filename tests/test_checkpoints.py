@@ -12,7 +12,7 @@ import torch
 from builders import ARCHITECTURES, BOS, EOS, N_LAYERS, SHARED, save_model, save_perturbed, save_series
 
 from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks, positions
-from tsae.checkpoints.loading import load_model, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 
@@ -27,6 +27,10 @@ TEXTS = [
 
 def checkpoint(path: Path, id: str = "base") -> Checkpoint:
     return Checkpoint(id=id, path=str(path))
+
+
+def load_model(checkpoint: Checkpoint, **options: Any) -> Any:
+    return checkpoint.load_model(**options)
 
 
 def padded(texts: list[list[int]], side: str, fill: int = 18) -> tuple[torch.Tensor, torch.Tensor]:
@@ -382,7 +386,7 @@ def test_trainer_folders_are_understood(tmp_path: Path) -> None:
         ("out-00100", "out", 100),
     ]
     assert "stands in for the base" in found.notes[0]
-    named = CheckpointSeries.load(tmp_path / "out", base="org/model")
+    named = CheckpointSeries.load("org/model", tmp_path / "out")
     assert named.base.path == "org/model"
     assert len(named) == 4
     assert named.notes == ()

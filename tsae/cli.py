@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Sample:
     """Sample rollouts of problems from checkpoints, check their answers, and set advantages."""
 
-    series: Path
-    """Folder of checkpoints: series.json, checkpoint-N folders, one checkpoint, or a .gguf file."""
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
     problems: Path
     """JSON lines of id, prompt, answer and, optionally, level."""
     to: Path
@@ -43,13 +44,15 @@ class Sample:
 
     def run(self) -> None:
         import tsae
+        from tsae.checkpoints.loading import ModelLoader
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems
 
-        series = _series(self.series)
+        series = _series(*self.series)
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
         problems, verify = read_problems(self.problems), find_verifier(self.verifier)
-        parts = [tsae.sample(checkpoint, problems, self.sampling, verify=verify) for checkpoint in chosen]
+        loader = ModelLoader(device=self.sampling.device)
+        parts = [tsae.sample(c, problems, self.sampling, verify=verify, loader=loader) for c in chosen]
         rollouts = tsae.Rollouts.concat(parts).with_advantages()
         _wrote(rollouts.write(self.to), rollouts)
 
@@ -60,8 +63,8 @@ class Import:
 
     log: Path
     """The .jsonl or .parquet file."""
-    checkpoint: Path
-    """Checkpoint whose tokenizer and chat template are used: a folder or a .gguf file."""
+    checkpoint: str
+    """Checkpoint whose tokenizer and chat template are used: a folder, a .gguf file or a Hugging Face id."""
     to: Path
     """Parquet file to write."""
     columns: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
@@ -118,8 +121,9 @@ class RolloutsCommand:
 class Capture:
     """Record residual-stream activations while checkpoints read trajectories."""
 
-    series: Path
-    """Folder of checkpoints: series.json, checkpoint-N folders, one checkpoint, or a .gguf file."""
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
     rollouts: Path
     """Parquet file."""
     to: Path
@@ -133,7 +137,7 @@ class Capture:
     def run(self) -> None:
         import tsae
 
-        series = _series(self.series)
+        series = _series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
         store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
@@ -185,8 +189,8 @@ class Evaluate:
     """Which tokens count; special tokens never do."""
     all_problems: bool = False
     """Measure on all problems, not only on those that training held out."""
-    series: Path | None = None
-    """Folder of the readers' checkpoints: measure loss and KL with the reconstruction spliced in."""
+    series: tuple[str, ...] = ()
+    """The readers' checkpoints, as for capture: measure loss and KL with the reconstruction spliced in."""
     baseline: Path | None = None
     """Another SAE, such as a plain Matryoshka of the same data: probe how far each separates trajectory from token."""
     annotator: str | None = None
@@ -202,7 +206,7 @@ class Evaluate:
         from tsae.sae.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
-        series = None if self.series is None else _series(self.series)
+        series = _series(*self.series) if self.series else None
         held_out = None if self.all_problems else True
         found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
         content: dict[str, Any] = {"evaluation": found.as_dict()}
@@ -279,7 +283,7 @@ class Diff:
     """Folder that `tsae encode` wrote."""
     to: Path
     """Folder of the diff."""
-    tokenizer: Path | None = None
+    tokenizer: str | None = None
     """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token."""
@@ -364,10 +368,10 @@ The stages, in order: rollouts, capture, train, encode, diff, report. Each reads
 runs them all on shipped checkpoints."""
 
 
-def _series(path: Path) -> CheckpointSeries:
+def _series(*sources: str) -> CheckpointSeries:
     from tsae.checkpoints.series import CheckpointSeries
 
-    series = CheckpointSeries.load(path)
+    series = CheckpointSeries.load(*sources)
     for note in series.notes:
         print(f"note: {note}", file=sys.stderr)
     return series

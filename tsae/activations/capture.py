@@ -25,6 +25,7 @@ from tsae.provenance import write_json, write_run
 if TYPE_CHECKING:
     import torch
 
+    from tsae.checkpoints.loading import ModelLoader
     from tsae.checkpoints.series import Checkpoint, CheckpointSeries
     from tsae.rollouts.table import Rollouts
 
@@ -55,13 +56,14 @@ def capture(
     """
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+    from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
 
     config, to = config or CaptureConfig(), Path(to)
     tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
     for checkpoint in series:
         _check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-    model = series.base.load_model(device=config.device, dtype=config.model_dtype)
+    loader = ModelLoader(device=config.device, dtype=config.model_dtype)
+    model = loader.load(series.base)
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
     _check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
@@ -120,7 +122,7 @@ def capture(
                 bar.update(int(sum(lengths[rows].sum() for rows in pieces[:done])))
                 if done == len(pieces):
                     continue
-                reader = _reader(checkpoint, sites, config)
+                reader = _reader(checkpoint, sites, config, loader)
                 for number, rows in enumerate(pieces[done:], done):
                     file = f"{checkpoint.id}/{number:05d}.h5"
                     token_ids, offsets, found = _read_shard(
@@ -174,14 +176,14 @@ def _cut(rows: np.ndarray, lengths: np.ndarray, shard_tokens: int) -> Iterator[n
     yield rows[start:]
 
 
-def _reader(checkpoint: Checkpoint, sites: list[str], config: CaptureConfig) -> Any:
+def _reader(checkpoint: Checkpoint, sites: list[str], config: CaptureConfig, loader: ModelLoader) -> Any:
     if config.backend == "transformer_lens":
         from tsae.checkpoints.bridge import TransformerLensReader
 
         return TransformerLensReader(checkpoint, sites, device=config.device, dtype=config.model_dtype)
     from tsae.checkpoints.hooks import HuggingFaceReader
 
-    return HuggingFaceReader(checkpoint.load_model(device=config.device, dtype=config.model_dtype), sites)
+    return HuggingFaceReader(loader.load(checkpoint), sites)
 
 
 def _read_shard(

@@ -1,7 +1,8 @@
 """The TransformerLens backend: the same reading through `TransformerBridge`, and interventions on the residual stream.
 
 The bridge wraps a Hugging Face model *in place* and runs it in eager attention, so the reader loads a model of its
-own. Positions and the true attention mask are passed explicitly: left padding without them is silently wrong.
+own, and checks once that it computes what the model did before. Positions and the true attention mask are passed
+explicitly: left padding without them is silently wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsae.checkpoints.hooks import check_sites, positions
+from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
@@ -30,6 +32,8 @@ class TransformerLensReader:
         from transformer_lens.model_bridge import TransformerBridge
 
         model = checkpoint.load_model(device=device, dtype=dtype, attention="eager")
+        ids = torch.arange(4, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+        expected = model(input_ids=ids).logits
         # A name is only used to look up a configuration; the model is given, and texts come as token ids.
         self.bridge: Any = TransformerBridge.boot_transformers(
             checkpoint.path,
@@ -39,6 +43,14 @@ class TransformerLensReader:
             dtype=next(model.parameters()).dtype,
         )
         self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
+        # Where the bridge takes weights out of their modules, as it does for GPT-2's attention, adapters are lost.
+        error = (self.logits(ids, torch.ones_like(ids)) - expected).abs().max() / expected.abs().max()
+        if not error < (1e-3 if expected.dtype == torch.float32 else 0.05):
+            raise TsaeError(
+                f"computes other logits through TransformerLens than by itself (error {float(error):.1%})",
+                where=checkpoint.path,
+                fix="Use the Hugging Face backend, or merge the adapter into its base first.",
+            )
 
     @torch.no_grad()
     def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.checkpoints.files import ADAPTER_CONFIG, folder_of, has_tokenizer, is_adapter, is_gguf, weight_files
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -15,47 +16,82 @@ if TYPE_CHECKING:
 
     from tsae.checkpoints.series import Checkpoint
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def load_model(
-    checkpoint: Checkpoint, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa"
-) -> PreTrainedModel:
-    """Load a causal LM in evaluation mode, without gradients; nothing of its weights is folded or centred.
+class ModelLoader:
+    """Loads checkpoints one after another; adapters share their base, which is loaded once and never merged.
+
+    A model that `load` gave is valid until the next call, which takes its adapter off or lets go of it.
 
     Args:
-        checkpoint: a local directory or .gguf file is read without any network call; a Hugging Face id goes through
-            the local cache first.
         device: a torch device.
         dtype: "auto" keeps the precision of the file; or float32, bfloat16, float16.
         attention: Hugging Face's attn_implementation.
-
-    Raises:
-        TsaeError: where there are no weights, only a pickle, or the weights do not fit the configuration.
     """
+
+    def __init__(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> None:
+        if dtype not in _DTYPES:
+            raise TsaeError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", where="ModelLoader")
+        self.device, self.dtype, self.attention = device, dtype, attention
+        self._model: PreTrainedModel | None = None
+        self._loaded: Path | None = None
+        self._adapter: Any = None
+
+    def load(self, checkpoint: Checkpoint) -> PreTrainedModel:
+        """A causal LM in evaluation mode, without gradients; nothing of its weights is folded, centred or merged.
+
+        A local path is read without any network call; a Hugging Face id goes through the local cache first. An
+        adapter gives its base's own class, with the adapter's modules in place.
+
+        Raises:
+            TsaeError: where there are no weights, only a pickle, the weights do not fit the configuration, or an
+                adapter is of another base.
+        """
+        from tsae.checkpoints.adapters import base_of, put_on
+
+        folder = folder_of(checkpoint)
+        if is_gguf(folder) or not is_adapter(folder):
+            return self._whole(checkpoint, folder)
+        weight_files(folder)
+        base = base_of(checkpoint)
+        base_folder = folder_of(base)
+        if not is_gguf(base_folder) and is_adapter(base_folder):
+            raise TsaeError(f"is an adapter of {base.path}, which is an adapter too", where=folder)
+        self._adapter = put_on(self._whole(base, base_folder), checkpoint, base, self.device)
+        model: PreTrainedModel = self._adapter.base_model.model
+        model.eval()
+        model.requires_grad_(False)
+        return model
+
+    def _whole(self, checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
+        if self._adapter is not None:
+            # Trained biases are written over the base's own; what has them cannot be taken off again.
+            changed = any(config.bias != "none" for config in self._adapter.peft_config.values())
+            self._model, self._adapter = self._adapter.unload(), None
+            if changed:
+                self._loaded = None
+        if self._model is None or self._loaded != folder.resolve():
+            self._model = self._loaded = None  # Let go of it before the next takes up memory.
+            self._model = _from_files(checkpoint, folder, self.device, self.dtype, self.attention)
+            self._loaded = folder.resolve()
+        return self._model
+
+
+def _from_files(checkpoint: Checkpoint, folder: Path, device: str, dtype: str, attention: str) -> PreTrainedModel:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    if dtype not in _DTYPES:
-        raise TsaeError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", where=checkpoint.id)
-    _check_weights(checkpoint)
-    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    if not is_gguf(folder):
+        weight_files(folder)
     with _quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                **_source(checkpoint),
-                dtype=torch_dtype,
+                **_source(folder),
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 attn_implementation=attention,
-                use_safetensors=None if _is_gguf(checkpoint) else True,
+                use_safetensors=None if is_gguf(folder) else True,
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -69,7 +105,7 @@ def load_model(
         raise TsaeError(
             f"{len(missing)} weights are missing (first: {missing[0]}) and would be random",
             where=checkpoint.path,
-            fix="Give a complete checkpoint; for an adapter, merge it into its base first.",
+            fix="Give a complete checkpoint.",
         )
     model.to(device)
     model.eval()
@@ -78,7 +114,7 @@ def load_model(
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer.
+    """Load a checkpoint's tokenizer; an adapter that brings none has its base's.
 
     Raises:
         TsaeError: where the directory holds no tokenizer files (transformers would make up a one-token tokenizer
@@ -86,22 +122,26 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    path = Path(checkpoint.path)
-    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    folder = folder_of(checkpoint, needs="tokenizer")
+    if not is_gguf(folder) and not has_tokenizer(folder):
+        if is_adapter(folder):
+            from tsae.checkpoints.adapters import base_of
+
+            return load_tokenizer(base_of(checkpoint))
         raise TsaeError(
-            f"holds no tokenizer (expected one of {', '.join(_TOKENIZER_FILES[:3])}, …)",
-            where=path,
+            "holds no tokenizer (expected tokenizer.json, tokenizer.model, vocab.json, …)",
+            where=folder,
             fix="Copy the tokenizer files of the base model into this directory.",
         )
     with _quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(**_source(checkpoint))
+            tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TsaeError(f"cannot load its tokenizer ({_first_line(error)})", where=path) from error
+            raise TsaeError(f"cannot load its tokenizer ({_first_line(error)})", where=folder) from error
     if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise TsaeError(
             f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing",
-            where=path,
+            where=folder,
             fix="Copy the tokenizer files of the base model into this directory.",
         )
     return tokenizer
@@ -114,16 +154,22 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def weights_fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash of a local checkpoint's weight files: names, sizes, first and last MiB of each; its id otherwise.
+    """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each.
 
     Reading 140 GB to name a checkpoint would cost more than capturing from it; training changes every tensor, so
-    that both ends of a file change with it.
+    that both ends of a file change with it. For an adapter, its configuration and its base count too.
     """
-    path = Path(checkpoint.path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    folder = folder_of(checkpoint)
     digest = hashlib.sha256()
-    if not files:
-        digest.update(f"{checkpoint.path}@{checkpoint.revision}/{checkpoint.subfolder}".encode())
+    if is_gguf(folder):
+        files = [folder]
+    elif is_adapter(folder):
+        from tsae.checkpoints.adapters import base_of
+
+        files = [*weight_files(folder), folder / ADAPTER_CONFIG]
+        digest.update(weights_fingerprint(base_of(checkpoint)).encode())
+    else:
+        files = weight_files(folder)
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
@@ -134,53 +180,14 @@ def weights_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_gguf(checkpoint: Checkpoint) -> bool:
-    return checkpoint.path.endswith(".gguf")
-
-
-def _source(checkpoint: Checkpoint) -> dict[str, Any]:
-    path = Path(checkpoint.path)
-    if _is_gguf(checkpoint):
-        try:
-            import gguf  # noqa: F401
-        except ImportError as error:
-            raise TsaeError("reading GGUF needs gguf", where=path, fix="pip install 'tsae[smollm]'") from error
-        return {
-            "pretrained_model_name_or_path": str(path.parent),
-            "gguf_file": path.name,
-            "local_files_only": True,
-        }
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": checkpoint.path,
-        "local_files_only": path.exists(),
-    }
-    if checkpoint.revision is not None:
-        source["revision"] = checkpoint.revision
-    if checkpoint.subfolder is not None:
-        source["subfolder"] = checkpoint.subfolder
-    return source
-
-
-def _check_weights(checkpoint: Checkpoint) -> None:
-    path = Path(checkpoint.path)
-    if _is_gguf(checkpoint):
-        if not path.is_file():
-            raise TsaeError("no such GGUF file", where=path, fix="Check the path.")
-        return
-    if not path.exists():
-        if path.is_absolute() or checkpoint.path.startswith("."):
-            raise TsaeError("no such checkpoint directory", where=path, fix="Check the path.")
-        return
-    if not (path / "config.json").is_file():
-        raise TsaeError("holds no config.json", where=path, fix="Give a Hugging Face model directory.")
-    if not any(path.glob("*.safetensors")):
-        pickles = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
-        found = f"only pickled weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
-        raise TsaeError(
-            f"holds {found}; expected *.safetensors",
-            where=path,
-            fix="Save the model again with model.save_pretrained(directory), which writes safetensors.",
-        )
+def _source(folder: Path) -> dict[str, Any]:
+    if not is_gguf(folder):
+        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise TsaeError("reading GGUF needs gguf", where=folder, fix="pip install 'tsae[smollm]'") from error
+    return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, "local_files_only": True}
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,8 +7,7 @@ A series is a folder with a ``series.json``::
        {"id": "base", "path": "base", "run": null, "step": 0, "trained_on": null},
        {"id": "easy-050", "path": "easy-050", "run": "easy", "step": 50, "trained_on": "easy"}]}
 
-or what a Hugging Face or TRL trainer leaves: a folder of ``checkpoint-N`` folders (one run), or a folder of such
-folders (several runs).
+or is put together from what trainers leave, from paths and from Hugging Face ids (`tsae.checkpoints.finding`).
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.checkpoints.files import is_hub_id
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
-_TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Checkpoint:
     id: str
     """Unique in its series; names folders, so letters, digits and . _ @ + - only."""
     path: str
-    """A local Hugging Face directory, a .gguf file, or a Hugging Face id."""
+    """A local Hugging Face directory, the directory of a PEFT adapter, a .gguf file, or a Hugging Face id."""
     run: str | None = None
     """The training run it comes from; None for the base."""
     step: int = 0
@@ -46,7 +45,9 @@ class Checkpoint:
     revision: str | None = None
     """Branch, tag or commit, where path is a Hugging Face id."""
     subfolder: str | None = None
-    """Folder inside the Hugging Face repository."""
+    """Folder inside path."""
+    base: Checkpoint | None = field(default=None, compare=False, repr=False)
+    """The base of the series that it is in, which an adapter is put on; the series sets it."""
 
     def __post_init__(self) -> None:
         if not _SAFE_ID.fullmatch(self.id):
@@ -63,10 +64,13 @@ class Checkpoint:
         return self.run is None
 
     def load_model(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> PreTrainedModel:
-        """The Hugging Face causal LM in evaluation mode without gradients; see `tsae.checkpoints.loading`."""
-        from tsae.checkpoints.loading import load_model
+        """The Hugging Face causal LM in evaluation mode without gradients; see `tsae.checkpoints.loading`.
 
-        return load_model(self, device=device, dtype=dtype, attention=attention)
+        For several checkpoints one after another, a `ModelLoader` loads the base of adapters only once.
+        """
+        from tsae.checkpoints.loading import ModelLoader
+
+        return ModelLoader(device=device, dtype=dtype, attention=attention).load(self)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer, checked to encode text to something."""
@@ -98,7 +102,8 @@ class CheckpointSeries:
             )
         # Stores and tables name their readers in this order, the base first.
         ordered = sorted(self.checkpoints, key=lambda checkpoint: not checkpoint.is_base)
-        object.__setattr__(self, "checkpoints", tuple(ordered))
+        base = replace(ordered[0], base=None)
+        object.__setattr__(self, "checkpoints", (base, *(replace(c, base=base) for c in ordered[1:])))
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self.checkpoints)
@@ -147,7 +152,8 @@ class CheckpointSeries:
         folder = Path(folder)
         records = []
         for checkpoint in self.checkpoints:
-            record = {k: v for k, v in asdict(checkpoint).items() if v is not None or k in ("run", "trained_on")}
+            record = asdict(replace(checkpoint, base=None))
+            record = {k: v for k, v in record.items() if v is not None or k in ("run", "trained_on")}
             path = Path(checkpoint.path)
             if path.is_absolute() and path.is_relative_to(folder.resolve()):
                 record["path"] = path.relative_to(folder.resolve()).as_posix()
@@ -157,26 +163,46 @@ class CheckpointSeries:
         return target
 
     @classmethod
-    def load(cls, folder: str | Path, *, base: str | Path | None = None) -> CheckpointSeries:
-        """Read a series from its folder.
+    def load(cls, *sources: str | Path) -> CheckpointSeries:
+        """Read a series from its folder, or put one together.
 
         Args:
-            folder: holds series.json, ``checkpoint-N`` folders, or one folder of ``checkpoint-N`` folders a run.
-                A single checkpoint directory is a series of its base alone.
-            base: path or Hugging Face id of the base, where the folder does not say. Without it, and without
-                ``checkpoint-0``, the earliest checkpoint is the base and `notes` says so.
+            sources: a folder with series.json; or trainers' folders, single checkpoints, adapters and Hugging Face
+                ids (``org/model@revision/subfolder``), see `tsae.checkpoints.finding`. The first of several is the
+                base. Without it, the base is the model that adapters name, or ``checkpoint-0``, or the earliest
+                checkpoint, and then `notes` says so.
 
         Raises:
-            TsaeError: where nothing is found, a path leaves the folder, or there is not exactly one base.
+            TsaeError: where nothing is found, a path leaves its folder, an adapter is of another base, or there is
+                not exactly one base.
         """
-        folder = Path(folder)
-        if (folder / "series.json").is_file():
-            return cls._from_json(folder / "series.json")
-        if (folder / "config.json").is_file() or folder.suffix == ".gguf":
-            return cls(checkpoints=(Checkpoint(id="base", path=str(folder)),), name=folder.name)
-        if not folder.is_dir():
-            raise TsaeError("no such folder", where=folder, fix="Give a folder of checkpoints.")
-        return cls._from_trainer(folder, None if base is None else str(base))
+        from tsae.checkpoints.finding import find
+
+        if not sources:
+            raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
+        for source in sources:
+            if (Path(source) / "series.json").is_file():
+                if len(sources) > 1:
+                    raise TsaeError(
+                        "holds a series.json, which names its own base and checkpoints",
+                        where=source,
+                        fix="Give that folder alone, or its checkpoints one by one.",
+                    )
+                return cls._from_json(Path(source) / "series.json")
+        found = find([str(source) for source in sources])
+        name = Path(sources[-1]).expanduser().resolve().name
+        return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
+
+    def _checked(self) -> CheckpointSeries:
+        """Itself, where every adapter on this machine is one of the base."""
+        from tsae.checkpoints.adapters import base_of
+        from tsae.checkpoints.files import is_adapter, is_gguf
+
+        for checkpoint in self:
+            folder = Path(checkpoint.path)
+            if not checkpoint.is_base and folder.is_dir() and not is_gguf(folder) and is_adapter(folder):
+                base_of(checkpoint)
+        return self
 
     @classmethod
     def _from_json(cls, file: Path) -> CheckpointSeries:
@@ -184,7 +210,7 @@ class CheckpointSeries:
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             records = content["checkpoints"]
             checkpoints = []
-            fields = set(Checkpoint.__dataclass_fields__)
+            fields = set(Checkpoint.__dataclass_fields__) - {"base"}
             for record in records:
                 checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in fields})
                 local = (file.parent / checkpoint.path).resolve()
@@ -196,7 +222,7 @@ class CheckpointSeries:
                             fix="Keep checkpoints below series.json, or give an absolute path.",
                         )
                     # A relative path that is not there may still be a Hugging Face id ("org/model").
-                    if local.exists() or checkpoint.path.count("/") != 1:
+                    if (file.parent / checkpoint.path.partition("/")[0]).exists() or not is_hub_id(checkpoint.path):
                         checkpoint = replace(checkpoint, path=str(local))
                 checkpoints.append(checkpoint)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -205,38 +231,4 @@ class CheckpointSeries:
                 where=file,
                 fix='Expected {"checkpoints": [{"id", "path", "run", "step", "trained_on"}, …]}.',
             ) from error
-        return cls(checkpoints=tuple(checkpoints), name=str(content.get("name", file.parent.name)))
-
-    @classmethod
-    def _from_trainer(cls, folder: Path, base: str | None) -> CheckpointSeries:
-        runs = {folder.name: folder} if _trainer_steps(folder) else {}
-        runs |= {sub.name: sub for sub in sorted(folder.iterdir()) if sub.is_dir() and _trainer_steps(sub)}
-        if not runs:
-            raise TsaeError(
-                "no series.json and no checkpoint-N folders",
-                where=folder,
-                fix="Give the trainer's output_dir, or write a series.json.",
-            )
-        found = [
-            Checkpoint(id=f"{run}-{step:05d}", path=str(path.resolve()), run=run, step=step, trained_on=run)
-            for run, sub in runs.items()
-            for step, path in _trainer_steps(sub)
-        ]
-        notes: tuple[str, ...] = ()
-        if base is not None:
-            first = Checkpoint(id="base", path=base)
-        else:
-            first = min(found, key=lambda checkpoint: checkpoint.step)
-            found.remove(first)
-            if first.step > 0:
-                notes = (
-                    f"{first.id} (step {first.step}) stands in for the base: the folder does not hold one. "
-                    "Name the model that training started from to compare with it.",
-                )
-            first = replace(first, run=None, trained_on=None)
-        return cls(checkpoints=(first, *found), name=folder.name, notes=notes)
-
-
-def _trainer_steps(folder: Path) -> list[tuple[int, Path]]:
-    matches = ((_TRAINER_FOLDER.fullmatch(sub.name), sub) for sub in folder.iterdir() if sub.is_dir())
-    return sorted((int(match[1]), sub) for match, sub in matches if match)
+        return cls(checkpoints=tuple(checkpoints), name=str(content.get("name", file.parent.name)))._checked()

@@ -15,6 +15,7 @@ from tsae.rollouts.table import Rollouts, outcome_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tsae.checkpoints.loading import ModelLoader
     from tsae.checkpoints.series import Checkpoint
 
 
@@ -64,6 +65,7 @@ def sample(
     config: SamplingConfig | None = None,
     *,
     verify: Callable[[str, str], bool] | None = None,
+    loader: ModelLoader | None = None,
     progress: bool = True,
 ) -> Rollouts:
     """Sample responses of a checkpoint to problems.
@@ -73,6 +75,7 @@ def sample(
         problems: every one gets `config.n_samples` responses.
         config: defaults of `SamplingConfig`.
         verify: (response text, reference answer) -> right or not; without it outcomes are unknown and rewards null.
+        loader: keeps the base of adapters loaded from one call to the next.
         progress: show a bar.
 
     Returns:
@@ -82,11 +85,11 @@ def sample(
     import torch
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.loading import tokenizer_fingerprint
+    from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint
 
     config = config or SamplingConfig()
     tokenizer = checkpoint.load_tokenizer()
-    model: Any = checkpoint.load_model(device=config.device)
+    model: Any = (loader or ModelLoader(device=config.device)).load(checkpoint)
     eos = _end_tokens(model, tokenizer, checkpoint.path)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     # A checkpoint may ship top_p, top_k or a repetition penalty; rollouts are samples of the policy itself.
