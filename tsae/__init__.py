@@ -27,6 +27,7 @@ _HOMES = {
     "feature_diff": "tsae.diff.diff",
     "sample": "tsae.rollouts.sampling",
     "train": "tsae.sae.training",
+    "weight_drift": "tsae.checkpoints.drift",
 }
 
 __all__ = [*_HOMES, "testbed"]

@@ -138,6 +138,15 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     return _json(folder / ADAPTER_CONFIG)
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """What config.json says.
+
+    Raises:
+        TsaeError: where it is not a JSON object.
+    """
+    return _json(folder / "config.json")
+
+
 def _indexed(folder: Path) -> list[Path]:
     names = _json(folder / _INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
