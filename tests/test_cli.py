@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from builders import BOS, EOS, SHARED, make_rollouts, save_model, save_perturbed, save_series
@@ -27,6 +28,8 @@ COMMANDS = [
     ["rollouts", "sample"],
     ["rollouts", "import"],
     ["rollouts", "bands"],
+    ["rollouts", "difficulty"],
+    ["drift"],
     ["capture"],
     ["train"],
     ["evaluate"],
@@ -179,6 +182,40 @@ def test_a_log_is_imported_and_its_tokenizer_remembered(pipeline: Path, tmp_path
     found = tsae.Rollouts.read(tmp_path / "in.parquet")
     assert found.policies == ["gpt"]
     assert found.info == {"tokenizer": tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]}
+
+
+def test_drift_says_where_training_wrote(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    run("drift", "--series", pipeline / "series", "--to", tmp_path / "drift")
+    said = capsys.readouterr().out
+    table = pd.read_parquet(tmp_path / "drift" / "drift.parquet")
+    expected = tsae.weight_drift(tsae.CheckpointSeries.load(pipeline / "series"), progress=False)
+    pd.testing.assert_frame_equal(table, expected, check_dtype=False)
+    whole = np.sqrt((table.update_norm**2).sum() / (table.base_norm**2).sum())
+    assert f"{100 * whole:.3g} %" in next(line for line in said.splitlines() if line.startswith("  run-5"))
+    assert re.search(r"\n  mlp\.up_proj +\d", said)
+    assert re.search(r"\n  2 +\d", said)
+    page = (tmp_path / "drift" / "drift.html").read_text(encoding="utf-8")
+    assert "Where training wrote" in page
+    assert '"heatmap"' in page
+    said = fails(capsys, "drift", "--series", pipeline / "series" / "base")
+    assert "there is nothing but the base" in said
+
+
+def test_difficulty_is_measured_along_the_run(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    run("rollouts", "difficulty", "--rollouts", pipeline / "rollouts.parquet", "--series", pipeline / "series",
+        "--shares", 0.3, 0.3, "--k", 1, 3, "--n-draws", 200, "--to", tmp_path / "out")  # fmt: skip
+    said = capsys.readouterr().out
+    assert "(the easiest 30% and the hardest 30% for base)" in said
+    assert "base → run-5:" in said
+    assert set(pd.read_parquet(tmp_path / "out" / "pass_at_k.parquet").k) == {1, 3}
+    assert (tmp_path / "out" / "difficulty.html").is_file()
+    run("rollouts", "bands", "--rollouts", pipeline / "raw.parquet", "--to", tmp_path / "b.parquet",
+        "--reference", "base", "--shares", 0.3, 0.3)  # fmt: skip
+    assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.3, "hard": 0.3}
 
 
 # --- errors

@@ -292,3 +292,36 @@ def test_the_shipped_runs_drift_further_with_every_step() -> None:
         assert steps == sorted(steps)
         assert 0.005 < steps[0] < steps[-1] < 0.2
     assert json.dumps(table.share.round(6).unique().tolist()) == "[1.0]"
+
+
+def test_the_page_and_the_text_show_the_last_step_of_every_run(tmp_path: Path) -> None:
+    from tsae.report.drift import drift_figure, drift_text, last_of_runs, write_drift
+
+    series = tsae.testbed.series().select(["easy-025", "easy-150", "hard-150"])
+    table = weight_drift(series, progress=False)
+    assert last_of_runs(table) == ["easy-150", "hard-150"]
+    figure = drift_figure(table, last_of_runs(table))
+    assert [trace.type for trace in figure.data] == ["heatmap"] * 2
+    heat = figure.data[1]
+    at = list(heat.y).index("layer 1"), list(heat.x).index("mlp.up_proj")
+    row = table[(table.checkpoint == "hard-150") & (table.tensor == "model.layers.1.mlp.up_proj.weight")].iloc[0]
+    assert heat.z[at[0]][at[1]] == pytest.approx(row.relative)
+    assert set(heat.z[list(heat.y).index("embed_tokens")]) == {
+        table[(table.checkpoint == "hard-150") & (table.module == "embed_tokens")].relative.iloc[0]
+    }
+    text = drift_text(table)
+    assert f"{100 * row.relative:.3g} %" not in text.splitlines()[1]
+    assert "easy-025" in text.split("By module")[0]
+    assert "easy-025" not in text.split("By module")[1]
+    assert "rounding" not in text
+    page = write_drift(table, tmp_path / "drift.html").read_text(encoding="utf-8")
+    assert "334,368 weights" in page
+
+
+def test_the_text_says_what_rounding_makes(llama: Path, tmp_path: Path) -> None:
+    from tsae.report.drift import drift_text
+
+    coarse = Path(shutil.copytree(llama, tmp_path / "coarse"))
+    weights = load_file(llama / "model.safetensors")
+    save_file({k: v.bfloat16() for k, v in weights.items()}, coarse / "model.safetensors", metadata={"format": "pt"})
+    assert "rounding alone makes 100 % of the drift" in drift_text(measure(llama, coarse))

@@ -12,10 +12,11 @@ import tyro
 from tyro.conf import OmitArgPrefixes, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
+from tsae.commands import Difficulty, Drift, load_series, say_wrote
 from tsae.demo import DemoConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
-from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ class Sample:
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems
 
-        series = _series(*self.series)
+        series = load_series(*self.series)
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
         problems, verify = read_problems(self.problems), find_verifier(self.verifier)
         loader = ModelLoader(device=self.sampling.device)
         parts = [tsae.sample(c, problems, self.sampling, verify=verify, loader=loader) for c in chosen]
         rollouts = tsae.Rollouts.concat(parts).with_advantages()
-        _wrote(rollouts.write(self.to), rollouts)
+        say_wrote(rollouts.write(self.to), rollouts)
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Import:
     def run(self) -> None:
         from tsae.rollouts.importing import import_text
 
-        imported = import_text(self.log, _series(self.checkpoint).base, self.columns)
-        _wrote(imported.rollouts.write(self.to), imported.rollouts)
+        imported = import_text(self.log, load_series(self.checkpoint).base, self.columns)
+        say_wrote(imported.rollouts.write(self.to), imported.rollouts)
         if imported.not_round_tripping:
             print(f"{imported.not_round_tripping} responses do not decode to the log's text exactly.")
 
@@ -91,26 +92,31 @@ class Bands:
     measured_on: Path | None = None
     """Other rollouts of the same problems to measure on; avoids regression to the mean."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+    shares: tuple[float, float] | None = None
+    """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
 
     def run(self) -> None:
         import tsae
+        from tsae.rollouts.difficulty import with_bands
 
         rollouts = tsae.Rollouts.read(self.rollouts)
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
-        banded = rollouts.with_bands(self.reference, cutoffs=self.cutoffs, measured_on=measured_on)
-        _wrote(banded.write(self.to), banded)
+        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
+        banded = with_bands(rollouts, self.reference, cutoffs=cutoffs, measured_on=measured_on)
+        say_wrote(banded.write(self.to), banded)
         problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
         print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
 
 
 @dataclass(frozen=True)
 class RolloutsCommand:
-    """Sample rollouts, import a log, or measure difficulty bands."""
+    """Sample rollouts, import a log, measure difficulty bands, or how difficulty moved."""
 
     command: OmitArgPrefixes[
         Annotated[Sample, subcommand("sample", prefix_name=False)]
         | Annotated[Import, subcommand("import", prefix_name=False)]
         | Annotated[Bands, subcommand("bands", prefix_name=False)]
+        | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
     ]
 
     def run(self) -> None:
@@ -137,11 +143,11 @@ class Capture:
     def run(self) -> None:
         import tsae
 
-        series = _series(*self.series)
+        series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
         store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
-        _wrote(store.path, store)
+        say_wrote(store.path, store)
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ class Train:
         sae = tsae.train(store, self.sae, to=self.to, training=self.training)
         if not first_process():
             return
-        _wrote(self.to, sae)
+        say_wrote(self.to, sae)
         norms = sae.training_info["norms"]
         print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
 
@@ -206,7 +212,7 @@ class Evaluate:
         from tsae.sae.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
-        series = _series(*self.series) if self.series else None
+        series = load_series(*self.series) if self.series else None
         held_out = None if self.all_problems else True
         found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
         content: dict[str, Any] = {"evaluation": found.as_dict()}
@@ -219,9 +225,9 @@ class Evaluate:
             stable = stability(sae, self.seeds)
             content["stability"] = stable.summary()
             print(f"\n{stable}")
-            _wrote(stable.save(self.sae))
+            say_wrote(stable.save(self.sae))
         if self.json is not None:
-            _wrote(write_json(self.json, content))
+            say_wrote(write_json(self.json, content))
 
     def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
         from tsae.checkpoints.loading import token_strings
@@ -255,7 +261,7 @@ class Export:
         import tsae
 
         sae = tsae.TemporalSAE.load(self.sae)
-        _wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
+        say_wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ class Encode:
     def run(self) -> None:
         import tsae
 
-        _wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
+        say_wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
 
 
 @dataclass(frozen=True)
@@ -295,12 +301,12 @@ class Diff:
         from tsae.features.annotations import find_annotator
         from tsae.report.terminal import print_findings
 
-        strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
+        strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         diff = tsae.feature_diff(features, self.config, annotator=annotator, token_strings=strings)
         print_findings(diff)
-        _wrote(diff.save(self.to), diff)
+        say_wrote(diff.save(self.to), diff)
 
 
 @dataclass(frozen=True)
@@ -320,7 +326,7 @@ class Report:
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
-        _wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
+        say_wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
 
 
 @dataclass(frozen=True)
@@ -338,6 +344,7 @@ class Demo:
 Command = (
     Annotated[Demo, subcommand("demo", prefix_name=False)]
     | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
+    | Annotated[Drift, subcommand("drift", prefix_name=False)]
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
     | Annotated[Train, subcommand("train", prefix_name=False)]
     | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
@@ -365,17 +372,4 @@ def main(args: Sequence[str] | None = None) -> None:
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
-runs them all on shipped checkpoints."""
-
-
-def _series(*sources: str) -> CheckpointSeries:
-    from tsae.checkpoints.series import CheckpointSeries
-
-    series = CheckpointSeries.load(*sources)
-    for note in series.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return series
-
-
-def _wrote(path: Path, what: object | None = None) -> None:
-    print(f"wrote {path}" + (f": {what}" if what is not None else ""))
+runs them all on shipped checkpoints. `tsae drift` needs none of them."""

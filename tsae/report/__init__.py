@@ -25,12 +25,21 @@ def write_report(diff: FeatureDiff, path: str | Path, *, title: str | None = Non
     """
     from tsae.report.page import render
 
+    return write_page(path, render(diff, title=title))
+
+
+def write_page(path: str | Path, content: str) -> Path:
+    """Write a page whole or not at all; its folder is made.
+
+    Raises:
+        TsaeError: where the path is a folder.
+    """
     path = Path(path)
     if path.is_dir():
         raise TsaeError("is a folder", where=path, fix="Name the .html file to write.")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lone surrogates are shown by code point long before this; whatever escaped that must not stop the report.
     partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(render(diff, title=title).encode("utf-8", "replace"))
+    partial.write_bytes(content.encode("utf-8", "replace"))
     os.replace(partial, path)
     return path

@@ -30,6 +30,11 @@ def render(diff: FeatureDiff, title: str | None = None) -> str:
     title = title or _TITLE
     drawn: dict[str, go.Figure | None] = {}
     body = _body(diff, title, drawn)
+    return document(title, body, drawn)
+
+
+def document(title: str, body: str, drawn: dict[str, go.Figure | None]) -> str:
+    """A whole page of finished HTML, whose elements of class plot name the figures to draw in them."""
     data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
     plotly, ours = get_plotlyjs(), _resource("report.js")
     policy = (
@@ -55,7 +60,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         (
             "behaviours",
             "Behaviour by band",
-            _figure(
+            figure_block(
                 drawn,
                 "behaviours-figure",
                 figures.behaviour_figure(diff),
@@ -74,7 +79,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
             (
                 "opposed",
                 "Moved in opposite directions",
-                _figure(drawn, "opposed-figure", picture, caption) + opposed_tables,
+                figure_block(drawn, "opposed-figure", picture, caption) + opposed_tables,
             )
         )
     if runs:
@@ -83,7 +88,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
         (
             "outcomes",
             "Success against failure",
-            _figure(
+            figure_block(
                 drawn,
                 "outcomes-figure",
                 figures.outcome_figure(diff),
@@ -153,14 +158,14 @@ def _finding(finding: Finding) -> str:
 
 
 def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
-    by_band = _figure(
+    by_band = figure_block(
         drawn,
         "bands-figure",
         figures.band_figure(diff),
         "Shift of each run's most moved features, in standard deviations over problems: orange raised, blue lowered, a "
         "dot where it is no discovery, blank where it was not tested. Success and failure count only such responses.",
     )
-    parts = _figure(
+    parts = figure_block(
         drawn,
         "decomposition-figure",
         figures.decomposition_figure(diff),
@@ -170,7 +175,7 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
     return f"{by_band}{parts}{sections.shift_counts(diff)}"
 
 
-def _figure(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:
+def figure_block(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:
     if figure is None:
         return ""
     drawn[name] = figure

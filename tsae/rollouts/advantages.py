@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from tsae.errors import TsaeError
-from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import BANDS, Rollouts
 
 _EPSILON = 1e-4  # TRL's, added to the standard deviation
+KINDS = ("all failures", "single success", "mixed", "all successes", "one response")
 
 
 def group_advantages(
@@ -21,7 +23,7 @@ def group_advantages(
     - dr_grpo: r − mean (Liu et al. 2025);
     - rloo: r − mean of the others = n/(n − 1) · (r − mean) (Ahmadian et al. 2024).
 
-    A group of one has advantage 0.
+    A group of one, or of equal rewards, has advantage 0.
 
     Args:
         rewards: (n,) finite.
@@ -32,9 +34,10 @@ def group_advantages(
     """
     _, group = np.unique(groups, return_inverse=True)
     n = np.bincount(group)
+    rewards = np.asarray(rewards, dtype=float)
     centred = rewards - (np.bincount(group, weights=rewards) / n)[group]
-    # Rounding leaves 1e-17 in groups whose rewards are all equal; divided by a deviation of 0 it must stay 0.
-    centred[np.abs(centred) < 1e-12] = 0.0
+    # Rounding leaves 1e-17 in groups of equal rewards; divided by a deviation of 0 it must stay 0.
+    centred[_constant(rewards, group)[group]] = 0.0
     if kind == "dr_grpo":
         return centred
     others = np.maximum(n - 1, 1)
@@ -57,6 +60,73 @@ def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"]
             where=rollouts.origin,
             fix="Fill rewards, or drop the rows.",
         )
-    frame = rollouts.frame
-    groups = (frame.policy + "\0" + frame.problem_id).to_numpy()
-    return rollouts.with_column("advantage", group_advantages(rewards.to_numpy(), groups, kind))
+    return rollouts.with_column("advantage", group_advantages(rewards.to_numpy(), _groups(rollouts.frame), kind))
+
+
+def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> pd.DataFrame:
+    """What every group has to teach.
+
+    Args:
+        rollouts: trajectories of unknown outcome are left out. Without rewards, a success counts 1 and a failure 0.
+        kind: of the advantages.
+
+    Returns:
+        one row a group: policy, problem_id, band, n, successes, kind (one of `KINDS`, by outcomes), no_variance (all
+        rewards are equal, so that the group teaches nothing), top_advantage (the largest) and positive (sum of the
+        positive advantages, which is what the group reinforces).
+    """
+    frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
+    right = (frame.outcome == "success").astype(float)
+    rewards = right if frame.reward.isna().any() else frame.reward
+    _, group = np.unique(_groups(frame), return_inverse=True)
+    _, first = np.unique(group, return_index=True)
+    n, successes = np.bincount(group), np.bincount(group, weights=right).astype(int)
+    advantages = group_advantages(rewards.to_numpy(), group, kind)
+    top = np.full(len(n), -np.inf)
+    np.maximum.at(top, group, advantages)
+    table = frame[["policy", "problem_id", "band"]].iloc[first].reset_index(drop=True)
+    table["n"], table["successes"] = n, successes
+    table["kind"] = np.select(
+        [n == 1, successes == 0, successes == n, successes == 1],
+        ["one response", "all failures", "all successes", "single success"],
+        "mixed",
+    )
+    table["no_variance"] = _constant(rewards.to_numpy(), group)
+    table["top_advantage"] = top
+    table["positive"] = np.bincount(group, weights=np.maximum(advantages, 0))
+    return table
+
+
+def group_summary(groups: pd.DataFrame) -> pd.DataFrame:
+    """Groups of `group_table` counted by policy and band.
+
+    Returns:
+        policy, band ("all" and every band present), n_groups, one column of counts for every kind, no_variance, and
+        single_success_share: which part of all positive advantage single successes carry. In a band where nearly
+        everything fails this is what training imitates, whether the success was earned or luck.
+    """
+    rows = []
+    for policy in dict.fromkeys(groups.policy):
+        mine = groups[groups.policy == policy]
+        for band in ("all", *(b for b in BANDS if (mine.band == b).any())):
+            picked = mine if band == "all" else mine[mine.band == band]
+            row = {"policy": policy, "band": band, "n_groups": len(picked)}
+            row |= {name: int((picked.kind == name).sum()) for name in KINDS}
+            row["no_variance"] = int(picked.no_variance.sum())
+            total = picked.positive.sum()
+            single = picked.positive[picked.kind == "single success"].sum()
+            row["single_success_share"] = single / total if total > 0 else np.nan
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _groups(frame: pd.DataFrame) -> np.ndarray:
+    return (frame.policy + "\0" + frame.problem_id).to_numpy()
+
+
+def _constant(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """(n_groups,) whether all rewards of a group are equal."""
+    low, high = np.full(group.max() + 1, np.inf), np.full(group.max() + 1, -np.inf)
+    np.minimum.at(low, group, rewards)
+    np.maximum.at(high, group, rewards)
+    return low == high

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,75 @@ class BandCutoffs:
                 where="BandCutoffs",
                 fix="Give 0 <= hard < easy <= 1.",
             )
+
+    def band(self, pass_rate: np.ndarray) -> np.ndarray:
+        """The band of every pass rate."""
+        import numpy as np
+
+        return np.select([pass_rate >= self.easy, pass_rate <= self.hard], ["easy", "hard"], "medium")
+
+
+@dataclass(frozen=True)
+class BandQuantiles:
+    """Bands as shares of the problems, by one policy's pass rates."""
+
+    easy: float = 1 / 3
+    """Share of the problems, those of the highest pass rates, that are easy."""
+    hard: float = 1 / 3
+    """Share of the problems, those of the lowest pass rates, that are hard."""
+
+    def __post_init__(self) -> None:
+        if not (self.easy > 0 and self.hard > 0 and self.easy + self.hard < 1):
+            raise TsaeError(
+                f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands",
+                where="BandQuantiles",
+                fix="Give shares above 0 that add up to less than 1.",
+            )
+
+    def cutoffs(self, pass_rate: np.ndarray) -> BandCutoffs:
+        """The cut-offs that put about these shares of the problems into the bands.
+
+        Problems of equal pass rates stay in one band, so that with few responses a problem the shares are exceeded.
+
+        Raises:
+            TsaeError: where so many pass rates are equal that no cut-offs tell easy from hard.
+        """
+        import numpy as np
+
+        ordered = np.sort(pass_rate)
+        hard = float(ordered[max(0, int(np.ceil(self.hard * len(ordered))) - 1)])
+        easy = float(ordered[min(len(ordered) - 1, int(np.floor((1 - self.easy) * len(ordered) + 1e-9)))])
+        if not hard < easy:
+            raise TsaeError(
+                f"{np.mean(ordered == hard):.0%} of the problems have the pass rate {hard:g}, which would be easy and "
+                "hard at once",
+                where="BandQuantiles",
+                fix="Give smaller shares, sample more responses to a problem, or give cut-offs.",
+            )
+        return BandCutoffs(easy=easy, hard=hard)
+
+
+@dataclass(frozen=True)
+class DifficultyConfig:
+    """How difficulty along a run is measured."""
+
+    interval: Literal["wilson", "jeffreys"] = "wilson"
+    """Interval of a problem's pass rate."""
+    confidence: float = 0.95
+    """Of all intervals."""
+    k: tuple[int, ...] = ()
+    """k of pass@k; by default powers of two up to the median number of responses to a problem."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Whose advantages tell how much weight single successes carry."""
+    n_draws: int = 2000
+    """Permutations of outcomes, and bootstrap draws of problems."""
+    seed: int = 0
+    """Of both."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise TsaeError(f"confidence={self.confidence} is not between 0 and 1", where="DifficultyConfig")
+        if self.n_draws < 100:
+            raise TsaeError(f"n_draws={self.n_draws} is less than 100", where="DifficultyConfig")
+        if any(k < 1 for k in self.k):
+            raise TsaeError(f"k={min(self.k)} is less than 1", where="DifficultyConfig")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtri
+from scipy.special import betaincinv, ndtri
 
 from tsae.errors import TsaeError
-from tsae.rollouts.config import BandCutoffs
+from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.table import BANDS, Rollouts
 
 
@@ -27,13 +28,33 @@ def wilson_interval(
     return np.where(trials > 0, low, 0.0), np.where(trials > 0, high, 1.0)
 
 
-def pass_rates(rollouts: Rollouts, policy: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
+def jeffreys_interval(
+    successes: np.ndarray | float, trials: np.ndarray | float, confidence: float = 0.95
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantiles of Beta(successes + ½, failures + ½), the ends 0 and 1 where no or all trials succeeded.
+
+    As Brown, Cai & DasGupta (2001), Statistical Science 16. (0, 1) where there are no trials.
+    """
+    successes, trials = np.asarray(successes, dtype=float), np.asarray(trials, dtype=float)
+    tail = (1 - confidence) / 2
+    a, b = successes + 0.5, trials - successes + 0.5
+    low, high = betaincinv(a, b, tail), betaincinv(a, b, 1 - tail)
+    return np.where(successes > 0, low, 0.0), np.where(successes < trials, high, 1.0)
+
+
+def pass_rates(
+    rollouts: Rollouts,
+    policy: str | None = None,
+    confidence: float = 0.95,
+    interval: Literal["wilson", "jeffreys"] = "wilson",
+) -> pd.DataFrame:
     """Pass rate of every problem.
 
     Args:
         rollouts: trajectories of unknown outcome are left out.
         policy: whose trajectories count; None pools all policies.
-        confidence: of the Wilson interval.
+        confidence: of the interval.
+        interval: Wilson's score interval, or Jeffreys' of the Beta posterior.
 
     Returns:
         one row a problem, indexed by problem_id: n, successes, pass_rate, low, high.
@@ -55,7 +76,8 @@ def pass_rates(rollouts: Rollouts, policy: str | None = None, confidence: float 
     grouped = (known.outcome == "success").groupby(known.problem_id)
     table = pd.DataFrame({"n": grouped.size(), "successes": grouped.sum()})
     table["pass_rate"] = table.successes / table.n
-    table["low"], table["high"] = wilson_interval(table.successes.to_numpy(), table.n.to_numpy(), confidence)
+    bounds = {"wilson": wilson_interval, "jeffreys": jeffreys_interval}[interval]
+    table["low"], table["high"] = bounds(table.successes.to_numpy(), table.n.to_numpy(), confidence)
     return table
 
 
@@ -63,7 +85,7 @@ def with_bands(
     rollouts: Rollouts,
     reference: str | None,
     *,
-    cutoffs: BandCutoffs | None = None,
+    cutoffs: BandCutoffs | BandQuantiles | None = None,
     measured_on: Rollouts | None = None,
 ) -> Rollouts:
     """Put every problem into a band by a reference policy's pass rate.
@@ -74,17 +96,16 @@ def with_bands(
     Args:
         rollouts: gets the columns band, pass_rate, pass_rate_low and pass_rate_high.
         reference: the policy whose pass rate counts; None pools all policies.
-        cutoffs: by default easy >= .75, hard <= .25.
+        cutoffs: pass rates, by default easy >= .75, hard <= .25; or shares of the problems that are measured.
         measured_on: rollouts of the same problems to measure on, by default `rollouts` itself.
 
     Raises:
         TsaeError: where a problem was not measured, or a band is empty.
     """
-    cutoffs = cutoffs or BandCutoffs()
     rates = pass_rates(measured_on or rollouts, reference)
-    rates["band"] = np.select(
-        [rates.pass_rate >= cutoffs.easy, rates.pass_rate <= cutoffs.hard], ["easy", "hard"], "medium"
-    )
+    shares = asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None
+    cutoffs = resolve(cutoffs, rates)
+    rates["band"] = cutoffs.band(rates.pass_rate.to_numpy())
     ids = pd.Index(rollouts.table["problem_id"].to_pylist())
     unmeasured = ids.difference(rates.index)
     if len(unmeasured):
@@ -117,4 +138,13 @@ def with_bands(
         **rollouts.info,
         "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None},
     }
+    if shares is not None:
+        info["bands"]["quantiles"] = shares
     return Rollouts(rollouts.table, info, rollouts.origin)
+
+
+def resolve(cutoffs: BandCutoffs | BandQuantiles | None, rates: pd.DataFrame) -> BandCutoffs:
+    """Cut-offs in pass rate: as given, or from shares of the problems of `pass_rates`."""
+    if isinstance(cutoffs, BandQuantiles):
+        return cutoffs.cutoffs(rates.pass_rate.to_numpy())
+    return cutoffs or BandCutoffs()

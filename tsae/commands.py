@@ -1,0 +1,95 @@
+"""Commands that measure checkpoints and rollouts, beside the stages in `tsae.cli`; and what all commands say."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tyro.conf import OmitArgPrefixes
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import CheckpointSeries
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Where training wrote: how far every weight is from the base's, by layer and module."""
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, Hugging Face ids (org/model@revision/subfolder)."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids to measure; by default all."""
+    spectral: bool = True
+    """Spectral norm and stable rank of the updates too, which takes most of the time."""
+    to: Path | None = None
+    """Folder for drift.parquet, one row a checkpoint and tensor, and the page drift.html."""
+
+    def run(self) -> None:
+        import tsae
+        from tsae.report.drift import drift_text, write_drift
+
+        series = load_series(*self.series)
+        series = series.select(self.checkpoints) if self.checkpoints else series
+        if len(series) < 2:
+            raise TsaeError(
+                "there is nothing but the base", where=series.name, fix="Give at least one more checkpoint."
+            )
+        drift = tsae.weight_drift(series, spectral=self.spectral)
+        print(drift_text(drift))
+        if self.to is not None:
+            self.to.mkdir(parents=True, exist_ok=True)
+            drift.to_parquet(self.to / "drift.parquet", index=False)
+            write_drift(drift, self.to / "drift.html")
+            say_wrote(self.to)
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """How difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups have to teach."""
+
+    rollouts: Path
+    """Parquet file with rollouts of several checkpoints."""
+    series: tuple[str, ...] = ()
+    """Folder of the checkpoints, which names runs and steps; without it all policies are one run, in their order."""
+    reference: str | None = None
+    """Policy that sets shares and bands, and that others are compared with; by default the base, or the first."""
+    to: Path | None = None
+    """Folder for the tables and the page difficulty.html."""
+    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+    shares: tuple[float, float] | None = None
+    """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
+    config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
+
+    def run(self) -> None:
+        import tsae
+
+        found = tsae.difficulty(
+            tsae.Rollouts.read(self.rollouts),
+            self.config,
+            series=load_series(*self.series) if self.series else None,
+            reference=self.reference,
+            cutoffs=self.cutoffs if self.shares is None else BandQuantiles(*self.shares),
+        )
+        print(found)
+        if self.to is not None:
+            say_wrote(found.save(self.to))
+
+
+def load_series(*sources: str) -> CheckpointSeries:
+    """The series, with its notes on standard error."""
+    from tsae.checkpoints.series import CheckpointSeries
+
+    series = CheckpointSeries.load(*sources)
+    for note in series.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return series
+
+
+def say_wrote(path: Path, what: object | None = None) -> None:
+    print(f"wrote {path}" + (f": {what}" if what is not None else ""))

@@ -1,0 +1,248 @@
+"""Figures of difficulty: how problems move between bands along a run, and pass@k before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from tsae.report.style import BAND_STYLE, SERIES, SYMBOLS, finish
+from tsae.report.text import count, figure_text, number, percent
+from tsae.rollouts.moving import Difficulty
+from tsae.rollouts.table import BANDS
+
+_BAR = 0.2  # half the width of a checkpoint's bar, where neighbours are 1 apart
+_ON_COLOUR = "#101317"  # readable on all band colours
+
+
+def migration_figure(difficulty: Difficulty) -> go.Figure | None:
+    """Bands of all problems at every step of every run, and the problems that move from one step to the next.
+
+    A bar a checkpoint, easy on top; a ribbon a group of problems. Ribbons that are broader than 97.5 % of what chance
+    makes are drawn full, the others pale.
+    """
+    table = difficulty.migration
+    runs = [run for run in difficulty.paths if (table.run == run).any()]
+    if not runs:
+        return None
+    columns = min(len(runs), 3)
+    blocks = -(-len(runs) // columns)
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        vertical_spacing=0.16 if blocks > 1 else 0,
+        subplot_titles=[f"<b>{figure_text(run, 30)}</b>" if run else "" for run in runs],
+    )
+    for position, run in enumerate(runs):
+        cell = {"row": position // columns + 1, "col": position % columns + 1}
+        path = difficulty.paths[run]
+        mine = table[table.run == run]
+        for place, (start, end) in enumerate(pairwise(path)):
+            step = mine[(mine.start == start) & (mine.end == end)]
+            figure.add_traces(_ribbons(step, place), rows=[cell["row"]] * 9, cols=[cell["col"]] * 9)
+        for place, policy in enumerate(path):
+            _bar(figure, _sizes(mine, policy), place, policy, cell)
+        figure.update_xaxes(
+            range=[-0.5, len(path) - 0.5],
+            tickvals=list(range(len(path))),
+            ticktext=[figure_text(policy, 14) for policy in path],
+            tickangle=0 if len(path) <= 4 else -35,
+            ticks="",
+            showgrid=False,
+            **cell,
+        )
+        figure.update_yaxes(
+            range=[1, 0], tickvals=[0, 0.5, 1], ticktext=["100 %", "50 %", "0 %"] if cell["col"] == 1 else None, **cell
+        )
+    for band in BANDS:
+        figure.add_trace(
+            go.Scatter(
+                x=[None], y=[None], mode="markers", name=band, marker={"color": BAND_STYLE[band][0], "symbol": "square"}
+            )
+        )
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    return finish(figure, height=blocks * 330 + 60, left=56, top=66, bottom=64, legend=legend, hovermode="closest")
+
+
+def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
+    """pass@k of where every run started and ended, by band."""
+    table = difficulty.pass_at_k
+    shown = ends_of(difficulty)
+    table = table[table.policy.isin(shown)]
+    if table.k.nunique() < 2:
+        return None
+    bands = [band for band in ("all", *BANDS) if (table.band == band).any()]
+    figure = make_subplots(
+        rows=1,
+        cols=len(bands),
+        shared_yaxes=True,
+        horizontal_spacing=0.025,
+        subplot_titles=[f"<b>{'all' if band == 'all' else band} problems</b>" for band in bands],
+    )
+    sizes = sorted(table.k.unique())
+    for column, band in enumerate(bands, start=1):
+        for order, policy in enumerate(shown):
+            mine = table[(table.policy == policy) & (table.band == band)]
+            colour, symbol = SERIES[order % len(SERIES)], SYMBOLS[order % len(SYMBOLS)]
+            figure.add_trace(
+                go.Scatter(
+                    # Marks of one k side by side, so that their intervals can be told apart.
+                    x=[sizes.index(k) + 0.07 * (order - (len(shown) - 1) / 2) for k in mine.k],
+                    y=(100 * mine.pass_at_k).tolist(),
+                    mode="lines+markers",
+                    name=figure_text(policy),
+                    legendgroup=policy,
+                    showlegend=column == 1,
+                    line={"color": colour, "width": 1.6},
+                    marker={"color": colour, "symbol": symbol, "size": 8},
+                    error_y={
+                        "array": (100 * (mine.high - mine.pass_at_k)).fillna(0).tolist(),
+                        "arrayminus": (100 * (mine.pass_at_k - mine.low)).fillna(0).tolist(),
+                        "color": colour,
+                        "thickness": 1.2,
+                        "width": 0,
+                    },
+                    text=[_pass_hover(row) for _, row in mine.iterrows()],
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                row=1,
+                col=column,
+            )
+        figure.update_xaxes(
+            range=[-0.4, len(sizes) - 0.6],
+            tickvals=list(range(len(sizes))),
+            ticktext=[str(k) for k in sizes],
+            title={"text": "k", "standoff": 4},
+            row=1,
+            col=column,
+        )
+        figure.update_yaxes(range=[-3, 103], ticksuffix=" %", showgrid=True, row=1, col=column)
+    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+    figure = finish(figure, height=340, left=56, top=66, bottom=48, legend=legend)
+    return figure.update_yaxes(showgrid=True)
+
+
+def ends_of(difficulty: Difficulty) -> list[str]:
+    """The policy that runs start from and the last of every run."""
+    return list(
+        dict.fromkeys([*(p[0] for p in difficulty.paths.values()), *(p[-1] for p in difficulty.paths.values())])
+    )
+
+
+def moved_text(row: pd.Series) -> str:
+    """“38 of 53 medium problems became hard (19.1 by chance, 12 to 26)”."""
+    started = round(row.n / row.share) if row.n else 0
+    verb = "stayed" if row.from_band == row.to_band else f"became {row.to_band}"
+    of = f" of {started}" if started else ""
+    chance = f"{row.expected:.1f} by chance, {row.null_low:.0f} to {row.null_high:.0f}"
+    return f"{row.n}{of} {count(row.n, f'{row.from_band} problem').partition(' ')[2]} {verb} ({chance})"
+
+
+def _sizes(mine: pd.DataFrame, policy: str) -> pd.Series:
+    """Number of problems in every band at a policy of the path."""
+    starts, ends = mine[mine.start == policy], mine[mine.end == policy]
+    if not starts.empty:
+        return starts[starts.end == starts.end.iloc[0]].groupby("from_band").n.sum().reindex(BANDS, fill_value=0)
+    return ends[ends.start == ends.start.iloc[0]].groupby("to_band").n.sum().reindex(BANDS, fill_value=0)
+
+
+def _bar(figure: go.Figure, sizes: pd.Series, place: int, policy: str, cell: dict[str, int]) -> None:
+    total = int(sizes.sum())
+    top = 0.0
+    for band in BANDS:
+        share = sizes[band] / total
+        figure.add_trace(
+            go.Scatter(
+                x=[place - _BAR, place + _BAR, place + _BAR, place - _BAR],
+                y=[top, top, top + share, top + share],
+                mode="lines",
+                fill="toself",
+                fillcolor=BAND_STYLE[band][0],
+                line={"width": 0},
+                hoveron="fills",
+                hoverinfo="text",
+                text=f"{figure_text(policy)}: {int(sizes[band])} of {total} problems {band} ({percent(share)} %)",
+                showlegend=False,
+            ),
+            **cell,
+        )
+        if share >= 0.045:
+            figure.add_annotation(
+                x=place,
+                y=top + share / 2,
+                text=f"{int(sizes[band])}",
+                showarrow=False,
+                font={"size": 11.5, "color": _ON_COLOUR},
+                **cell,
+            )
+        top += share
+
+
+def _ribbons(step: pd.DataFrame, place: int) -> list[go.Scatter]:
+    counts = step.pivot(index="from_band", columns="to_band", values="n").loc[list(BANDS), list(BANDS)]
+    total = max(int(counts.to_numpy().sum()), 1)
+    left = dict(zip(BANDS, _tops(counts.sum(axis=1).tolist(), total), strict=True))
+    right = dict(zip(BANDS, _tops(counts.sum(axis=0).tolist(), total), strict=True))
+    traces = []
+    for before in BANDS:
+        for after in BANDS:
+            row = step[(step.from_band == before) & (step.to_band == after)].iloc[0]
+            share = row.n / total
+            beyond = before != after and row.n > row.null_high
+            x, upper, lower = _curve(place, left[before], right[after], share)
+            left[before] += share
+            right[after] += share
+            traces.append(
+                go.Scatter(
+                    x=[*x, *x[::-1]] if row.n else [None],
+                    y=[*upper, *lower[::-1]] if row.n else [None],
+                    mode="lines",
+                    fill="toself",
+                    fillcolor=_translucent(BAND_STYLE[after][0], 0.72 if beyond else 0.24),
+                    line={"width": 0},
+                    hoveron="fills",
+                    hoverinfo="text",
+                    text=f"{figure_text(row.start)} → {figure_text(row.end)}: {moved_text(row)}",
+                    showlegend=False,
+                )
+            )
+    return traces
+
+
+def _tops(sizes: Sequence[int], total: int) -> list[float]:
+    return [0.0, *(np.cumsum(sizes)[:-1] / total).tolist()]
+
+
+def _curve(place: int, start: float, end: float, height: float) -> tuple[list[float], list[float], list[float]]:
+    """x, upper and lower edge of a ribbon between two bars; level where it leaves and arrives."""
+    t = np.linspace(0, 1, 21)
+    x = place + _BAR + t * (1 - 2 * _BAR)
+    upper = start + (end - start) * (1 - np.cos(np.pi * t)) / 2
+    return x.tolist(), upper.tolist(), (upper + height).tolist()
+
+
+def _translucent(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _pass_hover(row: pd.Series) -> str:
+    text = (
+        f"{figure_text(row.policy)}: pass@{row.k} {percent(row.pass_at_k)} % [{percent(row.low)}, {percent(row.high)}]"
+        f"<br>{count(row.n_problems, 'problem')}"
+    )
+    if row.n_paired:
+        ends = f"[{percent_change(row.difference_low)}, {percent_change(row.difference_high)}]"
+        text += f"<br>against the start {percent_change(row.difference)} {ends} points, paired"
+    return text
+
+
+def percent_change(value: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    return number(100 * value, sign=True)

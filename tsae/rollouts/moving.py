@@ -1,0 +1,160 @@
+"""Difficulty that moves: pass rates of every problem and checkpoint, bands along runs, pass@k, and groups.
+
+A band is a property of a problem and of a model, so that training moves problems from band to band: `difficulty`
+measures where every checkpoint finds every problem, and how far the moves go beyond chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from tsae.errors import TsaeError
+from tsae.provenance import versions, write_json
+from tsae.rollouts.advantages import group_table
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
+from tsae.rollouts.difficulty import pass_rates, resolve
+from tsae.rollouts.migration import band_migration, paths
+from tsae.rollouts.pass_at_k import pass_at_k
+from tsae.rollouts.table import BANDS, Rollouts
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import CheckpointSeries
+
+_TABLES = ("rates", "migration", "pass_at_k", "groups")
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Where every policy finds every problem."""
+
+    rates: pd.DataFrame
+    """One row a policy and problem: n, successes, pass_rate with its interval low, high; band, and whether it is sure:
+    the whole interval lies in that band."""
+    migration: pd.DataFrame
+    """See `tsae.rollouts.migration.band_migration`; with the run."""
+    pass_at_k: pd.DataFrame
+    """See `tsae.rollouts.pass_at_k.pass_at_k`; bands are those of the problems before training."""
+    groups: pd.DataFrame
+    """See `tsae.rollouts.advantages.group_table`."""
+    paths: dict[str, list[str]] = field(default_factory=dict)
+    """Policies in the order of training, by run."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """config, reference, cut-offs, where bands were measured, hash of the rollouts, versions."""
+
+    def bands(self) -> pd.DataFrame:
+        """Numbers of problems by policy and band; sure counts those whose whole interval lies in their band."""
+        counts = self.rates.pivot_table(index="policy", columns="band", values="n", aggfunc="size", fill_value=0)
+        table = counts.reindex(index=list(dict.fromkeys(self.rates.policy)), columns=list(BANDS), fill_value=0)
+        table["sure"] = self.rates.groupby("policy").sure.sum()
+        table["mean_pass_rate"] = self.rates.groupby("policy").pass_rate.mean()
+        return table.rename_axis(columns=None)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the tables as Parquet, difficulty.json, and the page difficulty.html."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _TABLES:
+            getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
+        self.to_html(folder / "difficulty.html")
+        write_json(folder / "difficulty.json", {**self.info, "paths": self.paths})
+        return folder
+
+    def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write one HTML file that opens with no network."""
+        from tsae.report.difficulty import write_difficulty
+
+        return write_difficulty(self, path, title=title)
+
+    def __str__(self) -> str:
+        from tsae.report.difficulty import difficulty_text
+
+        return difficulty_text(self)
+
+
+def difficulty(
+    rollouts: Rollouts,
+    config: DifficultyConfig | None = None,
+    *,
+    series: CheckpointSeries | None = None,
+    reference: str | None = None,
+    cutoffs: BandCutoffs | BandQuantiles | None = None,
+) -> Difficulty:
+    """Measure difficulty of every problem for every policy, and how it moved.
+
+    Args:
+        rollouts: of several policies; trajectories of unknown outcome are left out. Where it has bands, pass@k and
+            groups are by these; otherwise by the reference's pass rates on these same rollouts.
+        config: defaults of `DifficultyConfig`.
+        series: names runs and their steps; without it all policies in their order of appearance are one run.
+        reference: the policy whose pass rates set quantiles and bands and that others are compared with; by default
+            the base of the series where it sampled rollouts, else the first policy.
+        cutoffs: pass rates, or shares of the reference's problems, applied to every policy alike.
+
+    Raises:
+        TsaeError: where the reference sampled nothing of known outcome.
+    """
+    config = config or DifficultyConfig()
+    policies = rollouts.policies
+    if reference is None:
+        reference = series.base.id if series is not None and series.base.id in policies else policies[0]
+    measured = pass_rates(rollouts, reference)
+    resolved = resolve(cutoffs, measured)
+    parts = []
+    for policy in policies:
+        if (rollouts.frame.policy[rollouts.frame.outcome != "unknown"] == policy).any():
+            part = pass_rates(rollouts, policy, config.confidence, config.interval).reset_index()
+            part.insert(0, "policy", policy)
+            parts.append(part)
+    rates = pd.concat(parts, ignore_index=True)
+    rates["band"] = resolved.band(rates.pass_rate.to_numpy())
+    rates["sure"] = resolved.band(rates.low.to_numpy()) == resolved.band(rates.high.to_numpy())
+
+    frame = rollouts.frame
+    separate = bool(frame.band.notna().all())
+    band = frame.groupby("problem_id").band.first() if separate else resolved_bands(measured, resolved)
+    groups = group_table(rollouts, config.advantage)
+    groups["band"] = groups.problem_id.map(band)
+    ways = paths(rollouts, series)
+    migration = [
+        band_migration(rates, path, resolved, n_draws=config.n_draws, seed=config.seed).assign(run=run)
+        for run, path in ways.items()
+    ]
+    if series is not None and not migration:
+        raise TsaeError(
+            f"no run of the series sampled these rollouts; their policies are {', '.join(policies)}",
+            where=rollouts.origin,
+            fix="Give the series that the policies are of, or none.",
+        )
+    return Difficulty(
+        rates=rates,
+        migration=pd.concat(migration, ignore_index=True),
+        pass_at_k=pass_at_k(
+            rates,
+            band,
+            reference=reference,
+            k=config.k,
+            confidence=config.confidence,
+            n_draws=config.n_draws,
+            seed=config.seed,
+        ),
+        groups=groups,
+        paths=ways,
+        info={
+            "config": asdict(config),
+            "reference": reference,
+            "cutoffs": asdict(resolved),
+            "quantiles": asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None,
+            "bands": rollouts.info.get("bands") if separate else None,
+            "rollouts": rollouts.fingerprint,
+            "versions": versions(),
+        },
+    )
+
+
+def resolved_bands(rates: pd.DataFrame, cutoffs: BandCutoffs) -> pd.Series:
+    """The band of every problem of `pass_rates`."""
+    return pd.Series(cutoffs.band(rates.pass_rate.to_numpy()), index=rates.index)

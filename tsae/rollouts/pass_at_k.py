@@ -1,0 +1,100 @@
+"""pass@k: how often at least one of k responses is right, by policy and band."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.rollouts.bootstrap import bootstrap_mean
+from tsae.rollouts.table import BANDS
+
+
+def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
+    """Unbiased pass@k of every problem (Chen et al. 2021, arXiv 2107.03374): 1 − C(n − c, k) / C(n, k).
+
+    Args:
+        n: (n_problems,) responses.
+        successes: (n_problems,) right ones.
+        k: responses drawn.
+
+    Returns:
+        (n_problems,) float64; NaN where there are fewer than k responses.
+    """
+    found = np.full(len(n), np.nan)
+    for pair in {(int(a), int(c)) for a, c in zip(n, successes, strict=True) if a >= k}:
+        total, right = pair
+        # 1 − ∏ (1 − k / i) over i = n − c + 1 … n, which overflows nowhere; a factor is 0 where every draw succeeds.
+        missed = np.prod(1 - k / np.arange(total - right + 1, total + 1)) if total - right >= k else 0.0
+        found[(n == total) & (successes == right)] = 1 - missed
+    return found
+
+
+def pass_at_k(
+    rates: pd.DataFrame,
+    band: pd.Series,
+    *,
+    reference: str,
+    k: Sequence[int] = (),
+    confidence: float = 0.95,
+    n_draws: int = 2000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """pass@k by policy and band, with bootstrap intervals over problems.
+
+    Args:
+        rates: of `difficulty`: n and successes of every policy and problem.
+        band: of every problem, indexed by problem_id.
+        reference: the policy that others are compared with, problem by problem.
+        k: by default powers of two up to the median number of responses to a problem.
+        confidence: of the intervals.
+        n_draws: of the bootstrap.
+        seed: of the bootstrap.
+
+    Returns:
+        tidy: policy, band ("all" and every band present), k, pass_at_k, low, high, n_problems, n_left_out (problems
+        with fewer than k responses), and difference, difference_low, difference_high against the reference on the
+        n_paired problems that both have, NaN for the reference itself.
+    """
+    chosen = sorted(set(k)) if k else _powers(int(rates.n.median()))
+    policies = list(dict.fromkeys(rates.policy))
+    rows: list[dict[str, Any]] = []
+    for size in chosen:
+        wide = (
+            rates.assign(value=estimate(rates.n.to_numpy(), rates.successes.to_numpy(), size))
+            .pivot(index="problem_id", columns="policy", values="value")
+            .sort_index()
+        )
+        here = band.reindex(wide.index)
+        for name in ("all", *(b for b in BANDS if (here == b).any())):
+            inside = wide if name == "all" else wide[here == name]
+            for policy in policies:
+                measured = int(rates[(rates.policy == policy) & rates.problem_id.isin(inside.index)].shape[0])
+                values = inside[policy].dropna().to_numpy()
+                if not len(values):
+                    continue
+                low, high = bootstrap_mean(values, confidence, n_draws, seed)
+                row = {"policy": policy, "band": name, "k": size, "pass_at_k": values.mean(), "low": low, "high": high}
+                row |= {"n_problems": len(values), "n_left_out": measured - len(values)}
+                paired = (
+                    (inside[policy] - inside[reference]).dropna().to_numpy() if policy != reference else np.zeros(0)
+                )
+                row["n_paired"] = len(paired)
+                if len(paired):
+                    row["difference"] = paired.mean()
+                    ends = bootstrap_mean(paired, confidence, n_draws, seed)
+                    row["difference_low"], row["difference_high"] = ends
+                rows.append(row)
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+_COLUMNS = [
+    "policy", "band", "k", "pass_at_k", "low", "high", "n_problems", "n_left_out", "difference", "difference_low",
+    "difference_high", "n_paired",
+]  # fmt: skip
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(max(limit, 1).bit_length())]
