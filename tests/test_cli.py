@@ -29,6 +29,7 @@ COMMANDS = [
     ["rollouts", "import"],
     ["rollouts", "bands"],
     ["rollouts", "difficulty"],
+    ["rollouts", "behaviours"],
     ["drift"],
     ["capture"],
     ["train"],
@@ -207,15 +208,34 @@ def test_difficulty_is_measured_along_the_run(
 ) -> None:
     capsys.readouterr()
     run("rollouts", "difficulty", "--rollouts", pipeline / "rollouts.parquet", "--series", pipeline / "series",
-        "--shares", 0.3, 0.3, "--k", 1, 3, "--n-draws", 200, "--to", tmp_path / "out")  # fmt: skip
+        "--shares", 0.1, 0.1, "--k", 1, 3, "--n-draws", 200, "--to", tmp_path / "out")  # fmt: skip
     said = capsys.readouterr().out
-    assert "(the easiest 30% and the hardest 30% for base)" in said
+    assert "(the easiest 10% and the hardest 10% for base)" in said
     assert "base → run-5:" in said
     assert set(pd.read_parquet(tmp_path / "out" / "pass_at_k.parquet").k) == {1, 3}
     assert (tmp_path / "out" / "difficulty.html").is_file()
     run("rollouts", "bands", "--rollouts", pipeline / "raw.parquet", "--to", tmp_path / "b.parquet",
-        "--reference", "base", "--shares", 0.3, 0.3)  # fmt: skip
-    assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.3, "hard": 0.3}
+        "--reference", "base", "--shares", 0.1, 0.1)  # fmt: skip
+    assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.1, "hard": 0.1}
+
+
+def two_steps(prompt: str, answer: str) -> int:
+    return 2
+
+
+def test_behaviours_are_read_off_the_texts(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    run("rollouts", "behaviours", "--rollouts", pipeline / "rollouts.parquet", "--to", tmp_path / "b.parquet",
+        "--required-steps", "test_cli:two_steps")  # fmt: skip
+    said = capsys.readouterr().out
+    found = tsae.Rollouts.read(tmp_path / "b.parquet")
+    assert {"looping", "unanswered", "skipped_steps", "relative_length"} <= set(found.info["behaviours"])
+    assert found.fingerprint == tsae.Rollouts.read(pipeline / "rollouts.parquet").fingerprint
+    assert "skipped steps" in said
+    assert "Formats (entropy in bits" in said
+    assert re.search(r"run-5 +all +\d\.\d\d", said)
+    said = fails(capsys, "rollouts", "behaviours", "--rollouts", tmp_path / "b.parquet", "--required-steps", "no:f")
+    assert "required_steps" in said
 
 
 # --- errors

@@ -316,6 +316,15 @@ def test_groups_have_variance_by_their_rewards() -> None:
     assert found.kind.to_dict() == {"a": "all failures", "b": "mixed"}
     unknown = rollouts.with_column("reward", [None] * 8)
     assert group_table(unknown).positive.tolist() == group_table(rollouts).positive.tolist()
+    partly = rollouts.with_column("reward", [None, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, None])
+    assert group_table(partly).n.tolist() == [3, 3]
+
+
+def test_steps_of_one_policy_are_groups_of_their_own() -> None:
+    rollouts = graded({"run": {"a": (4, 4)}}).with_column("step", [1] * 4 + [2] * 4)
+    found = group_table(rollouts)
+    assert found.kind.tolist() == ["all successes", "all failures"]
+    assert rollouts.with_advantages().frame.advantage.tolist() == [0.0] * 8
 
 
 def test_small_and_large_rewards_keep_their_advantages() -> None:

@@ -12,7 +12,9 @@ import tyro
 from tyro.conf import OmitArgPrefixes, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
-from tsae.commands import Difficulty, Drift, load_series, say_wrote
+from tsae.commands import Behaviours, Difficulty, Drift
+from tsae.commands import load_series as _series
+from tsae.commands import say_wrote as _wrote
 from tsae.demo import DemoConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
@@ -49,13 +51,13 @@ class Sample:
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems
 
-        series = load_series(*self.series)
+        series = _series(*self.series)
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
         problems, verify = read_problems(self.problems), find_verifier(self.verifier)
         loader = ModelLoader(device=self.sampling.device)
         parts = [tsae.sample(c, problems, self.sampling, verify=verify, loader=loader) for c in chosen]
         rollouts = tsae.Rollouts.concat(parts).with_advantages()
-        say_wrote(rollouts.write(self.to), rollouts)
+        _wrote(rollouts.write(self.to), rollouts)
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class Import:
 
     log: Path
     """The .jsonl or .parquet file."""
-    checkpoint: str
-    """Checkpoint whose tokenizer and chat template are used: a folder, a .gguf file or a Hugging Face id."""
+    checkpoint: Path
+    """Checkpoint whose tokenizer and chat template are used: a folder or a .gguf file."""
     to: Path
     """Parquet file to write."""
     columns: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
@@ -73,8 +75,8 @@ class Import:
     def run(self) -> None:
         from tsae.rollouts.importing import import_text
 
-        imported = import_text(self.log, load_series(self.checkpoint).base, self.columns)
-        say_wrote(imported.rollouts.write(self.to), imported.rollouts)
+        imported = import_text(self.log, _series(self.checkpoint).base, self.columns)
+        _wrote(imported.rollouts.write(self.to), imported.rollouts)
         if imported.not_round_tripping:
             print(f"{imported.not_round_tripping} responses do not decode to the log's text exactly.")
 
@@ -103,20 +105,21 @@ class Bands:
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
         cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
         banded = with_bands(rollouts, self.reference, cutoffs=cutoffs, measured_on=measured_on)
-        say_wrote(banded.write(self.to), banded)
+        _wrote(banded.write(self.to), banded)
         problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
         print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
 
 
 @dataclass(frozen=True)
 class RolloutsCommand:
-    """Sample rollouts, import a log, measure difficulty bands, or how difficulty moved."""
+    """Sample rollouts, import a log, measure difficulty and how it moved, or what responses do."""
 
     command: OmitArgPrefixes[
         Annotated[Sample, subcommand("sample", prefix_name=False)]
         | Annotated[Import, subcommand("import", prefix_name=False)]
         | Annotated[Bands, subcommand("bands", prefix_name=False)]
         | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
+        | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)]
     ]
 
     def run(self) -> None:
@@ -143,11 +146,11 @@ class Capture:
     def run(self) -> None:
         import tsae
 
-        series = load_series(*self.series)
+        series = _series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
         store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
-        say_wrote(store.path, store)
+        _wrote(store.path, store)
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class Train:
         sae = tsae.train(store, self.sae, to=self.to, training=self.training)
         if not first_process():
             return
-        say_wrote(self.to, sae)
+        _wrote(self.to, sae)
         norms = sae.training_info["norms"]
         print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
 
@@ -212,7 +215,7 @@ class Evaluate:
         from tsae.sae.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
-        series = load_series(*self.series) if self.series else None
+        series = _series(*self.series) if self.series else None
         held_out = None if self.all_problems else True
         found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
         content: dict[str, Any] = {"evaluation": found.as_dict()}
@@ -225,9 +228,9 @@ class Evaluate:
             stable = stability(sae, self.seeds)
             content["stability"] = stable.summary()
             print(f"\n{stable}")
-            say_wrote(stable.save(self.sae))
+            _wrote(stable.save(self.sae))
         if self.json is not None:
-            say_wrote(write_json(self.json, content))
+            _wrote(write_json(self.json, content))
 
     def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
         from tsae.checkpoints.loading import token_strings
@@ -261,7 +264,7 @@ class Export:
         import tsae
 
         sae = tsae.TemporalSAE.load(self.sae)
-        say_wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
+        _wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,7 @@ class Encode:
     def run(self) -> None:
         import tsae
 
-        say_wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
+        _wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,7 @@ class Diff:
     """Folder that `tsae encode` wrote."""
     to: Path
     """Folder of the diff."""
-    tokenizer: str | None = None
+    tokenizer: Path | None = None
     """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token."""
@@ -301,12 +304,12 @@ class Diff:
         from tsae.features.annotations import find_annotator
         from tsae.report.terminal import print_findings
 
-        strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
+        strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         diff = tsae.feature_diff(features, self.config, annotator=annotator, token_strings=strings)
         print_findings(diff)
-        say_wrote(diff.save(self.to), diff)
+        _wrote(diff.save(self.to), diff)
 
 
 @dataclass(frozen=True)
@@ -326,7 +329,7 @@ class Report:
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
-        say_wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
+        _wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,38 @@ class Difficulty:
             say_wrote(found.save(self.to))
 
 
-def load_series(*sources: str) -> CheckpointSeries:
+@dataclass(frozen=True)
+class Behaviours:
+    """What responses do: loops, repeated answers, skipped computation, formats; by band, with paired changes."""
+
+    rollouts: Path
+    """Parquet file with the texts of the responses."""
+    to: Path | None = None
+    """Parquet file to write with a column for every behaviour; may be the same."""
+    reference: str | None = None
+    """Policy that others are compared with, and whose successes set a problem's usual length; by default the first."""
+    required_steps: str | None = None
+    """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
+
+    def run(self) -> None:
+        import tsae
+        from tsae.plugins import find_function
+        from tsae.report.terminal import behaviour_text, format_text
+        from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        reference = self.reference or rollouts.policies[0]
+        fix = "Give module:function for your own (prompt, answer) -> number of operations."
+        name = self.required_steps
+        required = None if name is None else find_function(name, where="required_steps", fix=fix)
+        found = with_behaviours(rollouts, required_steps=required, reference=reference)
+        print(behaviour_text(behaviour_table(found, reference=reference)))
+        print(f"\n{format_text(format_table(found, reference=reference))}")
+        if self.to is not None:
+            say_wrote(found.write(self.to), found)
+
+
+def load_series(*sources: str | Path) -> CheckpointSeries:
     """The series, with its notes on standard error."""
     from tsae.checkpoints.series import CheckpointSeries
 

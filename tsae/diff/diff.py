@@ -58,7 +58,12 @@ def feature_diff(
         shifts=_shift_table(features, drawn),
         contrasts=_contrast_table(features, drawn, config),
         features=_describe(features, rows, config, annotator, strings),
-        behaviours=behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed),
+        behaviours=behaviour_table(
+            features.rollouts,
+            reference=features.info["readers"][0]["id"],
+            confidence=config.confidence,
+            seed=config.seed,
+        ),
         info={
             "config": asdict(config),
             "versions": versions(),

@@ -1,7 +1,7 @@
 """Findings: plain sentences with numbers, generated from the tables.
 
 Works for any series: any names of runs, with or without bands, and with no runs at all, where only outcomes are
-contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`views.change_interval`).
+contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`views.direction`).
 """
 
 from __future__ import annotations
@@ -96,20 +96,22 @@ def _accuracy_clauses(diff: FeatureDiff, base: str, checkpoint: str) -> list[str
         if before is None or after is None:
             continue
         numbers = _from_to(diff, "accuracy", before, after)
-        clauses[views.direction(before, after)].append(numbers if band == "all" else f"on {band} {numbers}")
+        clauses[views.direction(after)].append(numbers if band == "all" else f"on {band} {numbers}")
     return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]
 
 
 def _change(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
-    return f"{_VERBS[views.direction(before, after)]} {_from_to(diff, name, before, after)}"
+    return f"{_VERBS[views.direction(after)]} {_from_to(diff, name, before, after)}"
 
 
 def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
-    if views.is_share(diff, name):
-        ends = f"[{percent(after.low)}, {percent(after.high)}]"
-        return f"({percent(before['mean'])} → {percent(after['mean'])} % {ends})"
-    unit, ends = " tokens" if name == "response_length" else "", interval(after.low, after.high, like=after["mean"])
-    return f"({number(before['mean'])} → {number(after['mean'])}{unit} {ends})"
+    """Both means, and the paired change with its interval."""
+    share = views.is_share(diff, name)
+    factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
+    shown = percent if share else number
+    change, low, high = (factor * after[column] for column in ("change", "change_low", "change_high"))
+    ends = f"{number(change, sign=True)} {interval(low, high, sign=True, like=change)}"
+    return f"({shown(before['mean'])} → {shown(after['mean'])}{unit}, {ends})"
 
 
 def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:

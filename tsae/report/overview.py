@@ -177,7 +177,7 @@ def _behaviours(
         before, after = (views.behaviour(diff, policy, band, name) for policy in (base, run))
         if before is None or after is None:
             continue
-        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[views.direction(before, after)]
+        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[views.direction(after)]
         lines_and_marks.append(
             go.Scatter(
                 x=[100 * before["mean"], 100 * after["mean"]],

@@ -88,7 +88,12 @@ def _bands_text(diff: FeatureDiff) -> str:
         return "The problems have no bands."
     who = bands.get("reference") or "all policies together"
     where = "on separate rollouts" if bands.get("separate") else "on these same rollouts: expect regression to the mean"
-    return f"Pass rate of {who}, easy ≥ {bands['easy']:g}, hard ≤ {bands['hard']:g}, medium between; measured {where}."
+    shares = bands.get("quantiles")
+    how = f" (its easiest {shares['easy']:.0%} and hardest {shares['hard']:.0%} of the problems)" if shares else ""
+    return (
+        f"Pass rate of {who}, easy ≥ {bands['easy']:.3g}, hard ≤ {bands['hard']:.3g}{how}, medium between; "
+        f"measured {where}."
+    )
 
 
 def _statistics_text(diff: FeatureDiff) -> str:

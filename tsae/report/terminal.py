@@ -7,13 +7,14 @@ from typing import Any
 import pandas as pd
 
 from tsae.diff.result import FeatureDiff
+from tsae.report.text import visible
 from tsae.sae.evaluation import Evaluation
 
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
     """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
     print()
-    print(behaviour_text(diff))
+    print(behaviour_text(diff.behaviours))
     for up, down in opposed_pairs(diff):
         print()
         print(opposed_text(diff, up, down, n))
@@ -33,19 +34,31 @@ def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str]]:
     return [(pair[0], pair[1]), (pair[1], pair[0])] if len(pair) == 2 else []
 
 
-def behaviour_text(diff: FeatureDiff) -> str:
-    """One line a checkpoint: every behaviour by band, with 95 % intervals."""
-    table = diff.behaviours
+def behaviour_text(table: pd.DataFrame) -> str:
+    """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals."""
     bands = [band for band in ("easy", "medium", "hard") if (table.band == band).any()] or ["all"]
-    lines = ["Behaviour on each band (mean over problems, interval)"]
+    lines = ["Behaviour on each band (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
     for behaviour in table.behaviour.unique():
         lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))
         for policy in table.policy.unique():
             cells = []
             for band in bands:
                 row = table[(table.policy == policy) & (table.band == band) & (table.behaviour == behaviour)]
-                cells.append(_interval(row.iloc[0], "mean") if len(row) else "–")
+                cells.append(_behaviour_cell(row.iloc[0]) if len(row) else "–")
             lines.append(f"    {policy:<15}" + "".join(f"{cell:>24}" for cell in cells))
+    return "\n".join(lines)
+
+
+def format_text(table: pd.DataFrame) -> str:
+    """One line a policy and band of `format_table`."""
+    lines = ["Formats (entropy in bits, interval; ↑ ↓ where its paired change is clear; the most frequent format)"]
+    for row in table.to_dict("records"):
+        ends = "" if pd.isna(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
+        mark = "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
+        lines.append(
+            f"    {row['policy']:<19}{row['band']:<8}{row['entropy']:>6.2f}{ends:<14} {mark}  "
+            f"{row['n_formats']} formats, {row['top_share']:.0%} {visible(str(row['top_format']))}"
+        )
     return "\n".join(lines)
 
 
@@ -116,12 +129,18 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     return "\n".join(lines)
 
 
+def _behaviour_cell(row: pd.Series) -> str:
+    text = _interval(row, "mean") if pd.notna(row.low) else f"{row['mean']:.2f}"
+    return text + (" ↑" if row.change_low > 0 else " ↓" if row.change_high < 0 else "  ")
+
+
 def _described(row: Any) -> str:
     """What a feature responds to, with the share of its activation that falls there where that is known."""
     return f"{row.responds_to} {row.share:.0%}" if hasattr(row, "share") else str(row.responds_to)
 
 
 def _interval(row: pd.Series, column: str, *, sign: bool = False) -> str:
-    digits = 1 if max(abs(row.low), abs(row.high)) >= 10 else 2
+    largest = max(abs(row.low), abs(row.high))
+    digits = 1 if largest >= 10 else 2 if largest >= 0.1 or largest == 0 else 3
     number = f"{row[column]:+.{digits}f}" if sign else f"{row[column]:.{digits}f}"
     return f"{number} [{row.low:.{digits}f}, {row.high:.{digits}f}]"

@@ -65,6 +65,8 @@ def interval(low: float, high: float, *, sign: bool = False, like: float | None 
 def percent(value: float) -> str:
     """A share as a whole percentage, without the sign %; one decimal close to 0 and 100, where it matters."""
     share = 100 * value
+    if not math.isfinite(share):
+        return "–"
     return f"{share:.1f}" if 0 < share < 1 or 99 < share < 100 else f"{share:.0f}"
 
 

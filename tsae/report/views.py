@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import combinations
 from typing import Any
 
@@ -23,6 +22,11 @@ _BEHAVIOUR_NAMES = {
     "direct_answer": "direct answers",
     "skipped_steps": "skipped steps",
     "truncated": "truncated responses",
+    "looping": "loops",
+    "repeated_4grams": "repeated 4-grams",
+    "repeated_answer": "repeated answers",
+    "unanswered": "no answer",
+    "relative_length": "relative length",
 }
 
 
@@ -149,21 +153,12 @@ def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series
     return None if found.empty else found.iloc[0]
 
 
-def change_interval(before: pd.Series, after: pd.Series) -> tuple[float, float]:
-    """Interval of after − before from the two means' intervals (MOVER; Zou & Donner 2008, Statistics in Medicine 27).
+def direction(after: pd.Series) -> int:
+    """1 where a behaviour rose against the base, −1 where it fell, 0 where the interval of its change holds 0.
 
-    Takes the means as independent. They come from the same problems, which as a rule makes the true interval shorter.
+    The change is paired: that of the mean difference within the problems that both answered.
     """
-    difference = after["mean"] - before["mean"]
-    below = math.hypot(after["mean"] - after["low"], before["high"] - before["mean"])
-    above = math.hypot(after["high"] - after["mean"], before["mean"] - before["low"])
-    return float(difference - below), float(difference + above)
-
-
-def direction(before: pd.Series, after: pd.Series) -> int:
-    """1 where a behaviour rose, −1 where it fell, 0 where the interval of its change holds 0."""
-    low, high = change_interval(before, after)
-    return 1 if low > 0 else -1 if high < 0 else 0
+    return 1 if after["change_low"] > 0 else -1 if after["change_high"] < 0 else 0
 
 
 def has_classes(diff: FeatureDiff) -> bool:

@@ -1,4 +1,7 @@
-"""Group-relative advantages, as the trainers define them. A group is the rollouts of one policy on one problem."""
+"""Group-relative advantages, as the trainers define them, and what groups have to teach.
+
+A group is the rollouts of one policy on one problem, in one step where the table has a column step.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,8 @@ def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "
     """What every group has to teach.
 
     Args:
-        rollouts: trajectories of unknown outcome are left out. Without rewards, a success counts 1 and a failure 0.
+        rollouts: trajectories of unknown outcome are left out, and so are those without a reward, where others have
+            one. Without rewards, a success counts 1 and a failure 0.
         kind: of the advantages.
 
     Returns:
@@ -76,8 +80,10 @@ def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "
         positive advantages, which is what the group reinforces).
     """
     frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
+    rewarded = frame.reward.notna()
+    frame = frame[rewarded] if rewarded.any() else frame
     right = (frame.outcome == "success").astype(float)
-    rewards = right if frame.reward.isna().any() else frame.reward
+    rewards = frame.reward if rewarded.any() else right
     _, group = np.unique(_groups(frame), return_inverse=True)
     _, first = np.unique(group, return_index=True)
     n, successes = np.bincount(group), np.bincount(group, weights=right).astype(int)
@@ -121,7 +127,8 @@ def group_summary(groups: pd.DataFrame) -> pd.DataFrame:
 
 
 def _groups(frame: pd.DataFrame) -> np.ndarray:
-    return (frame.policy + "\0" + frame.problem_id).to_numpy()
+    names = frame.policy + "\0" + frame.problem_id
+    return (names + "\0" + frame["step"].astype(str) if "step" in frame.columns else names).to_numpy()
 
 
 def _constant(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:

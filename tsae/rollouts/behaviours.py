@@ -1,28 +1,145 @@
-"""Behaviours per policy and band: accuracy, length, truncation, and whatever columns the table names as behaviours."""
+"""Behaviours: what single responses do, and how that differs between policies and bands.
+
+`with_behaviours` reads every response's text (`tsae.rollouts.texts`); `behaviour_table` averages these and any other
+columns that the table names as behaviours; `format_table` tells how concentrated formats are.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
+from tsae.rollouts.bootstrap import bootstrap_mean, weights
 from tsae.rollouts.table import BANDS, Rollouts
+from tsae.rollouts.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
 
 _DRAWS = 1000
 
+RequiredSteps = Callable[[str, str], "int | None"]
+"""(prompt, reference answer) -> operations that a solution needs, None where that is not known."""
 
-def behaviour_table(rollouts: Rollouts, *, confidence: float = 0.95, seed: int = 0) -> pd.DataFrame:
-    """Means with bootstrap intervals over problems.
+
+def with_behaviours(
+    rollouts: Rollouts, *, required_steps: RequiredSteps | None = None, reference: str | None = None
+) -> Rollouts:
+    """Add what the texts of the responses show, and name the columns as behaviours.
+
+    - looping: a stretch of text comes three times or more in a row, over 40 characters or more;
+    - repeated_4grams: 1 − distinct / all 4-grams of words, which also tells repetition with small changes;
+    - repeated_answer: the same final answer is stated twice in the same way;
+    - unanswered: no final answer is stated in any known way;
+    - direct_answer: an answer with neither an operation nor a sentence that leads to it;
+    - skipped_steps: share of the required operations that are not written out, where `required_steps` or a column of
+      that name says how many there are. A shorter solution than the one that was counted skips some, too;
+    - relative_length: tokens of the response / median tokens of the other successful responses to the same problem;
+    - format (text; see `format_table`).
+
+    Columns that are there already are kept: what a table knows is better than what can be read off its texts.
+
+    Args:
+        rollouts: with texts of responses.
+        required_steps: how many operations a problem needs.
+        reference: the policy whose successful responses set a problem's usual length; None takes all policies'.
+
+    Raises:
+        TsaeError: where a response has no text, or the reference sampled nothing.
+    """
+    frame = rollouts.frame
+    missing = int(frame.response.isna().sum())
+    if missing:
+        raise TsaeError(
+            f"{missing} responses have no text", where=rollouts.origin, fix="Import the log with its texts, or decode."
+        )
+    if reference is not None and reference not in rollouts.policies:
+        raise TsaeError(f"no policy {reference!r}; there are {', '.join(rollouts.policies)}", where=rollouts.origin)
+    texts = frame.response.tolist()
+    answers = [final_answers(text) for text in texts]
+    formats = [response_format(text) for text in texts]
+    measured: dict[str, Any] = {
+        "looping": [float(loop_share(text) > 0) for text in texts],
+        "repeated_4grams": [repeated_ngrams(text) for text in texts],
+        "repeated_answer": [float(len(set(stated)) < len(stated)) for stated in answers],
+        "unanswered": [float(not stated) for stated in answers],
+        "direct_answer": [
+            float(bool(stated) and name.startswith("none,")) for stated, name in zip(answers, formats, strict=True)
+        ],
+        "skipped_steps": _skipped(frame, required_steps),
+        "relative_length": _relative_length(frame, reference),
+        "format": formats,
+    }
+    named = list(rollouts.info.get("behaviours", []))
+    for name, values in measured.items():
+        if name in frame.columns or (name != "format" and np.isnan(np.asarray(values, dtype=float)).all()):
+            continue
+        rollouts = rollouts.with_column(name, values if name == "format" else np.asarray(values, dtype=float))
+        named += [name] if name not in ("format", *named) else []
+    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": named}, rollouts.origin)
+
+
+def behaviour_table(
+    rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95, seed: int = 0
+) -> pd.DataFrame:
+    """Means with bootstrap intervals over problems, and their changes against a reference.
 
     Args:
         rollouts: ``info["behaviours"]`` names further numeric or boolean columns to average.
+        reference: the policy that others are compared with; None compares none.
         confidence: of the intervals.
         seed: of the bootstrap.
 
     Returns:
-        tidy: policy, band ("all" and every band present), behaviour, mean, low, high, n_problems, n_trajectories.
-        Means are over problems of the mean over a problem's trajectories; missing values are left out.
+        tidy: policy, band ("all" and every band present), behaviour, mean, low, high, n_problems, n_trajectories, and
+        change, change_low, change_high: the mean over the n_paired problems that both policies answered of the
+        difference within the problem, with its interval. NaN for the reference itself.
+        Means are over problems of the mean over a problem's trajectories; missing values are left out. A single
+        problem has no interval (NaN).
     """
+    frame = rollouts.frame
+    measures = _measures(rollouts)
+    rows: list[dict[str, Any]] = []
+    bands = [band for band in BANDS if (frame.band == band).any()]
+    for band in ("all", *bands):
+        inside = (frame.band == band) | (band == "all")
+        by_policy = {
+            policy: measures[inside & (frame.policy == policy)].groupby(frame.problem_id).mean()
+            for policy in rollouts.policies
+        }
+        for policy, by_problem in by_policy.items():
+            for name in measures:
+                values = by_problem[name].dropna()
+                if values.empty:
+                    continue
+                low, high = bootstrap_mean(values.to_numpy(), confidence, _DRAWS, seed)
+                row = {"policy": policy, "band": band, "behaviour": name, "mean": values.mean(), "low": low}
+                row |= {"high": high, "n_problems": len(values)}
+                row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
+                if reference in by_policy and policy != reference:
+                    row |= _change(values - by_policy[reference][name], confidence, seed)
+                rows.append(row)
+    table = pd.DataFrame(rows, columns=_COLUMNS)
+    order = {policy: position for position, policy in enumerate(rollouts.policies)}
+    return table.sort_values("policy", key=lambda p: p.map(order), kind="stable", ignore_index=True)
+
+
+_COLUMNS = [
+    "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
+    "change_high", "n_paired",
+]  # fmt: skip
+
+
+def _change(difference: pd.Series, confidence: float, seed: int) -> dict[str, Any]:
+    paired = difference.dropna().to_numpy()
+    if not len(paired):
+        return {"n_paired": 0}
+    low, high = bootstrap_mean(paired, confidence, _DRAWS, seed)
+    return {"change": paired.mean(), "change_low": low, "change_high": high, "n_paired": len(paired)}
+
+
+def _measures(rollouts: Rollouts) -> pd.DataFrame:
     frame = rollouts.frame
     measures = pd.DataFrame(
         {
@@ -31,44 +148,126 @@ def behaviour_table(rollouts: Rollouts, *, confidence: float = 0.95, seed: int =
         }
     )
     if (frame.finish_reason == "length").any():
-        measures["truncated"] = (frame.finish_reason == "length").astype(float)
+        known = frame.finish_reason.isin(["stop", "length"])
+        measures["truncated"] = (frame.finish_reason == "length").astype(float).where(known)
     for name in rollouts.info.get("behaviours", []):
         if name not in frame.columns:
             raise TsaeError(
                 f"names the behaviour {name!r} but has no such column", where=rollouts.origin, fix="Add that column."
             )
         measures[name] = frame[name].astype(float)
-    rows = []
-    bands = [band for band in BANDS if (frame.band == band).any()]
-    for policy in rollouts.policies:
-        for band in ("all", *bands):
-            picked = (frame.policy == policy) & ((frame.band == band) | (band == "all"))
-            if not picked.any():
-                continue
-            by_problem = measures[picked].groupby(frame.problem_id[picked]).mean()
-            for name in measures:
-                values = by_problem[name].dropna().to_numpy()
-                if not len(values):
-                    continue
-                low, high = _interval(values, confidence, seed)
-                rows.append(
-                    {
-                        "policy": policy,
-                        "band": band,
-                        "behaviour": name,
-                        "mean": values.mean(),
-                        "low": low,
-                        "high": high,
-                        "n_problems": len(values),
-                        "n_trajectories": int(picked.sum()),
-                    }
-                )
-    return pd.DataFrame(rows)
+    return measures
 
 
-def _interval(values: np.ndarray, confidence: float, seed: int) -> tuple[float, float]:
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size=_DRAWS) / len(values)
+def format_table(
+    rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95, seed: int = 0
+) -> pd.DataFrame:
+    """How concentrated the formats of responses are, by policy and band.
+
+    Every problem counts the same: formats are shared out within a problem first, then over problems.
+
+    Args:
+        rollouts: with a column format; otherwise it is read off the texts (`tsae.rollouts.texts.response_format`).
+        reference: the policy that others are compared with, on the problems that both answered.
+        confidence: of the bootstrap intervals over problems.
+        seed: of the bootstrap.
+
+    Returns:
+        policy, band, n_problems, n_trajectories, n_formats, top_format and top_share, entropy of the formats in bits
+        with low and high, and change, change_low, change_high of the entropy. The entropy of few responses is too low
+        by about (formats − 1) / (2 ln 2 · responses) bits (Miller 1955); compare like numbers of responses.
+    """
+    frame = rollouts.frame
+    format = frame["format"] if "format" in frame.columns else frame.response.fillna("").map(response_format)
+    rows: list[dict[str, Any]] = []
+    for band in ("all", *(b for b in BANDS if (frame.band == b).any())):
+        inside = (frame.band == band) | (band == "all")
+        if not inside.any():
+            continue
+        shares = {
+            policy: pd.crosstab(frame.problem_id[picked], format[picked], normalize="index")
+            for policy in rollouts.policies
+            if (picked := inside & (frame.policy == policy)).any()
+        }
+        for policy, table in shares.items():
+            pooled = table.mean()
+            entropy, low, high = _entropy_interval(table, confidence, seed)
+            row = {"policy": policy, "band": band, "n_problems": len(table)}
+            row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
+            row |= {"n_formats": int((pooled > 0).sum()), "top_format": pooled.idxmax(), "top_share": pooled.max()}
+            row |= {"entropy": entropy, "low": low, "high": high}
+            if reference in shares and policy != reference:
+                row |= _entropy_change(shares[reference], table, confidence, seed)
+            rows.append(row)
+    order = {policy: position for position, policy in enumerate(rollouts.policies)}
+    found = pd.DataFrame(rows, columns=_FORMAT_COLUMNS)
+    return found.sort_values("policy", key=lambda p: p.map(order), kind="stable", ignore_index=True)
+
+
+_FORMAT_COLUMNS = [
+    "policy", "band", "n_problems", "n_trajectories", "n_formats", "top_format", "top_share", "entropy", "low", "high",
+    "change", "change_low", "change_high",
+]  # fmt: skip
+
+
+def _entropies(shares: np.ndarray) -> np.ndarray:
+    """(…,) entropy in bits of (…, n_formats) shares."""
+    return np.maximum(-(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(-1), 0.0)
+
+
+def _entropy_interval(table: pd.DataFrame, confidence: float, seed: int) -> tuple[float, float, float]:
+    entropy = float(_entropies(table.mean().to_numpy()))
+    if len(table) < 2:
+        return entropy, np.nan, np.nan
     tail = (1 - confidence) / 2
-    low, high = np.quantile(weights @ values, [tail, 1 - tail])
-    return float(low), float(high)
+    drawn = _entropies(weights(len(table), _DRAWS, seed) @ table.to_numpy())
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return entropy, float(low), float(high)
+
+
+def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float, seed: int) -> dict[str, float]:
+    both = before.index.intersection(after.index)
+    if len(both) < 2:
+        return {}
+    a, b = before.loc[both].to_numpy(), after.loc[both].to_numpy()
+    drawn = weights(len(both), _DRAWS, seed)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(_entropies(drawn @ b) - _entropies(drawn @ a), [tail, 1 - tail])
+    change = float(_entropies(b.mean(0)) - _entropies(a.mean(0)))
+    return {"change": change, "change_low": float(low), "change_high": float(high)}
+
+
+def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.ndarray:
+    if required_steps is not None:
+        pairs = frame[["prompt", "answer"]].fillna("").itertuples(index=False)
+        cache: dict[tuple[str, str], int | None] = {}
+        required = np.array([_cached(cache, required_steps, *pair) for pair in pairs], dtype=float)
+    elif "required_steps" in frame.columns:
+        required = pd.to_numeric(frame["required_steps"], errors="coerce").to_numpy(dtype=float)
+    else:
+        return np.full(len(frame), np.nan)
+    written = np.array([operations(text) for text in frame.response])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(required > 0, np.clip(1 - written / required, 0, 1), np.nan)
+
+
+def _cached(
+    cache: dict[tuple[str, str], int | None], required_steps: RequiredSteps, prompt: str, answer: str
+) -> int | None:
+    if (prompt, answer) not in cache:
+        cache[prompt, answer] = required_steps(prompt, answer)
+    return cache[prompt, answer]
+
+
+def _relative_length(frame: pd.DataFrame, reference: str | None) -> np.ndarray:
+    counts = (frame.outcome == "success") & ((frame.policy == reference) if reference else True)
+    found = np.full(len(frame), np.nan)
+    length = frame.response_length.to_numpy(dtype=float)
+    positions: Mapping[Any, np.ndarray] = frame.groupby("problem_id").indices
+    for rows in positions.values():
+        successes = rows[counts.to_numpy()[rows]]
+        for row in rows:
+            others = length[successes[successes != row]]
+            if len(others):
+                found[row] = length[row] / np.median(others)
+    return found
