@@ -15,7 +15,7 @@ from tsae.report.text import count, figure_text, number, percent
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
 
-_BAR = 0.2  # half the width of a checkpoint's bar, where neighbours are 1 apart
+_BAR = 0.28  # half the width of a checkpoint's bar, where neighbours are 1 apart
 _ON_COLOUR = "#101317"  # readable on all band colours
 
 
@@ -178,7 +178,7 @@ def _bar(figure: go.Figure, sizes: pd.Series, place: int, policy: str, cell: dic
                 y=top + share / 2,
                 text=f"{int(sizes[band])}",
                 showarrow=False,
-                font={"size": 11.5, "color": _ON_COLOUR},
+                font={"size": 11, "color": _ON_COLOUR},
                 **cell,
             )
         top += share
