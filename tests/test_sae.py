@@ -561,6 +561,25 @@ def test_evaluation_leaves_outliers_out_without_bridging_them(
         assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
 
 
+def test_evaluation_leaves_out_what_training_left_out(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    """Half the tokens of this store are outliers, so that its own median would let them in."""
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[1::2] *= 20
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    assert sae.norm_limit == 10 * json.loads((trained / "training.json").read_text())["norms"]["median"]
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 6 * 30
+    assert found.fve == pytest.approx(numbers_by_hand(sae, list(x[::2]))[0]["fve"], rel=1e-4)
+    # A user's multiple of the median goes first; an SAE that stored nothing has 10 times the median.
+    assert evaluate(sae, store, held_out=None, max_norm=10).n_tokens == 12 * 30
+    sae.training_info = {}
+    assert sae.norm_limit is None
+    assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
+
+
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
     sae = TemporalSAE(store.d_model(SITE), SAEConfig(d_sae=32, k=2), site=SITE)
     sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))

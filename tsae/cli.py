@@ -183,6 +183,9 @@ class Evaluate:
     """One reader's activations; by default all readers'."""
     span: Literal["response", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do."""
+    max_norm: float | None = None
+    """Tokens whose norm exceeds this multiple of the median are left out; by default those beyond the limit that
+    training stored, or 10 times the median where it stored none."""
     all_problems: bool = False
     """Measure on all problems, not only on those that training held out."""
     series: Path | None = None
@@ -204,7 +207,15 @@ class Evaluate:
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
         series = None if self.series is None else _series(self.series)
         held_out = None if self.all_problems else True
-        found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
+        found = tsae.evaluate(
+            sae,
+            store,
+            reader=self.reader,
+            span=self.span,
+            held_out=held_out,
+            max_norm=self.max_norm,
+            series=series,
+        )
         content: dict[str, Any] = {"evaluation": found.as_dict()}
         print(found)
         if self.baseline is not None:

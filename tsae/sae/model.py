@@ -56,6 +56,12 @@ class TemporalSAE(torch.nn.Module):
         c = self.config
         return f"TemporalSAE(d_model={self.d_model}, d_sae={c.d_sae}, k={c.k}, d_high={c.d_high}, site={self.site!r})"
 
+    @property
+    def norm_limit(self) -> float | None:
+        """Norm beyond which its training left tokens out; None where that is not known."""
+        limit = self.training_info.get("norms", {}).get("limit")
+        return None if limit is None else float(limit)
+
     @torch.no_grad()
     def initialize(self, mean: torch.Tensor, generator: torch.Generator) -> None:
         """Random unit decoder rows, the encoder their transpose, and the data's mean as decoder bias."""
