@@ -105,6 +105,59 @@ def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], sim
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
 
 
+def weighted_l1(x: torch.Tensor, high: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The authors' formula, over √d_model."""
+    current, partner = pairs[:, 1], pairs[:, 0]
+    alike = torch.nn.functional.cosine_similarity(x[current], x[partner], dim=-1)
+    return ((high[current] - high[partner]).abs().sum(-1) * alike).mean() / x.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("n_others", [0, 25])
+@pytest.mark.parametrize("group_weights", [None, (0.2, 0.8)])
+@pytest.mark.parametrize(("temporal", "k"), [("l1", 1), ("l1", 4), ("contrastive", 4)])
+def test_either_temporal_term_with_partners_of_their_own(
+    temporal: Any, k: int, group_weights: Any, n_others: int
+) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(
+        d_sae=40, k=k, temporal=temporal, temperature=0.5, temporal_weight=0.8, group_weights=group_weights
+    )
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x, others = (3 * torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (50, n_others))
+    if n_others:
+        pairs = torch.stack([50 + torch.arange(25), 2 * torch.arange(25)], dim=1)
+    else:
+        # Two tokens alike (differences of 0), one a partner thrice, one its own partner.
+        x[4] = x[5]
+        pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+        pairs = torch.cat([pairs, torch.tensor([[3, 9], [3, 5], [7, 7]])])
+
+    def encode(tokens: torch.Tensor) -> torch.Tensor:
+        pre = torch.relu((tokens - sae.b_dec) @ sae.W_enc + sae.b_enc)
+        return batch_topk(pre, k) if len(tokens) else pre
+
+    codes = encode(x)
+    high = torch.cat([codes, encode(others)])[:, :8]
+    if temporal == "l1":
+        expected_term = weighted_l1(torch.cat([x, others]), high, pairs)
+    else:
+        expected_term = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], 0.5)
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in (8, 40)]
+    weights = group_weights or (1.0, 1.0)
+    expected = weights[0] * errors[0] + weights[1] * errors[1]
+    expected = expected + 0.8 * (weights[0] if temporal == "l1" else 1) * expected_term
+    found = temporal_loss(sae, x, pairs, others=others)
+    torch.testing.assert_close(found.temporal, expected_term)
+    torch.testing.assert_close(found.total, expected)
+    assert torch.equal(found.fired, (codes > 0).any(0))
+    assert found.smallest.item() == pytest.approx(codes[codes > 0].min().item())
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
 # --- a T-SAE of two dimensions and three latents, worked on paper
 
 
@@ -153,6 +206,28 @@ def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     assert terms.fired.tolist() == [True, True, True]
 
 
+def test_the_weighted_l1_by_hand(small: TemporalSAE) -> None:
+    """Codes are (2, 1.5, 0) and (0, 4.5, 2.8); latent 0 and, in a wider group, latent 1 are high-level."""
+    cosine = (3 * 2 + 1 * 4) / math.sqrt(10 * 20)
+    for groups, difference in (((1 / 3, 2 / 3), 2.0), ((2 / 3, 1 / 3), 2.0 + 3.0)):
+        config = replace(small.config, temporal="l1", groups=groups, group_weights=(0.2, 0.8), aux_weight=0.0)
+        sae = TemporalSAE(2, config)
+        sae.load_state_dict(small.state_dict())
+        terms = temporal_loss(sae, X, BOTH_WAYS)
+        assert terms.temporal.item() == pytest.approx(cosine * difference / math.sqrt(2), rel=1e-5)
+        reconstruction = 0.2 * terms.reconstruction_high + 0.8 * terms.reconstruction
+        assert terms.total.item() == pytest.approx((reconstruction + 0.7 * 0.2 * terms.temporal).item(), rel=1e-5)
+        terms.temporal.backward()
+        assert sae.b_enc.grad is not None
+        # Of both pairs: latent 0 is larger at token 0, latent 1 at token 1, where each is active.
+        slope = cosine / math.sqrt(2)
+        expected = [slope, 0.0, 0.0] if difference == 2 else [slope, slope - slope, 0.0]
+        torch.testing.assert_close(sae.b_enc.grad, torch.tensor(expected))
+    # A token and its own opposite are not alike: the term is below 0.
+    opposite = torch.cat([X[:1], -X[:1]])
+    assert temporal_loss(sae, opposite, BOTH_WAYS).temporal.item() < 0
+
+
 def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSAE) -> None:
     plain = TemporalSAE(2, replace(small.config, temporal_weight=0.0, aux_weight=0.0))
     plain.load_state_dict(small.state_dict())
@@ -165,7 +240,7 @@ def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSA
 
 @pytest.mark.parametrize("n_pairs", [0, 1])
 def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> None:
-    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of adjacent tokens"):
+    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of tokens"):
         temporal_loss(small, X, BOTH_WAYS[:n_pairs])
 
 

@@ -23,8 +23,11 @@ class SAEConfig:
     group_weights: tuple[float, ...] | None = None
     """Weight of the reconstruction up to each group; by default 1 each, as in the paper. Its authors' code has the
     groups' shares, .2 and .8."""
+    temporal: Literal["contrastive", "l1"] = "contrastive"
+    """What makes the high-level codes of partners alike: InfoNCE, as in the paper, or the similarity-weighted L1
+    distance that its authors' code has in its place without the contrastive flag."""
     temporal_weight: float = 1.0
-    """Weight α of the InfoNCE term between high-level codes of adjacent tokens; 0 gives a plain Matryoshka SAE."""
+    """Weight α of the temporal term; 0 gives a plain Matryoshka SAE."""
     similarity: Literal["cosine", "inner"] = "cosine"
     """Of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product of its
     authors' code."""
