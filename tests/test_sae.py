@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
+from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.distributed import Processes
 from tsae.sae.evaluation import check_fits, evaluate
+from tsae.sae.initial import geometric_median
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import train
+from tsae.sae.training import _Trainer, train
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -420,6 +424,8 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"aux_weight": -0.1}, "aux_weight=-0.1"),
+        ({"similarity": "cos"}, "similarity='cos' is none of 'cosine', 'inner'"),
+        ({"temporal": "L1"}, "temporal='L1' is none of 'contrastive', 'l1'"),
     ],
 )
 def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -435,6 +441,7 @@ def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -
         ({"window": 1}, "window=1"),
         ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
         ({"warmup_share": -0.1}, "exceed 1"),
+        ({"initial_bias": "median"}, "initial_bias='median' is none of 'geometric_median', 'mean', 'zero'"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -507,8 +514,6 @@ def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationSto
 
     def contrast(sae: TemporalSAE) -> float:
         """InfoNCE over pairs of held-out trajectories, lower is more alike."""
-        from tsae.activations.windows import Windows
-
         batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
         codes, pairs = sae.encode_high(torch.from_numpy(batch.x)), torch.from_numpy(batch.pairs)
         return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
@@ -551,6 +556,57 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
     with pytest.raises(TsaeError, match="the loss is not finite at step"):
         train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
     assert not (tmp_path / "sae" / "sae.safetensors").exists()
+
+
+# --- the initial bias
+
+
+def total_distance(x: np.ndarray, point: np.ndarray) -> float:
+    return float(np.linalg.norm(x - point, axis=1).sum())
+
+
+@pytest.mark.parametrize("n", [20, 201, 9000])  # the last in chunks
+def test_the_geometric_median_against_a_minimizer(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_t(2, size=(n, 3)).astype(np.float32) * [1, 1, 20] + 100
+    found = geometric_median(x)
+    start = np.median(x, axis=0)
+    options = {"gtol": 1e-9 * len(x), "xrtol": 1e-12}
+    best = scipy.optimize.minimize(lambda m: total_distance(x, m), start, method="BFGS", options=options)
+    assert total_distance(x, found) <= best.fun * (1 + 1e-12)
+    np.testing.assert_allclose(found, best.x, atol=2e-5)
+    # Where it is none of the rows, unit vectors to all of them cancel.
+    units = (x - found) / np.linalg.norm(x - found, axis=1, keepdims=True)
+    assert np.linalg.norm(units.mean(0)) < 1e-6
+
+
+def test_a_geometric_median_that_is_a_row_is_met() -> None:
+    # A triangle with an angle of more than 120°: its corner. The mean of the last is a row, but not the median.
+    corner = np.array([[0.0, 0.0], [1.0, 0.1], [-1.0, 0.1]])
+    np.testing.assert_array_equal(geometric_median(corner), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.float32([[0, 0], [0, 0], [0, 0], [9, 1], [1, 7]])), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.full((7, 3), 2.5)), [2.5] * 3)
+    held = np.array([[0.0, 0.0], [5.0, 0.0], [-1.0, 1.0], [-2.0, -1.0], [-2.0, 0.0]])
+    best = scipy.optimize.minimize(lambda m: total_distance(held, m), [-1.0, 0.1], method="Nelder-Mead",
+                                   options={"xatol": 1e-9, "fatol": 1e-12})  # fmt: skip
+    np.testing.assert_allclose(geometric_median(held), best.x, atol=1e-6)
+    assert np.linalg.norm(best.x) > 0.1
+
+
+def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    windows = Windows(store, "x.site", held_out=False)
+    sample = next(windows.epoch(0, 16_384)).x
+    assert len(sample) == 5400
+    for kind, expected in (
+        ("geometric_median", geometric_median(sample)),
+        ("mean", sample.mean(0)),
+        ("zero", np.zeros(D)),
+    ):
+        training = replace(TRAINING, initial_bias=kind)
+        trainer = _Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
+        found = trainer.sae.b_dec.detach().numpy() / trainer.scale
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- evaluation

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tsae.errors import TsaeError
+
+InitialBias = Literal["geometric_median", "mean", "zero"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class SAEConfig:
     """A latent that did not fire for this many tokens is dead; by default a tenth of the training, at most 10 M."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         if self.k < 1 or self.d_sae < 2:
             raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="SAEConfig")
         if self.k > self.d_sae:
@@ -109,6 +112,8 @@ class TrainingConfig:
     """Share of the steps over which the learning rate rises linearly."""
     decay_share: float = 0.2
     """Share of the steps, at the end, over which it falls linearly to 0."""
+    initial_bias: InitialBias = "geometric_median"
+    """Where the decoder bias starts: at the geometric median of a sample (Bricken et al. 2023), its mean, or zero."""
     seed: int = 0
     """Of the initial weights and the order of the data."""
     device: str = "cpu"
@@ -121,6 +126,7 @@ class TrainingConfig:
     """Weights & Biases project that metrics are also sent to."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         if self.save_every_steps < 1:
             raise TsaeError(f"save_every_steps={self.save_every_steps} is less than 1", where="TrainingConfig")
         if self.tokens < self.batch_tokens:
@@ -136,4 +142,14 @@ class TrainingConfig:
             raise TsaeError(
                 f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1",
                 where="TrainingConfig",
+            )
+
+
+def _check_choices(config: Any) -> None:
+    """Outside the command line nothing else makes sure that a word is one of those that a field allows."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            raise TsaeError(
+                f"{name}={getattr(config, name)!r} is none of {', '.join(map(repr, get_args(hint)))}",
+                where=type(config).__name__,
             )

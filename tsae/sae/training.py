@@ -29,6 +29,7 @@ from tsae.errors import TsaeError
 from tsae.sae.checkpointing import RunFolder, inputs_of
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
+from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss
 from tsae.sae.model import TemporalSAE
 from tsae.sae.tracking import start_wandb
@@ -163,10 +164,10 @@ class _Trainer:
         self.steps = self.epoch = self.next_batch = 0
         self.scale = windows.d_model**0.5 / windows.norms.mean
         sample = next(windows.epoch(0, 16_384)).x
-        mean = torch.from_numpy(sample.mean(0)) * self.scale
+        bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
         generator = torch.Generator().manual_seed(training.seed)
         self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
-        self.sae.initialize(mean, generator)
+        self.sae.initialize(bias, generator)
         self.sae.to(self.device)
         self.learning_rate = training.learning_rate or 2e-4 * (16_384 / config.d_sae) ** 0.5
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
