@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -151,6 +151,10 @@ class Train:
     """Folder that `tsae capture` wrote."""
     to: Path
     """Folder for sae.safetensors, config.json, training.json and metrics.jsonl."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer says which tokens end a step, for partner "step": those that contain step_text."""
+    step_text: str | None = None
+    """Text that ends a reasoning step; by default a newline."""
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
@@ -159,12 +163,37 @@ class Train:
         from tsae.sae.distributed import first_process
 
         store = tsae.ActivationStore(self.store)
-        sae = tsae.train(store, self.sae, to=self.to, training=self.training)
+        sae = tsae.train(store, self.sae, to=self.to, training=self._training(store))
         if not first_process():
             return
         _wrote(self.to, sae)
-        norms = sae.training_info["norms"]
+        cells, norms = sae.training_info.get("mixture", ()), sae.training_info["norms"]
+        for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
+            labels = " ".join(value for key, value in cell.items() if key not in ("tokens", "weight"))
+            print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
         print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+
+    def _training(self, store: ActivationStore) -> TrainingConfig:
+        """With the step ends that the tokenizer knows, where one is given."""
+        from tsae.checkpoints.loading import tokenizer_fingerprint
+
+        if self.tokenizer is None and self.step_text is None:
+            return self.training
+        if self.tokenizer is None or self.training.partner != "step" or self.training.step_ends:
+            raise TsaeError(
+                "--tokenizer and --step-text say together what ends a step of --partner step without --step-ends",
+                where="tsae train",
+                fix="Give --partner step with --tokenizer or with --step-ends, or none of these.",
+            )
+        checkpoint = _series(self.tokenizer).base
+        found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), store.manifest.get("tokenizer")
+        if expected not in (found, None):
+            raise TsaeError(
+                f"its tokenizer ({found}) is not that of the store ({expected})",
+                where=checkpoint.path,
+                fix="Give a checkpoint that the store was captured from.",
+            )
+        return replace(self.training, step_ends=checkpoint.tokens_with(self.step_text or "\n"))
 
 
 @dataclass(frozen=True)

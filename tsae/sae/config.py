@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tsae.activations.config import Axis, Partner
 from tsae.errors import TsaeError
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
@@ -101,7 +102,18 @@ class TrainingConfig:
     batch_tokens: int = 2048
     """Tokens of one step."""
     window: int = 8
-    """Adjacent tokens read together; each gives up to window − 1 pairs."""
+    """Adjacent tokens read together; with partner "previous" each window gives up to window − 1 pairs."""
+    partner: Partner = "previous"
+    """The token that the temporal term pairs a token with: "previous", the one before it, as in the paper; "earlier", a
+    random earlier one of the trajectory, as its authors' code does by default; "step", a random earlier one of the same
+    reasoning step."""
+    step_ends: tuple[int, ...] = ()
+    """Ids of the tokens that end a reasoning step, for partner "step", such as those that contain a newline
+    (`Checkpoint.tokens_with`). The end of the prompt ends a step too."""
+    balance: tuple[Axis, ...] = ("reader",)
+    """Every combination of these that has tokens gives an epoch the same number of tokens, so that none dominates the
+    dictionary: small ones are read more often, large ones spread over epochs. Without any, each keeps the share that it
+    has in the store."""
     span: Literal["response", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do."""
     max_norm: float = 10.0
@@ -127,6 +139,20 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        # JSON knows no tuples.
+        object.__setattr__(self, "step_ends", tuple(self.step_ends))
+        object.__setattr__(self, "balance", tuple(self.balance))
+        if self.step_ends and self.partner != "step":
+            raise TsaeError(
+                f'step_ends are given, but partner="{self.partner}" knows no steps',
+                where="TrainingConfig",
+                fix='Set partner="step", or leave step_ends out.',
+            )
+        if not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance):
+            raise TsaeError(
+                f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
+                where="TrainingConfig",
+            )
         if self.save_every_steps < 1:
             raise TsaeError(f"save_every_steps={self.save_every_steps} is less than 1", where="TrainingConfig")
         if self.tokens < self.batch_tokens:
