@@ -173,7 +173,7 @@ def test_training_says_what_it_mixed_and_what_ends_a_step(
     assert (info["training"]["partner"], info["training"]["step_ends"]) == ("step", [semicolon])
     assert [cell["band"] for cell in info["mixture"]] == ["easy", "medium", "hard"]
     for cell in info["mixture"]:
-        line = f"{cell['band']}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch"
+        line = f"band {cell['band']}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch"
         assert line in said.splitlines()
     run(*steps, "--to", tmp_path / "b", "--step-ends", semicolon, "--balance", "band")
     assert (tmp_path / "b" / "sae.safetensors").read_bytes() == (tmp_path / "a" / "sae.safetensors").read_bytes()

@@ -169,7 +169,7 @@ class Train:
         _wrote(self.to, sae)
         cells, norms = sae.training_info.get("mixture", ()), sae.training_info["norms"]
         for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
-            labels = " ".join(value for key, value in cell.items() if key not in ("tokens", "weight"))
+            labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))
             print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
         print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
 

@@ -86,7 +86,11 @@ class Checkpoint:
         special = set(tokenizer.all_special_ids)
         found = tuple(i for i, s in enumerate(token_strings(tokenizer)) if text and text in s and i not in special)
         if not found:
-            raise TsaeError(f"its tokenizer has no token whose text contains {text!r}", where=self.path)
+            raise TsaeError(
+                f"its tokenizer has no token whose text contains {text!r}",
+                where=self.path,
+                fix="Give another text (--step-text).",
+            )
         return found
 
 
