@@ -183,6 +183,15 @@ def test_partners_are_all_the_earlier_tokens_that_count(
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
 
+def test_tokens_know_their_trajectory_whatever_their_partner(steps: tuple[ActivationStore, list[Token]]) -> None:
+    store, tokens = steps
+    for partner in ("earlier", None):
+        for batch in Windows(store, SITE, partner=partner, balance=("reader",)).epoch(0, 64):  # type: ignore[arg-type]
+            assert batch.trajectory.tolist() == [tokens[n].row for n in numbers(batch.x)]
+            for (_, current), n in zip(batch.pairs.tolist(), numbers(batch.others) if partner else [], strict=True):
+                assert tokens[n].row == batch.trajectory[current]
+
+
 def test_previous_partners_are_in_the_windows(steps: tuple[ActivationStore, list[Token]]) -> None:
     for batch in Windows(steps[0], SITE).epoch(0, 64):
         assert batch.others is None

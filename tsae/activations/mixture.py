@@ -78,7 +78,7 @@ class Mixture:
             elif axis == "run":
                 codes.append(np.array([names["run"].index(run) for run in runs])[reader])
             else:
-                row = _rows(shards, segments)
+                row = rows_of(shards, segments)
                 codes.append(_column(store, axis, names[axis])[row])
                 _check_known(store, axis, row[codes[-1] < 0])
         self._n_tokens = int(length.sum())
@@ -106,11 +106,11 @@ class Mixture:
             yield number, max(low - start, 0), min(high - start, size)
 
 
-def _rows(shards: Sequence[Shard], segments: np.ndarray) -> np.ndarray:
-    """(n_segments,) row ids of their trajectories."""
+def rows_of(shards: Sequence[Shard], segments: np.ndarray) -> np.ndarray:
+    """(n_segments,) row ids of the trajectories that segments or windows are of."""
     rows = np.empty(len(segments), dtype=np.int64)
-    for number, shard in enumerate(shards):
-        mine = segments[:, 0] == number
+    for number in np.unique(segments[:, 0]).tolist():
+        mine, shard = segments[:, 0] == number, shards[number]
         rows[mine] = shard.trajectory[np.searchsorted(shard.offsets, segments[mine, 1], side="right") - 1]
     return rows
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tsae.activations.config import Axis, Partner
-from tsae.activations.mixture import Mixture
+from tsae.activations.mixture import Mixture, rows_of
 from tsae.activations.partners import Partners, blocks
 from tsae.activations.store import ActivationStore, Shard, TokenSpan, as_float32
 from tsae.errors import TsaeError
@@ -39,6 +39,8 @@ class TokenBatch(NamedTuple):
     pairs: np.ndarray
     """(n_pairs, 2) rows of x: (partner, token); the partner comes earlier in the token's trajectory. Rows from n on are
     those of others."""
+    trajectory: np.ndarray
+    """(n,) row ids into the rollouts."""
     number: int = 0
     """Place in the epoch, from 0."""
     others: np.ndarray | None = None
@@ -243,8 +245,9 @@ class Windows:
         mine = np.zeros(len(windows), dtype=bool)
         mine[share[0] :: share[1]] = True
         order = np.lexsort((windows[:, 1], windows[:, 0]))
-        which, shard, position = _tokens(windows[order])
-        chosen = mine[order][which]
+        windows, mine = windows[order], mine[order]
+        which, shard, position = _tokens(windows)
+        chosen = mine[which]
         drawn = None
         if self._partners is not None:
             # Drawn for the whole batch, so that a token has the same partner whatever the share.
@@ -254,18 +257,20 @@ class Windows:
         inside = self._norm(x, shard, position) <= self.norms.limit
         row = np.cumsum(inside) - 1
         x = x if inside.all() else x[inside]
+        trajectory = rows_of(self.shards, windows)[which[inside]]
         if self._partners is None or drawn is None:
             follows = np.zeros(len(which), dtype=bool)
             follows[1:] = (which[1:] == which[:-1]) & inside[1:] & inside[:-1]
             current = np.flatnonzero(follows) if self.partner is not None else np.empty(0, dtype=np.int64)
-            return TokenBatch(x, np.stack([row[current - 1], row[current]], axis=1))
+            return TokenBatch(x, np.stack([row[current - 1], row[current]], axis=1), trajectory)
         # A token that drew an outlier has no partner this time: the others are as likely as before.
         current = np.flatnonzero((drawn >= 0) & inside)
         shard, position = self._partners.place(drawn[current])
         others = self._gather(shard, position)
         good = self._norm(others, shard, position) <= self.norms.limit
         current, others = current[good], others[good]
-        return TokenBatch(x, np.stack([len(x) + np.arange(len(current)), row[current]], axis=1), others=others)
+        pairs = np.stack([len(x) + np.arange(len(current)), row[current]], axis=1)
+        return TokenBatch(x, pairs, trajectory, others=others)
 
     def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
         """(n, d_model) float32 of tokens sorted by shard."""

@@ -7,11 +7,14 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 α = 1 left InfoNCE at chance on the testbed, d_model 96: a temporal term in name only.)
 
 - x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka). With more groups there is one term for
-  every group with those before it, with one group only the last; `group_weights` weigh the terms.
+  every group with those before it, with one group only the last; `group_weights` weigh the terms. (The authors'
+  code takes the mean of the weighted terms over its two groups: its α of .1 is .2 here.)
 - InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h
   (or their inner product / τ, as in the authors' code):
 
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
+
+  where j and i run over the pair itself and the pairs of other trajectories (by default; see `SAEConfig.negatives`).
 
 - With `temporal="l1"` a similarity-weighted L1 takes InfoNCE's place, as in the authors' code without its contrastive
   flag: over the same pairs (s, t) of tokens, with w the first of the `group_weights` (there .2; else 1),
@@ -63,6 +66,7 @@ def temporal_loss(
     x: torch.Tensor,
     pairs: torch.Tensor,
     dead: torch.Tensor | None = None,
+    trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
 ) -> LossTerms:
     """The loss of one batch.
@@ -72,10 +76,11 @@ def temporal_loss(
         x: (n, d_model) tokens.
         pairs: (N, 2) rows of x: (partner, token t). Rows from n on are those of others.
         dead: (d_sae,) bool, latents for AuxK; none by default.
+        trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
 
     Raises:
-        TsaeError: where the temporal term has a weight but the batch has no pairs.
+        TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
     """
     config = sae.config
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
@@ -105,7 +110,15 @@ def temporal_loss(
             temporal = _weighted_l1(sae, tokens, high, pairs)
             total = total + config.temporal_weight * weights[0] * temporal
         else:
-            temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity)
+            if config.negatives == "batch":
+                trajectory = None
+            elif trajectory is not None and bool((trajectory == trajectory[0]).all()):
+                raise TsaeError(
+                    "all pairs of the batch are of one trajectory, so that no pair has negatives",
+                    where="temporal_loss",
+                    fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
+                )
+            temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity, trajectory)
             total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())

@@ -233,8 +233,9 @@ class _Trainer:
         n_tokens = int(self.processes.sum(torch.tensor(len(x), device=self.device)))
         share = len(x) / n_tokens
         dead = self.idle_tokens >= self.config.dead_after_tokens
+        pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
         others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
-        terms = temporal_loss(self.sae, x, torch.from_numpy(batch.pairs).to(self.device), dead, others)
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others)
         if not torch.isfinite(terms.total):
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",
