@@ -38,13 +38,14 @@ class SAEConfig:
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
     pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
     neighbours would be pushed apart."""
-    temperature: float = 0.1
+    temperature: float = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""
-    aux_weight: float = 1 / 32
-    """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093)."""
+    aux_weight: float = 1 / 8
+    """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093, with 1/32)."""
     dead_after_tokens: int | None = None
-    """A latent that did not fire for this many tokens is dead; by default a tenth of the training, at most 10 M."""
+    """A latent that did not fire for this many tokens is dead; by default a thirtieth of the training, at most
+    10 M."""
 
     def __post_init__(self) -> None:
         _check_choices(self)

@@ -65,7 +65,7 @@ def train(
     config, training = sae or SAEConfig(), training or TrainingConfig()
     site = training.site or _only_site(store)
     if config.dead_after_tokens is None:
-        config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 10, training.batch_tokens)))
+        config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 30, training.batch_tokens)))
     with join(training.device) as processes:
         if training.batch_tokens < 2 * training.window * processes.size:
             raise TsaeError(
