@@ -199,6 +199,43 @@ def test_a_verifier_needs_answers_unless_it_is_the_users_own(policy: Checkpoint,
     assert outcomes(tmp_path / "log.jsonl", policy, rows, verifier="test_logs:short") == ["success"] * 2
 
 
+def test_added_up_rewards_do_not_say_what_is_right(policy: Checkpoint, tmp_path: Path) -> None:
+    row = {**BARE, "format": 1.0, "right": 0.0}
+    with pytest.raises(TsaeError, match="has the rewards format, right, and does not say which"):
+        outcomes(tmp_path / "log.jsonl", policy, [row], rewards=("format", "right"))
+    found = outcomes(tmp_path / "log.jsonl", policy, [row], rewards=("format", "right"), verifier="last_number")
+    assert found == ["success"]
+
+
+def test_special_tokens_that_a_text_kept_are_not_doubled(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**BARE, "response": "#2<eos>", "finish_reason": "stop"}, {**BARE, "response": "#3<eos>"}]
+    found = read(log(tmp_path / "log.jsonl", rows), policy)
+    assert column(found, "response_ids") == [[16, 2, EOS], [16, 3, EOS]]
+    assert column(found, "finish_reason") == ["stop", "stop"]
+
+
+def test_an_adapters_folder_has_a_tokenizer_and_no_context(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "grpo" / "checkpoint-5")
+    (tmp_path / "grpo" / "checkpoint-5" / "config.json").unlink()
+    checkpoint = Checkpoint("base", str(tmp_path / "grpo" / "checkpoint-5"))
+    found = read(log(tmp_path / "log.jsonl", [{**BARE, "response": "1" * 200}]), checkpoint)
+    assert found.lengths("response_ids").tolist() == [200]
+
+
+def test_names_in_a_log_do_not_reach_the_terminals_controls(policy: Checkpoint, tmp_path: Path) -> None:
+    path = log(tmp_path / "log.jsonl", [{**BARE, "policy": "m\x1b[31m1"}])
+    assert "\x1b" not in str(import_log(path, tmp_path / "r.parquet", policy, progress=False))
+
+
+def test_a_verifier_that_fails_names_the_row(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match=r"log\.jsonl:2: the verifier test_logs:broken fails on it \(ZeroDivisionError"):
+        outcomes(tmp_path / "log.jsonl", policy, [BARE, {**BARE, "answer": "0"}], verifier="test_logs:broken")
+
+
+def broken(response: str, answer: str) -> bool:
+    return 1 / int(answer) > 0
+
+
 def short(response: str, answer: str) -> bool:
     return len(response) < 3
 
@@ -393,6 +430,11 @@ def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Pa
 def test_rollouts_are_told_from_logs(policy: Checkpoint, tmp_path: Path) -> None:
     ours = make_rollouts(tokenizer="abc")
     assert Rollouts.read(ours.write(tmp_path / "r.parquet")).info == {"tokenizer": "abc"}
+    (tmp_path / "folder").mkdir()
+    ours.write(tmp_path / "folder" / "r.parquet")
+    for path in (tmp_path / "folder", tmp_path / "folder" / "r.parquet"):
+        with pytest.raises(TsaeError, match="is a table of rollouts already"):
+            read(path, policy)
     found = Rollouts.read(log(tmp_path / "log.jsonl", [ROW]), policy)
     assert found.origin == str(tmp_path / "log.jsonl")
     with pytest.raises(TsaeError, match=r"no checkpoint lies beside the log.*--checkpoint"):

@@ -120,9 +120,10 @@ def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
 def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     folder = tmp_path / "grpo" / "completions"
     folder.mkdir(parents=True)
-    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet").slice(0, 16)
+    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
     for step in (51, 52):
-        table = source.set_column(0, "step", pa.array([step] * len(source)))
+        table = source.slice(16 * (step - 51), 16)
+        table = table.set_column(0, "step", pa.array([step] * 16))
         pq.write_table(table, folder / f"completions_{step:05d}.parquet")
     for step in (10, 50, 52):
         shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
@@ -133,7 +134,7 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     assert any(note.startswith("grpo-00052: ") for note in notes)
     assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00051", "grpo-00052"]
     assert read(folder, run="x").policies == ["x-00051", "x-00052"]
-    stand_in = pq.read_table(folder / "completions_00051.parquet")
+    stand_in = source.slice(32, 16)
     pq.write_table(stand_in.set_column(0, "step", pa.array([11] * 16)), folder / "completions_00011.parquet")
     assert read(folder).policies == ["grpo-00010", "grpo-00050", "grpo-00052"]
 
@@ -629,3 +630,23 @@ def test_a_summary_is_readable(tmp_path: Path) -> None:
     assert {len(line) for line in lines[1:10]} == {len(lines[1])}
     many = Summary("x", 1, pd.concat([summary.table] * 10, ignore_index=True), summary.total, {"empty": 3}, ("so",))
     assert len(str(many).splitlines()) == 2 + 25 + 1 + 2
+
+
+def test_a_batch_that_several_steps_trained_on_counts_once(tmp_path: Path) -> None:
+    source = TRL / "hard" / "completions" / "completions_00025.parquet"
+    table = pq.read_table(source)
+    for step in (25, 26, 27):
+        again = table.set_column(0, "step", pa.array([step] * len(table)))
+        other = again.take(pa.array(np.arange(len(table))[::-1])) if step == 27 else again
+        pq.write_table(other, tmp_path / f"completions_{step:05d}.parquet")
+    with pytest.raises(TsaeError, match=r"00026\.parquet: has what completions_00025\.parquet has.*--skip repeated"):
+        read(tmp_path, tsae.testbed.series())
+    found = read(tmp_path, tsae.testbed.series(), skip=("repeated",))
+    assert sorted(set(found.table["step"].to_pylist())) == [25, 27]
+    assert found.info["log"]["skipped"] == {"repeated": 256}
+
+
+def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
+    log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", [{**row, "kind": "eval"} for row in rows])
+    assert len(read(log, chat, outcome="correct")) == 2

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import BY_NAME, Verifier, find_verifier
@@ -30,14 +28,13 @@ from tsae.rollouts.logs.detect import Format, find_log
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
+from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
-from tsae.rollouts.table import SCHEMA, Rollouts, outcome_name, write_table
+from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 
-_BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
-_EXTRAS = (pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_()))
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 
 
@@ -78,7 +75,7 @@ def import_log(
     run = _Import(form, files, series, tokens, config)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
-        spool = _Spool(Path(folder))
+        spool = Spool(Path(folder))
         for record in tqdm(run.records(), desc="import", unit="trajectory", disable=not progress):
             spool.add(record)
         summary = run.summary(path)
@@ -154,7 +151,7 @@ class _Import:
                 where=path,
                 fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
             )
-        self.kept = self.ledger.kept(self.files, self.config)
+        self.kept = self.ledger.kept(self.files, self.config, copies=self.form.name == "trl")
         return self.ledger.summary(self.form.title, len(self.files), self.kept, [*self.notes, *self._assumed()])
 
     def _assumed(self) -> Iterator[str]:
@@ -238,6 +235,7 @@ class _Import:
         ledger.key.append(0 if entry.key is None else hash64(policy, entry.key))
         tokens = (prompt.ids.tobytes(), response.ids.tobytes())
         ledger.trajectory.append(hash64(str(source), problem, entry.answer, response.finish_reason, *tokens))
+        ledger.content.append(hash64(problem, str(entry.advantage), *tokens))
         ledger.reward.append(float("nan") if reward is None else reward)
         ledger.outcome.append(Outcome[outcome_name(right)])
         ledger.round_trip.append(2 if response.round_trip is None else int(response.round_trip))
@@ -256,7 +254,14 @@ class _Import:
             right = bool(self.verify(response.text, entry.answer))
         except TsaeError as error:
             raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
-        if entry.correct is not None or self.config.outcome or entry.decides or len(entry.rewards) == 1:
+        except Exception as error:  # of the user's own function
+            raise TsaeError(
+                f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})",
+                where=entry.where,
+                fix="Correct the function: it gets (response, answer) as texts.",
+            ) from error
+        told = self.config.outcome or entry.decides or len(self.config.rewards or entry.rewards) == 1
+        if entry.correct is not None or told:
             logged = self._logged(entry)
             self.compared += logged is not None
             self.agreed += logged is right
@@ -264,17 +269,17 @@ class _Import:
 
     def _logged(self, entry: Entry) -> bool | None:
         """Success or failure by the log's word, or by the reward that stands for it."""
-        limit = self.config.success_above
+        limit, names = self.config.success_above, tuple(self.config.rewards or entry.rewards)
         if self.config.outcome is None and entry.correct is not None:
             self.rules.add("the log says so")
             return entry.correct
         if name := self.config.outcome or entry.decides:
             value, told_by = entry.rewards.get(name), name
-        elif len(entry.rewards) <= 1 or self.config.rewards:
-            value, told_by = self._reward(entry), " + ".join(entry.rewards)
+        elif len(names) <= 1:
+            value, told_by = self._reward(entry), "".join(names)
         else:
             raise TsaeError(
-                f"has the rewards {', '.join(entry.rewards)}, and does not say which of them stands for a right answer",
+                f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
                 where=entry.where,
                 fix="Name it with --outcome, or check the answers with --verifier.",
             )
@@ -325,70 +330,6 @@ def _problem(entry: Entry, prompt: Prompt) -> str:
     """An id from what is asked and what is right: equal in all logs of one kind."""
     asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
     return f"{hash64(asked, entry.answer):016x}"
-
-
-class _Spool:
-    """Batches on disk, one Parquet file for every set of reward columns that occurs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.rewards: list[str] = []
-        self._pending: list[Mapping[str, Any]] = []
-        self._tokens = 0
-        self._writer: pq.ParquetWriter | None = None
-        self._parts: list[Path] = []
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Take one row."""
-        new = [name for name in record if name.startswith("reward/") and name[7:] not in self.rewards]
-        if new:
-            self._flush()
-            self._close()
-            self.rewards += [name[7:] for name in new]
-        self._pending.append(record)
-        self._tokens += len(record["prompt_ids"]) + len(record["response_ids"])
-        if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
-            self._flush()
-
-    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any]) -> None:
-        """All rows that are kept, as one file."""
-        self._flush()
-        self._close()
-        write_table(to, self._schema(), self._batches(kept), info)
-
-    def _batches(self, kept: np.ndarray) -> Iterator[pa.Table]:
-        schema, start = self._schema(), 0
-        for part in self._parts:
-            with pq.ParquetFile(part) as file:
-                # A row group is a batch as it was spooled, and bounded in tokens.
-                for group in range(file.num_row_groups):
-                    table = file.read_row_group(group)
-                    for field in schema:
-                        if field.name not in table.column_names:
-                            table = table.append_column(field, pa.nulls(len(table), field.type))
-                    rows = np.flatnonzero(kept[start : start + len(table)])
-                    start += len(table)
-                    if len(rows):
-                        yield table.select(schema.names).take(pa.array(rows)).cast(schema)
-
-    def _schema(self) -> pa.Schema:
-        return pa.schema([*SCHEMA, *_EXTRAS, *(pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)])
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        arrays = [pa.array([r.get(field.name) for r in self._pending], type=field.type) for field in self._schema()]
-        table = Rollouts(pa.table(arrays, schema=self._schema())).table
-        if self._writer is None:
-            self._parts.append(self.folder / f"{len(self._parts)}.parquet")
-            self._writer = pq.ParquetWriter(self._parts[-1], table.schema, compression="lz4")
-        self._writer.write_table(table)
-        self._pending, self._tokens = [], 0
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:

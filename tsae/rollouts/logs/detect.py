@@ -73,15 +73,18 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files of other names than the trainer's, are taken at the user's word.
         return chosen, _ordered(chosen, matching or files, path, config)
-    rows = {file: row for file in files if (row := first_row(file)) is not None}
-    if not rows:
-        raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
+    files = [file for file in files if file.stat().st_size]  # A step that is being written may be empty still.
     named: dict[str, list[Path]] = {}
     for form in FORMATS:
-        matching = [f for f in rows if form.file is not None and form.file.search(_name(f))]
-        if any(form.fits(rows[f], config) for f in matching):
+        matching = [f for f in files if form.file is not None and form.file.search(_name(f))]
+        first = next((row for f in matching if (row := first_row(f)) is not None), None)
+        if first is not None and form.fits(first, config):
             named[form.name] = matching
+    rows: dict[Path, Row] = {}
     if not named:
+        rows = {file: row for file in files if (row := first_row(file)) is not None}
+        if not rows:
+            raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
         for form in FORMATS:
             matching = [f for f, row in rows.items() if form.fits(row, config)]
             if matching:
@@ -94,15 +97,15 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
             fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
         )
     if not named:
-        file, row = next(iter(rows.items()))
+        file, unknown = next(iter(rows.items()))
         raise TsaeError(
-            f"no known log has the columns {', '.join(row)}; known are {', '.join(form.name for form in FORMATS)}",
+            f"no known log has the columns {', '.join(unknown)}; known are {', '.join(form.name for form in FORMATS)}",
             where=file,
             fix="Name the columns that hold the prompt and the response (--prompt, --response).",
         )
     ((name, matching),) = named.items()
     chosen = next(form for form in FORMATS if form.name == name)
-    if chosen.file is None and len(matching) < len(rows):
+    if len(matching) < len(rows):
         odd = next(file for file in rows if file not in matching)
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are {', '.join(rows[odd])}",

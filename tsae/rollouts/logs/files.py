@@ -123,11 +123,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(path: Path, batch_size: int = 256) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
+            for batch in file.iter_batches(batch_size):
                 for row in batch.to_pylist():
                     yield number, row
                     number += 1
@@ -142,4 +142,5 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def first_row(path: Path) -> dict[str, Any] | None:
     """The first row; None for a file without rows."""
-    return next((row for _, row in read_rows(path)), None)
+    rows = _read_parquet(path, batch_size=1) if path.suffix == ".parquet" else read_rows(path)
+    return next((row for _, row in rows), None)

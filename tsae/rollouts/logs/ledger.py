@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -47,6 +48,8 @@ class Ledger:
     """Hash of the log's own id of the trajectory; 0 where it has none."""
     trajectory: array[int] = field(default_factory=lambda: array("Q"))
     """Hash of source, problem, prompt and response."""
+    content: array[int] = field(default_factory=lambda: array("Q"))
+    """Hash of problem, prompt, response and advantage."""
     reward: array[float] = field(default_factory=lambda: array("d"))
     """NaN where unknown."""
     outcome: array[int] = field(default_factory=lambda: array("B"))
@@ -58,8 +61,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.source)
 
-    def kept(self, files: Sequence[LogFile], config: ImportConfig) -> np.ndarray:
+    def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
         """(n,) bool: which trajectories stay; of repeated ones the last, where `config.skip` allows for them.
+
+        Args:
+            files: the log's.
+            config: of the import.
+            copies: whether a file may be the one before it over again.
 
         Raises:
             TsaeError: naming both places, for a trajectory that comes twice, and for equal trajectories with
@@ -77,6 +85,8 @@ class Ledger:
         if len(first):
             kept[first] = False
             self.skipped["repeated"] += len(first)
+        if copies:
+            self._drop_copies(kept, files, config)
         if not config.noisy_rewards:
             reward = np.asarray(self.reward)
             first, second = _neighbours(np.asarray(self.trajectory), kept)
@@ -90,6 +100,25 @@ class Ledger:
                     fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
                 )
         return kept
+
+    def _drop_copies(self, kept: np.ndarray, files: Sequence[LogFile], config: ImportConfig) -> None:
+        """TRL logs its last generation batch again where several steps train on one."""
+        content, file = np.asarray(self.content), np.asarray(self.file)
+        bounds = np.searchsorted(file, np.arange(len(files) + 1))
+        batches = [content[low:high] for low, high in pairwise(bounds)]
+        for number in range(1, len(files)):
+            before, batch = batches[number - 1], batches[number]
+            if files[number].run != files[number - 1].run or len(batch) < 2 or not np.array_equal(before, batch):
+                continue
+            if "repeated" not in config.skip:
+                raise TsaeError(
+                    f"has what {files[number - 1].path.name} has: the run trained several steps on one generation "
+                    "batch, and logged it at each",
+                    where=files[number].path,
+                    fix="Keep the first of them with --skip repeated.",
+                )
+            kept[bounds[number] : bounds[number + 1]] = False
+            self.skipped["repeated"] += len(batch)
 
     def summary(self, form: str, n_files: int, kept: np.ndarray, notes: Sequence[str]) -> Summary:
         """What was read, per policy and step and in all."""
@@ -137,8 +166,10 @@ class Summary:
         names = ("trajectories", "problems", "success", "groups", "no variance", "not round-tripping")
         head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
         lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
+        # Names come from the log, and do not get at the terminal's controls.
         rows = [
-            (row.policy, "–" if pd.isna(row.step) else str(row.step), row._asdict()) for row in self.table.itertuples()
+            (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
+            for row in self.table.itertuples()
         ]
         if len(rows) > 24:
             rows = [*rows[:12], ("…", "", {}), *rows[-12:]]
@@ -147,6 +178,10 @@ class Summary:
         for kind, n in sorted(self.skipped.items()):
             lines.append(f"left out: {n:,} {kind}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _printable(name: str) -> str:
+    return "".join(character if character.isprintable() else "�" for character in name)
 
 
 def _cells(counts: dict[str, float]) -> str:

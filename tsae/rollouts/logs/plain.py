@@ -31,6 +31,12 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     names = config.columns
 
     def of(row: Row, where: str) -> Iterator[Entry]:
+        if {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"} <= row.keys():
+            raise TsaeError(
+                "is a table of rollouts already, not a log",
+                where=where,
+                fix="Give the file to the next stage as it is (Rollouts.read without a config).",
+            )
         prompt, response = row.get(names.prompt), row.get(names.response)
         ids = {name: row.get(name) for name in (names.prompt_ids, names.response_ids)}
         has_prompt = isinstance(prompt, str) or is_conversation(prompt) or ids[names.prompt_ids] is not None

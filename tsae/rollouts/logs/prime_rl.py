@@ -57,11 +57,13 @@ def fits_tokens(row: Row, config: ImportConfig) -> bool:
 
 
 def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    # A stream holds work of both kinds; elsewhere the folder has been chosen.
+    streamed = (match := TRACES.search(file.path.as_posix())) is None or match["subset"] is None
     wanted = config.subset.split("/")[0]
 
     def of(row: Row, where: str) -> Iterator[Entry | Unusable]:
         work = _mapping(_mapping(row.get("run")).get("work", row.get("run")))
-        if row.get("kind", work.get("type", wanted)) != wanted:
+        if streamed and row.get("kind", work.get("type", wanted)) != wanted:
             return
         traces = row.get("traces", [row])
         if not isinstance(traces, list):

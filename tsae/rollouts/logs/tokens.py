@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,7 +108,9 @@ class Tokens:
         limit = self.config.max_response_tokens
         if reason is None and limit is not None:
             reason = "stop" if len(tokens) < limit else "length"
-        if reason == "stop" and self.end is not None:
+        if tokens and tokens[-1] in self.ends:  # A log may keep special tokens in its texts.
+            reason = "stop"
+        elif reason == "stop" and self.end is not None:
             tokens.append(self.end)
         if not tokens:
             raise Unusable("empty", "the response is empty", where=entry.where)
@@ -245,10 +248,11 @@ def _shown(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
-    """(context length, end tokens) of a checkpoint, as far as its configuration says; a GGUF file's is not read."""
+    """(context length, end tokens) of a checkpoint, where it has a config.json; GGUF files and adapters do not."""
     from transformers import AutoConfig, GenerationConfig
 
-    if checkpoint.path.endswith(".gguf"):
+    local = Path(checkpoint.path, checkpoint.subfolder or "")
+    if local.is_file() or (local.is_dir() and not (local / "config.json").is_file()):
         return None, set()
     source: dict[str, Any] = {"revision": checkpoint.revision or "main", "subfolder": checkpoint.subfolder or ""}
     try:

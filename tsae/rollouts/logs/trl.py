@@ -4,7 +4,10 @@ Read off TRL 1.16's source. ``output_dir/completions/completions_{step:05d}.parq
 prompt, completion, one float column a reward function, the columns that reward functions passed to ``log_extra``, and
 advantage. A file holds the last generation batch of its step only.
 
-- prompt is a text, tokenised as it is, or the messages of a conversation. completion is decoded without special
+- Where several steps train on one batch (num_iterations, steps_per_generation), it is logged at each. An evaluation
+  logs into the same file, over the training batch: log without one.
+- prompt is a text, tokenised as it is, or the messages of a conversation, which go through the chat template; the
+  run's chat_template_kwargs and tools are not in the log. completion is decoded without special
   tokens: whether a response ended by itself is lost, except where ``log_extra("completion_ids", completion_ids)`` kept
   the token ids.
 - A null reward means that the function did not score that completion.
