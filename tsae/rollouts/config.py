@@ -97,10 +97,9 @@ class ImportConfig:
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
     """Of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
     skip: tuple[Unfit, ...] = ()
-    """Kinds of trajectories to leave out and count: without it, the first one stops the import and is named.
-
-    empty: no response; unscored: no reward; too-long: for the model's context; multi-turn: others' tokens inside the
-    response; errored: the rollout failed; repeated: logged again after a resume (the last is kept)."""
+    """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
+    too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
+    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: ColumnNames = field(default_factory=ColumnNames)
