@@ -197,11 +197,11 @@ def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) 
 def test_a_log_is_imported_and_its_tokenizer_remembered(pipeline: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"q": "1+1?", "a": "#2", "ok": True}) + "\n")
-    run("rollouts", "import", "--log", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
-        "--prompt", "q", "--response", "a", "--correct", "ok", "--default-policy", "gpt")  # fmt: skip
+    run("rollouts", "import", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
+        "--prompt", "q", "--response", "a", "--correct", "ok", "--run", "gpt")  # fmt: skip
     found = tsae.Rollouts.read(tmp_path / "in.parquet")
     assert found.policies == ["gpt"]
-    assert found.info == {"tokenizer": tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]}
+    assert found.info["tokenizer"] == tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]
 
 
 # --- errors

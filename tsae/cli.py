@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
 from tsae.demo import DemoConfig
@@ -36,7 +36,7 @@ class Sample:
     to: Path
     """Parquet file to write."""
     verifier: str = "last_number"
-    """exact, last_number, or module:function for your own (response, answer) -> bool."""
+    """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     checkpoints: tuple[str, ...] = ()
     """Ids to sample from; by default the base and the last step of every run."""
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
@@ -56,23 +56,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Import:
-    """Read a log of texts (JSON lines or Parquet, one trajectory a row) and tokenise it for a checkpoint."""
+    """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
 
-    log: Path
-    """The .jsonl or .parquet file."""
-    checkpoint: Path
-    """Checkpoint whose tokenizer and chat template are used: a folder or a .gguf file."""
+    Logs of TRL (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL (train_data_step*),
+    prime-rl (traces, token exports) and open-r1 (generations) are known by their names and columns; of any other JSON
+    lines or Parquet the columns are named below.
+    """
+
+    log: Positional[Path]
+    """The .jsonl or .parquet file, or the folder that the trainer fills with them, which is read whole."""
     to: Path
     """Parquet file to write."""
-    columns: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
+    checkpoint: Path | None = None
+    """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
+    config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
 
     def run(self) -> None:
-        from tsae.rollouts.importing import import_text
+        from tsae.rollouts.importing import import_log
 
-        imported = import_text(self.log, _series(self.checkpoint).base, self.columns)
-        _wrote(imported.rollouts.write(self.to), imported.rollouts)
-        if imported.not_round_tripping:
-            print(f"{imported.not_round_tripping} responses do not decode to the log's text exactly.")
+        print(import_log(self.log, self.to, self.checkpoint, self.config))
+        _wrote(self.to)
 
 
 @dataclass(frozen=True)

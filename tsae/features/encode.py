@@ -81,7 +81,9 @@ def encode(
     )
     if to is not None:
         table.save(to)
-        write_run(to, "encode", sae.config, {"rollouts": store.manifest["rollouts"], "site": sae.site})
+        labels = table.rollouts.labels_fingerprint
+        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site}
+        write_run(to, "encode", sae.config, inputs)
     return table
 
 
