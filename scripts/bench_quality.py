@@ -29,6 +29,8 @@ MEASURES = [
     "fve_high",
     "cosine",
     "l0",
+    "l0_high",
+    "silent_high",
     "alive",
     "alive_high",
     "smoothness_high",
