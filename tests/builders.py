@@ -60,7 +60,9 @@ def save_model(folder: Path, architecture: str = "llama", *, seed: int = 0, d_mo
 
     from tsae.testbed import make_tokenizer
 
-    model = AutoModelForCausalLM.from_config(model_config(architecture, d_model))
+    with torch.random.fork_rng():  # What the configuration draws must not differ from run to run.
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config(architecture, d_model))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
+from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.distributed import Processes
 from tsae.sae.evaluation import check_fits, evaluate
+from tsae.sae.initial import geometric_median
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import train
+from tsae.sae.training import _Trainer, train
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -33,13 +37,20 @@ def batch_topk(pre: torch.Tensor, k: int) -> torch.Tensor:
     return pre * (pre >= limit)
 
 
-def info_nce(current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def info_nce(
+    current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0, trajectory: torch.Tensor | None = None
+) -> torch.Tensor:
     a, b = (codes / codes.norm(dim=1, keepdim=True).clamp_min(1e-12) for codes in (current, previous))
     logits = a @ b.T / temperature
+    if trajectory is not None:
+        same = trajectory[:, None] == trajectory[None, :]
+        logits = logits.masked_fill(same & ~torch.eye(len(same), dtype=torch.bool), -torch.inf)
     return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
 
 
-def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+def dense_loss(
+    sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor, trajectory: torch.Tensor
+) -> torch.Tensor:
     c = sae.config
     pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
     codes = batch_topk(pre, c.k)
@@ -50,7 +61,7 @@ def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: tor
     kept = kept * (kept >= kept.sort(1, descending=True).values[:, [sae.d_model // 2 - 1]])
     residual = error.detach()
     aux = (residual - kept @ sae.W_dec).pow(2).mean() / (residual - residual.mean(0)).pow(2).mean()
-    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature)
+    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature, trajectory[pairs[:, 0]])
     return error_high.pow(2).mean() + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
 
 
@@ -65,9 +76,10 @@ def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature:
     start = torch.arange(0, 69)
     pairs = torch.stack([start, start + 1], dim=1)[start % 7 != 6]
     dead = torch.rand(60, generator=generator) < 0.4
-    expected = dense_loss(sae, x, pairs, dead)
+    trajectory = torch.arange(70) // 14  # two windows of 7 each
+    expected = dense_loss(sae, x, pairs, dead, trajectory)
     expected_gradients = torch.autograd.grad(expected, list(sae.parameters()))
-    found = temporal_loss(sae, x, pairs, dead).total
+    found = temporal_loss(sae, x, pairs, dead, trajectory).total
     gradients = torch.autograd.grad(found, list(sae.parameters()))
     torch.testing.assert_close(found, expected)
     for a, b in zip(gradients, expected_gradients, strict=True):
@@ -100,6 +112,61 @@ def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], sim
     found = temporal_loss(sae, x, pairs)
     torch.testing.assert_close(found.total, expected)
     torch.testing.assert_close(found.reconstruction, errors[-1])
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
+def weighted_l1(x: torch.Tensor, high: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The authors' formula, over √d_model."""
+    current, partner = pairs[:, 1], pairs[:, 0]
+    alike = torch.nn.functional.cosine_similarity(x[current], x[partner], dim=-1)
+    return ((high[current] - high[partner]).abs().sum(-1) * alike).mean() / x.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("n_others", [0, 25])
+@pytest.mark.parametrize("group_weights", [None, (0.2, 0.8)])
+@pytest.mark.parametrize(("temporal", "k"), [("l1", 1), ("l1", 4), ("contrastive", 4)])
+def test_either_temporal_term_with_partners_of_their_own(
+    temporal: Any, k: int, group_weights: Any, n_others: int
+) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(
+        d_sae=40, k=k, temporal=temporal, temperature=0.5, temporal_weight=0.8, group_weights=group_weights
+    )
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x, others = (3 * torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (50, n_others))
+    if n_others:
+        pairs = torch.stack([50 + torch.arange(25), 2 * torch.arange(25)], dim=1)
+    else:
+        # Two tokens alike (differences of 0), one a partner thrice, one its own partner.
+        x[4] = x[5]
+        pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+        pairs = torch.cat([pairs, torch.tensor([[3, 9], [3, 5], [7, 7]])])
+
+    trajectory = torch.arange(50) // 10
+
+    def encode(tokens: torch.Tensor) -> torch.Tensor:
+        pre = torch.relu((tokens - sae.b_dec) @ sae.W_enc + sae.b_enc)
+        return batch_topk(pre, k) if len(tokens) else pre
+
+    codes = encode(x)
+    high = torch.cat([codes, encode(others)])[:, :8]
+    if temporal == "l1":
+        expected_term = weighted_l1(torch.cat([x, others]), high, pairs)
+    else:
+        expected_term = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], 0.5, trajectory[pairs[:, 1]])
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in (8, 40)]
+    weights = group_weights or (1.0, 1.0)
+    expected = weights[0] * errors[0] + weights[1] * errors[1]
+    expected = expected + 0.8 * (weights[0] if temporal == "l1" else 1) * expected_term
+    found = temporal_loss(sae, x, pairs, trajectory=trajectory, others=others)
+    torch.testing.assert_close(found.temporal, expected_term)
+    torch.testing.assert_close(found.total, expected)
+    assert torch.equal(found.fired, (codes > 0).any(0))
+    assert found.smallest.item() == pytest.approx(codes[codes > 0].min().item())
     gradients = torch.autograd.grad(found.total, list(sae.parameters()))
     for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
@@ -153,6 +220,28 @@ def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     assert terms.fired.tolist() == [True, True, True]
 
 
+def test_the_weighted_l1_by_hand(small: TemporalSAE) -> None:
+    """Codes are (2, 1.5, 0) and (0, 4.5, 2.8); latent 0 and, in a wider group, latent 1 are high-level."""
+    cosine = (3 * 2 + 1 * 4) / math.sqrt(10 * 20)
+    for groups, difference in (((1 / 3, 2 / 3), 2.0), ((2 / 3, 1 / 3), 2.0 + 3.0)):
+        config = replace(small.config, temporal="l1", groups=groups, group_weights=(0.2, 0.8), aux_weight=0.0)
+        sae = TemporalSAE(2, config)
+        sae.load_state_dict(small.state_dict())
+        terms = temporal_loss(sae, X, BOTH_WAYS)
+        assert terms.temporal.item() == pytest.approx(cosine * difference / math.sqrt(2), rel=1e-5)
+        reconstruction = 0.2 * terms.reconstruction_high + 0.8 * terms.reconstruction
+        assert terms.total.item() == pytest.approx((reconstruction + 0.7 * 0.2 * terms.temporal).item(), rel=1e-5)
+        terms.temporal.backward()
+        assert sae.b_enc.grad is not None
+        # Of both pairs: latent 0 is larger at token 0, latent 1 at token 1, where each is active.
+        slope = cosine / math.sqrt(2)
+        expected = [slope, 0.0, 0.0] if difference == 2 else [slope, slope - slope, 0.0]
+        torch.testing.assert_close(sae.b_enc.grad, torch.tensor(expected))
+    # A token and its own opposite are not alike: the term is below 0.
+    opposite = torch.cat([X[:1], -X[:1]])
+    assert temporal_loss(sae, opposite, BOTH_WAYS).temporal.item() < 0
+
+
 def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSAE) -> None:
     plain = TemporalSAE(2, replace(small.config, temporal_weight=0.0, aux_weight=0.0))
     plain.load_state_dict(small.state_dict())
@@ -165,12 +254,23 @@ def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSA
 
 @pytest.mark.parametrize("n_pairs", [0, 1])
 def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> None:
-    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of adjacent tokens"):
+    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of tokens"):
         temporal_loss(small, X, BOTH_WAYS[:n_pairs])
 
 
+def test_a_batch_of_one_trajectory_is_refused(small: TemporalSAE) -> None:
+    one = torch.zeros(len(X), dtype=torch.long)
+    with pytest.raises(TsaeError, match="no pair has negatives"):
+        temporal_loss(small, X, BOTH_WAYS, trajectory=one)
+    every = TemporalSAE(small.d_model, replace(small.config, negatives="batch"))
+    every.load_state_dict(small.state_dict())
+    expected = temporal_loss(every, X, BOTH_WAYS).temporal
+    assert temporal_loss(every, X, BOTH_WAYS, trajectory=one).temporal == expected
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_info_nce_against_a_loop(temperature: float) -> None:
+@pytest.mark.parametrize("trajectory", [[0, 1, 2, 3, 4], [7, 3, 7, 3, 7]])
+def test_info_nce_against_a_loop(temperature: float, trajectory: list[int]) -> None:
     """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
     sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, groups=(4 / 6, 2 / 6), temperature=temperature))
     with torch.no_grad():
@@ -184,12 +284,18 @@ def test_info_nce_against_a_loop(temperature: float) -> None:
         for a, b in ((current, previous), (previous, current)):
             similar = []
             for j in range(5):
+                if j != i and trajectory[j] == trajectory[i]:
+                    continue
                 norms = float(a[i].norm() * b[j].norm())
                 similar.append(float(a[i] @ b[j]) / norms / temperature if norms else 0.0)
-            total += -math.log(math.exp(similar[i]) / sum(math.exp(s) for s in similar)) / 5 / 2
-    assert temporal_loss(sae, x, pairs).temporal.item() == pytest.approx(total, rel=1e-5)
-    equal = temporal_loss(sae, torch.ones(10, 4), pairs).temporal
-    assert equal.item() == pytest.approx(math.log(5))  # nothing to tell partners by: chance
+                if j == i:
+                    own = similar[-1]
+            total += -math.log(math.exp(own) / sum(math.exp(s) for s in similar)) / 5 / 2
+    ids = torch.tensor(trajectory).repeat_interleave(2)
+    assert temporal_loss(sae, x, pairs, trajectory=ids).temporal.item() == pytest.approx(total, rel=1e-5)
+    equal = temporal_loss(sae, torch.ones(10, 4), pairs, trajectory=ids).temporal
+    chance = sum(math.log(1 + 5 - trajectory.count(id)) for id in trajectory) / 5
+    assert equal.item() == pytest.approx(chance)  # nothing to tell partners by
 
 
 def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
@@ -230,7 +336,7 @@ def test_gradients_against_finite_differences(term: str) -> None:
     sae, x, pairs = random_sae(aux_weight=0.0, temperature=0.5)
 
     def loss() -> torch.Tensor:
-        return getattr(temporal_loss(sae, x, pairs), term)
+        return getattr(temporal_loss(sae, x, pairs, trajectory=torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])), term)
 
     loss().backward()
     largest = 0.0
@@ -345,6 +451,8 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"aux_weight": -0.1}, "aux_weight=-0.1"),
+        ({"similarity": "cos"}, "similarity='cos' is none of 'cosine', 'inner'"),
+        ({"temporal": "L1"}, "temporal='L1' is none of 'contrastive', 'l1'"),
     ],
 )
 def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -360,6 +468,7 @@ def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -
         ({"window": 1}, "window=1"),
         ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
         ({"warmup_share": -0.1}, "exceed 1"),
+        ({"initial_bias": "median"}, "initial_bias='median' is none of 'geometric_median', 'mean', 'zero'"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -432,8 +541,6 @@ def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationSto
 
     def contrast(sae: TemporalSAE) -> float:
         """InfoNCE over pairs of held-out trajectories, lower is more alike."""
-        from tsae.activations.windows import Windows
-
         batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
         codes, pairs = sae.encode_high(torch.from_numpy(batch.x)), torch.from_numpy(batch.pairs)
         return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
@@ -476,6 +583,57 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
     with pytest.raises(TsaeError, match="the loss is not finite at step"):
         train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
     assert not (tmp_path / "sae" / "sae.safetensors").exists()
+
+
+# --- the initial bias
+
+
+def total_distance(x: np.ndarray, point: np.ndarray) -> float:
+    return float(np.linalg.norm(x - point, axis=1).sum())
+
+
+@pytest.mark.parametrize("n", [20, 201, 9000])  # the last in chunks
+def test_the_geometric_median_against_a_minimizer(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_t(2, size=(n, 3)).astype(np.float32) * [1, 1, 20] + 100
+    found = geometric_median(x)
+    start = np.median(x, axis=0)
+    options = {"gtol": 1e-9 * len(x), "xrtol": 1e-12}
+    best = scipy.optimize.minimize(lambda m: total_distance(x, m), start, method="BFGS", options=options)
+    assert total_distance(x, found) <= best.fun * (1 + 1e-12)
+    np.testing.assert_allclose(found, best.x, atol=2e-5)
+    # Where it is none of the rows, unit vectors to all of them cancel.
+    units = (x - found) / np.linalg.norm(x - found, axis=1, keepdims=True)
+    assert np.linalg.norm(units.mean(0)) < 1e-6
+
+
+def test_a_geometric_median_that_is_a_row_is_met() -> None:
+    # A triangle with an angle of more than 120°: its corner. The mean of the last is a row, but not the median.
+    corner = np.array([[0.0, 0.0], [1.0, 0.1], [-1.0, 0.1]])
+    np.testing.assert_array_equal(geometric_median(corner), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.float32([[0, 0], [0, 0], [0, 0], [9, 1], [1, 7]])), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.full((7, 3), 2.5)), [2.5] * 3)
+    held = np.array([[0.0, 0.0], [5.0, 0.0], [-1.0, 1.0], [-2.0, -1.0], [-2.0, 0.0]])
+    best = scipy.optimize.minimize(lambda m: total_distance(held, m), [-1.0, 0.1], method="Nelder-Mead",
+                                   options={"xatol": 1e-9, "fatol": 1e-12})  # fmt: skip
+    np.testing.assert_allclose(geometric_median(held), best.x, atol=1e-6)
+    assert np.linalg.norm(best.x) > 0.1
+
+
+def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    windows = Windows(store, "x.site", held_out=False)
+    sample = next(windows.epoch(0, 16_384)).x
+    assert len(sample) == 5400
+    for kind, expected in (
+        ("geometric_median", geometric_median(sample)),
+        ("mean", sample.mean(0)),
+        ("zero", np.zeros(D)),
+    ):
+        training = replace(TRAINING, initial_bias=kind)
+        trainer = _Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
+        found = trainer.sae.b_dec.detach().numpy() / trainer.scale
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- evaluation
@@ -559,6 +717,25 @@ def test_evaluation_leaves_outliers_out_without_bridging_them(
     limit = 10 * float(np.median(np.linalg.norm(x.reshape(-1, D), axis=1)))
     for name, value in numbers_by_hand(sae, list(x), limit)[0].items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+
+
+def test_evaluation_leaves_out_what_training_left_out(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    """Half the tokens of this store are outliers, so that its own median would let them in."""
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[1::2] *= 20
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    assert sae.norm_limit == 10 * json.loads((trained / "training.json").read_text())["norms"]["median"]
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 6 * 30
+    assert found.fve == pytest.approx(numbers_by_hand(sae, list(x[::2]))[0]["fve"], rel=1e-4)
+    # A user's multiple of the median goes first; an SAE that stored nothing has 10 times the median.
+    assert evaluate(sae, store, held_out=None, max_norm=10).n_tokens == 12 * 30
+    sae.training_info = {}
+    assert sae.norm_limit is None
+    assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
 
 
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:

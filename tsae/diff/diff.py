@@ -75,6 +75,7 @@ def feature_diff(
             "null": null_contrasts(features, rows, config),
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
+            "labels": features.rollouts.labels_fingerprint,
             "causally_tested": False,
             "token_strings": _strings_of(features, token_strings),
         },

@@ -42,7 +42,7 @@ def encode(
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    limit = float(sae.training_info.get("norms", {}).get("limit", np.inf))
+    limit = np.inf if sae.norm_limit is None else sae.norm_limit
     parts: list[sp.csr_array] = []
     token_ids, lengths, readers, trajectories = [], [], [], []
     records: list[dict[str, Any]] = []
@@ -81,7 +81,9 @@ def encode(
     )
     if to is not None:
         table.save(to)
-        write_run(to, "encode", sae.config, {"rollouts": store.manifest["rollouts"], "site": sae.site})
+        labels = table.rollouts.labels_fingerprint
+        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site}
+        write_run(to, "encode", sae.config, inputs)
     return table
 
 

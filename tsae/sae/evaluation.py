@@ -5,6 +5,7 @@
   as explained.
 - cosine: mean over tokens of cos(x, x̂).
 - L0: mean number of active latents per token, at the inference threshold.
+- silent: share of tokens on which no high-level latent is active, smooth for want of anything to change.
 - alive: share of latents that are active on at least one token.
 - smoothness: see `tsae.sae.smoothness`; the paper's, fragile, and a robust one beside it.
 - loss recovered and KL, where the checkpoints are given: see `tsae.sae.splice`.
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
+
+
 @dataclass(frozen=True)
 class Slice:
     """Reconstruction of some of the tokens."""
@@ -50,6 +54,8 @@ class Slice:
     cosine_high: float
     l0: float
     l0_high: float
+    silent_high: float
+    """Share of tokens on which no high-level latent is active."""
     alive: float
     """Share of latents active on at least one of these tokens."""
 
@@ -69,6 +75,8 @@ class Evaluation:
     """Of the reconstruction from the high-level codes alone."""
     l0: float
     l0_high: float
+    silent_high: float
+    """Share of tokens on which no high-level latent is active."""
     alive: float
     alive_high: float
     """Share of the high-level latents."""
@@ -110,6 +118,7 @@ class Evaluation:
             "FVE": (self.fve, self.fve_high),
             "cosine": (self.cosine, self.cosine_high),
             "L0": (self.l0, self.l0_high),
+            "silent tokens": (float("nan"), self.silent_high),
             "alive": (self.alive, self.alive_high),
             "smoothness (the paper's)": (self.smoothness_all, self.smoothness_high),
             "smoothness (robust)": (self.smoothness_all_robust, self.smoothness_high_robust),
@@ -157,7 +166,7 @@ def evaluate(
     reader: str | None = None,
     span: TokenSpan = "all",
     held_out: bool | None = True,
-    max_norm: float = 10.0,
+    max_norm: float | None = None,
     max_trajectories: int = 2000,
     series: CheckpointSeries | None = None,
     splice_trajectories: int = 64,
@@ -170,7 +179,8 @@ def evaluate(
         reader: one reader's activations; all readers' by default.
         span: which tokens count; special tokens never do.
         held_out: True for the problems that training left out, False for the others, None for all.
-        max_norm: tokens beyond this multiple of the median norm are left out, as in training.
+        max_norm: tokens beyond this multiple of the median norm are left out; by default those beyond the limit that
+            the SAE's training stored, or beyond 10 times the median where it stored none.
         max_trajectories: where there are more, this many are measured, evenly spread over readers and shards.
         series: the readers' checkpoints; with them, the loss recovered by the reconstruction in each is measured too.
         splice_trajectories: trajectories per reader on which that is measured.
@@ -183,7 +193,8 @@ def evaluate(
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=max_norm)
+    windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=10.0 if max_norm is None else max_norm)
+    limit = windows.norms.limit if max_norm is not None or sae.norm_limit is None else sae.norm_limit
     texts = counted_texts(windows)
     if reader is not None:
         store.reader_info(reader)
@@ -203,7 +214,7 @@ def evaluate(
     for text in chosen:
         shard = windows.shards[text.shard]
         x = torch.from_numpy(shard.read(sae.site, text.tokens)).to(device)
-        inside = x.norm(dim=1) <= windows.norms.limit
+        inside = x.norm(dim=1) <= limit
         adjacent = inside[1:] & inside[:-1] & torch.from_numpy(np.diff(text.tokens) == 1).to(device)
         if not bool(adjacent.any()):
             continue
@@ -218,14 +229,14 @@ def evaluate(
                 key = (shard.reader, bands[text.row], name)
                 cells.setdefault(key, _Sums(sae)).add(x[part], codes[part])
     if not smooth:
-        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm.")
+        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm (--max-norm).")
     largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
     slices = list(_slices(cells, store.readers))
     everything, whole = slices[0], _Sums.union(cells.values())
     result = Evaluation(
         n_tokens=whole.n,
         n_trajectories=len(smooth),
-        **{name: getattr(everything, name) for name in ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high")},
+        **{name: getattr(everything, name) for name in _OF_ALL_TOKENS},
         alive=everything.alive,
         alive_high=whole.fired[:d_high].float().mean().item(),
         smoothness_high=high,
@@ -243,7 +254,6 @@ def evaluate(
         if rows:
             chosen_rows = spread(rows, splice_trajectories)
             targets: TokenSpan = "prompt" if span == "prompt" else "response"
-            limit = windows.norms.limit
             losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, targets=targets, limit=limit))
     return replace(result, losses=tuple(losses))
 
@@ -294,7 +304,7 @@ class _Sums:
 
     def __init__(self, sae: TemporalSAE) -> None:
         self.sae, self.d_high = sae, sae.config.d_high
-        self.n, self.active, self.active_high = 0, 0, 0
+        self.n, self.active, self.active_high, self.silent = 0, 0, 0, 0
         self.error = self.error_high = self.cosine = self.cosine_high = self.square = 0.0
         self.x = torch.zeros(sae.d_model, dtype=torch.float64)
         self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
@@ -310,6 +320,7 @@ class _Sums:
             whole.cosine, whole.cosine_high = whole.cosine + part.cosine, whole.cosine_high + part.cosine_high
             whole.active, whole.active_high = whole.active + part.active, whole.active_high + part.active_high
             whole.x, whole.fired = whole.x + part.x, whole.fired | part.fired
+            whole.silent += part.silent
         return whole
 
     def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
@@ -323,6 +334,7 @@ class _Sums:
         self.cosine_high += torch.cosine_similarity(x, x_high, dim=1).sum().item()
         self.active += int((codes > 0).sum())
         self.active_high += int((high > 0).sum())
+        self.silent += int((high > 0).any(1).logical_not().sum())
         self.square += x.double().pow(2).sum().item()
         self.x += x.sum(0).double().cpu()
         self.fired |= (codes > 0).any(0).cpu()
@@ -342,6 +354,7 @@ class _Sums:
             cosine_high=self.cosine_high / self.n,
             l0=self.active / self.n,
             l0_high=self.active_high / self.n,
+            silent_high=self.silent / self.n,
             alive=self.fired.float().mean().item(),
         )
 

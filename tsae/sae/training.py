@@ -1,6 +1,7 @@
 """Training a T-SAE on a store.
 
-1. Norms are estimated on a sample; tokens beyond the outlier limit are left out; x is scaled to mean norm √d_model.
+1. Norms are estimated on a sample of the mixture that is trained on (`TrainingConfig.balance`); tokens beyond the
+   outlier limit are left out; x is scaled to mean norm √d_model. The decoder bias starts from such a sample too.
 2. Adam on the loss of `tsae.sae.loss`; after every step decoder rows return to unit norm (their gradient's parallel
    part is removed before).
 3. The inference threshold is the running mean of each batch's smallest active code.
@@ -29,6 +30,7 @@ from tsae.errors import TsaeError
 from tsae.sae.checkpointing import RunFolder, inputs_of
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
+from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss
 from tsae.sae.model import TemporalSAE
 from tsae.sae.tracking import start_wandb
@@ -63,7 +65,7 @@ def train(
     config, training = sae or SAEConfig(), training or TrainingConfig()
     site = training.site or _only_site(store)
     if config.dead_after_tokens is None:
-        config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 10, training.batch_tokens)))
+        config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 30, training.batch_tokens)))
     with join(training.device) as processes:
         if training.batch_tokens < 2 * training.window * processes.size:
             raise TsaeError(
@@ -71,7 +73,7 @@ def train(
                 f"each of {processes.size} processes",
                 where="TrainingConfig",
             )
-        folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site))
+        folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site, training.balance))
         if folder is not None:
             processes.first_does(folder.claim)
             if folder.finished:
@@ -97,11 +99,18 @@ def _train(
         window=training.window,
         held_out=False,
         max_norm=training.max_norm,
+        partner=training.partner if config.temporal_weight > 0 else None,
+        step_ends=training.step_ends,
+        balance=training.balance,
         seed=training.seed,
     )
     wandb = None
     if training.wandb_project is not None and processes.first:
-        shown = {"sae": asdict(config), "training": asdict(training), "inputs": inputs_of(store, site)}
+        shown = {
+            "sae": asdict(config),
+            "training": asdict(training),
+            "inputs": inputs_of(store, site, training.balance),
+        }
         name, id = (None, None) if folder is None else (folder.path.name, folder.id)
         wandb = start_wandb(training.wandb_project, shown, name, id)
     trainer = _Trainer(windows, config, training, processes)
@@ -134,6 +143,7 @@ def _train(
         "training": asdict(training),
         "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
         "norms": asdict(windows.norms),
+        "mixture": [cell.as_dict() for cell in windows.mixture.cells],
         "tokens_in_store": windows.n_tokens,
         "processes": processes.size,
         "last": row,
@@ -162,13 +172,13 @@ class _Trainer:
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         self.scale = windows.d_model**0.5 / windows.norms.mean
-        sample = next(windows.epoch(0, 16_384)).x
-        mean = torch.from_numpy(sample.mean(0)) * self.scale
+        sample = windows.sample(16_384)
+        bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
         generator = torch.Generator().manual_seed(training.seed)
         self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
-        self.sae.initialize(mean, generator)
+        self.sae.initialize(bias, generator)
         self.sae.to(self.device)
-        self.learning_rate = training.learning_rate or 2e-4 * (16_384 / config.d_sae) ** 0.5
+        self.learning_rate = training.learning_rate or 4e-4 * (16_384 / config.d_sae) ** 0.5
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
         for parameter in self.sae.parameters():
             # As Adam would make it at its first step; made here, so that `state` has the same tensors at every step.
@@ -206,13 +216,14 @@ class _Trainer:
             for batch in self.windows.epoch(self.epoch, self.training.batch_tokens, start=self.next_batch, share=share):
                 self.next_batch = batch.number + 1
                 # Outliers may leave a share without pairs: all processes then leave the batch out.
-                if self.processes.size > 1 and self.processes.least(len(batch.pairs)) < 2:
+                needed = batch.x if self.windows.partner is None else batch.pairs
+                if self.processes.size > 1 and self.processes.least(len(needed)) < 2:
                     continue
                 yield batch
                 if self.steps == self.n_steps:
                     return
             if self.steps == before and self.next_batch == 0:
-                raise TsaeError("no batch has pairs of adjacent tokens", where=self.windows.store.path)
+                raise TsaeError("no batch has pairs of tokens", where=self.windows.store.path)
             self.epoch, self.next_batch = self.epoch + 1, 0
 
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
@@ -222,7 +233,9 @@ class _Trainer:
         n_tokens = int(self.processes.sum(torch.tensor(len(x), device=self.device)))
         share = len(x) / n_tokens
         dead = self.idle_tokens >= self.config.dead_after_tokens
-        terms = temporal_loss(self.sae, x, torch.from_numpy(batch.pairs).to(self.device), dead)
+        pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
+        others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others)
         if not torch.isfinite(terms.total):
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",
