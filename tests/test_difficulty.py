@@ -462,6 +462,15 @@ def test_bands_that_are_there_are_kept() -> None:
     assert found.rates[found.rates.policy == "base"].band.tolist() == ["easy", "medium", "hard"]
 
 
+def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:
+    """As in the log of a training run."""
+    found = difficulty(graded({"s1": {"a": (2, 2)}, "s2": {"b": (4, 0)}}), DifficultyConfig(k=(1, 2)))
+    assert found.migration.empty
+    assert migration_figure(found) is None
+    assert "s1 → s2: no problem was answered at every step" in str(found)
+    assert found.to_html(tmp_path / "page.html").is_file()
+
+
 def test_configs_are_checked() -> None:
     for bad in ({"confidence": 1.0}, {"n_draws": 5}, {"k": (0,)}):
         with pytest.raises(TsaeError, match=next(iter(bad))):

@@ -103,7 +103,7 @@ def measured_text(difficulty: Difficulty) -> str:
 
 
 def moved_lines(difficulty: Difficulty) -> list[str]:
-    """One sentence a run: from where it started to where it ended, what moved further than chance."""
+    """A line a run: from where it started to where it ended, what moved further than chance."""
     from tsae.report.difficulty_figures import moved_text
 
     lines = []
@@ -111,6 +111,8 @@ def moved_lines(difficulty: Difficulty) -> list[str]:
         table = difficulty.migration
         table = table[(table.run == run) & (table.start == path[0]) & (table.end == path[-1])]
         if table.empty:
+            if len(path) > 1:
+                lines.append(f"{path[0]} → {path[-1]}: no problem was answered at every step, so no moves are counted.")
             continue
         moves = table[(table.from_band != table.to_band) & (table.n > table.null_high)]
         said = "; ".join(moved_text(row) for _, row in moves.sort_values("n", ascending=False).iterrows())
