@@ -12,13 +12,13 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
-from tsae.commands import Behaviours, Difficulty, Drift
+from tsae.commands import Bands, Behaviours, Difficulty, Drift
 from tsae.commands import load_series as _series
 from tsae.commands import say_wrote as _wrote
 from tsae.demo import DemoConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
-from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig, SamplingConfig
+from tsae.rollouts.config import ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -82,34 +82,6 @@ class Import:
 
         print(import_log(self.log, self.to, self.checkpoint, self.config))
         _wrote(self.to)
-
-
-@dataclass(frozen=True)
-class Bands:
-    """Put every problem into easy, medium or hard by a policy's pass rate."""
-
-    rollouts: Path
-    """Parquet file."""
-    to: Path
-    """Parquet file to write; may be the same."""
-    reference: str | None = None
-    """Policy whose pass rate counts; by default all policies together."""
-    measured_on: Path | None = None
-    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
-    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
-    shares: tuple[float, float] | None = None
-    """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
-
-    def run(self) -> None:
-        import tsae
-
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
-        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
-        banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
-        _wrote(banded.write(self.to), banded)
-        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
-        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
 
 
 @dataclass(frozen=True)

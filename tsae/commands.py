@@ -50,6 +50,34 @@ class Drift:
 
 
 @dataclass(frozen=True)
+class Bands:
+    """Put every problem into easy, medium or hard by a policy's pass rate."""
+
+    rollouts: Path
+    """Parquet file."""
+    to: Path
+    """Parquet file to write; may be the same."""
+    reference: str | None = None
+    """Policy whose pass rate counts; by default all policies together."""
+    measured_on: Path | None = None
+    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
+    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+    shares: tuple[float, float] | None = None
+    """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
+
+    def run(self) -> None:
+        import tsae
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
+        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
+        banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
+        say_wrote(banded.write(self.to), banded)
+        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
+        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
+
+
+@dataclass(frozen=True)
 class Difficulty:
     """How difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups have to teach."""
 
