@@ -34,6 +34,7 @@ class Case:
     lopsided: bool = False
     apart: bool = False
     dtype: torch.dtype = torch.float64
+    precision: Any = "float32"
     kind: str = "random"
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -92,14 +93,14 @@ class Case:
     ) -> dict[str, torch.Tensor]:
         """Loss terms and gradients, added up over the processes."""
         sae = self.sae()
-        terms = temporal_loss(sae, x, pairs, self.dead(), trajectory, others, processes=among)
+        terms = temporal_loss(sae, x, pairs, self.dead(), trajectory, others, precision=self.precision, processes=among)
         terms.total.backward()
         among.sum_gradients(sae.parameters())
         found = {name: p.grad.contiguous() for name, p in sae.named_parameters() if p.grad is not None}
         for name in ("total", "reconstruction_high", "reconstruction", "temporal", "aux"):
             found[name] = among.sum(getattr(terms, name).detach())
         bias = sae.b_enc - sae.b_dec @ sae.W_enc
-        codes = sparse.encode_topk(x, sae.W_enc, bias, sae.config.k, among)
+        codes = sparse.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
         found["values"] = torch.cat(among.gather(codes.values.detach())).sort().values
         # Of every process, not added up: all must know the batch's.
         return {**found, "fired": terms.fired, "smallest": terms.smallest, "n": torch.tensor(terms.n_tokens)}
@@ -118,6 +119,7 @@ CASES = {
     "nothing but ties": Case({"temporal_weight": 0.0}, kind="repeated"),
     "scales apart": Case({"d_sae": 2000, "k": 200}, kind="scales"),
     "float32": Case(dtype=torch.float32),
+    "bfloat16": Case(dtype=torch.float32, precision="bfloat16"),
 }
 
 
@@ -165,6 +167,8 @@ def test_loss_and_gradients_are_those_of_one_process(outcomes: tuple[int, Path],
     else:
         assert len(expected["values"]) == 80 * case.config.get("k", 4)
     tolerance = {"atol": 1e-11, "rtol": 1e-10} if case.dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}
+    if case.precision == "bfloat16":
+        tolerance = {"atol": 1e-5, "rtol": 1e-4}
     for rank in range(size):
         found = load_file(folder / f"{name}-{rank}.safetensors")
         assert found.keys() == expected.keys()

@@ -211,6 +211,17 @@ def test_the_state_is_all_that_the_next_step_depends_on(
         same_files(folder, whole)
 
 
+def test_bfloat16_goes_on_with_the_same_bits(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training = replace(SHORT, precision="bfloat16")
+    run(store.path, tmp_path / "whole", training)
+    folder = interrupted(monkeypatch, store, tmp_path / "sae", training=training)
+    run(store.path, folder, training)
+    same_files(folder, tmp_path / "whole")
+    assert (folder / "sae.safetensors").read_bytes() != (whole / "sae.safetensors").read_bytes()
+
+
 def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = Windows(store, "x.site", window=4)
     every = list(windows.epoch(3, 100))
@@ -244,6 +255,7 @@ def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monk
     ("sae", "training", "message"),
     [
         ({"k": 4}, {}, r"\(sae\.k was 3, is 4\)"),
+        ({}, {"precision": "bfloat16"}, r"\(training\.precision was float32, is bfloat16\)"),
         ({}, {"learning_rate": None}, r"\(training\.learning_rate was 0\.003, is null\)"),
         (
             {"temporal": "l1"},
@@ -400,8 +412,8 @@ def run_rank(
 
 @pytest.mark.parametrize(
     ("size", "training"),
-    [(2, TRAINING), (3, replace(SHORT, partner="earlier"))],
-    ids=("long", "partners from outside the windows"),
+    [(2, TRAINING), (3, replace(SHORT, partner="earlier")), (2, replace(SHORT, precision="bfloat16"))],
+    ids=("long", "partners from outside the windows", "bfloat16"),
 )
 def test_several_processes_give_the_weights_of_one(
     store: ActivationStore, tmp_path: Path, size: int, training: TrainingConfig

@@ -45,6 +45,7 @@ import torch
 
 from tsae.errors import TsaeError
 from tsae.sae import contrast, sparse
+from tsae.sae.config import Precision
 from tsae.sae.distributed import ALONE, Processes
 from tsae.sae.model import TemporalSAE
 
@@ -79,6 +80,7 @@ def temporal_loss(
     trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
     *,
+    precision: Precision = "float32",
     processes: Processes = ALONE,
 ) -> LossTerms:
     """The loss of one batch.
@@ -90,6 +92,7 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
+        precision: of the large matrix products (`TrainingConfig.precision`).
         processes: that hold the batch; x and pairs are this one's share.
 
     Raises:
@@ -97,12 +100,12 @@ def temporal_loss(
     """
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
-    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k, processes)
+    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k, precision, processes)
     high = codes.columns(0, config.d_high)
     residual, errors = x - sae.b_dec, []
     for start, stop in config.group_bounds:
         group = high if start == 0 else codes.columns(start, stop)
-        residual = residual - sparse.decode(group, sae.W_dec[start:stop])
+        residual = residual - sparse.decode(group, sae.W_dec[start:stop], precision)
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     weights = config.group_weights or (1.0,) * len(errors)
     total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
@@ -118,7 +121,7 @@ def temporal_loss(
             )
         tokens = x
         if others is not None:
-            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k, processes)
+            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k, precision, processes)
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
@@ -141,7 +144,7 @@ def temporal_loss(
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
     if dead is not None and len(dead):
         residual = residual.detach()
-        error = _aux_error(sae, x, bias, residual, dead) / (n_tokens * sae.d_model)
+        error = _aux_error(sae, x, bias, residual, dead, precision) / (n_tokens * sae.d_model)
         # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
@@ -174,10 +177,18 @@ def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse.Codes, pairs: t
 
 
 def _aux_error(
-    sae: TemporalSAE, x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor
+    sae: TemporalSAE,
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    dead: torch.Tensor,
+    precision: Precision,
 ) -> torch.Tensor:
     """Sum over tokens of ‖residual − its reconstruction by the strongest dead latents‖²."""
-    pre = torch.relu(torch.addmm(bias[dead], x, sae.W_enc[:, dead]))
-    values, indices = pre.topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
+    if precision == "float32":
+        pre = torch.addmm(bias[dead], x, sae.W_enc[:, dead])
+    else:
+        pre = sparse.matmul(x, sae.W_enc[:, dead], precision) + bias[dead]
+    values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    return (residual - codes @ sae.W_dec[dead]).pow(2).sum()
+    return (residual - sparse.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tsae.sae.config import Precision
 from tsae.sae.distributed import ALONE, Processes
 
 # torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.
@@ -24,6 +25,11 @@ with warnings.catch_warnings():
 _SAMPLE_STRIDE = 61  # Prime, so that a strided sample of the pre-activations does not follow the latents.
 _MARGIN = 1.1
 _CHUNK = 16_384  # active codes whose decoder rows are gathered at once: bounds memory to chunk · d_model
+
+# In bfloat16 a GPU's tensor cores multiply densely, zeros and all, sooner than the rows of active codes are gathered,
+# up to about this many latents per active code. Reckoned from an H100's rates (600 Tflop/s, 3 TB/s), not measured.
+_DENSE_UP_TO = 1024
+_TENSOR_CORES = ("cuda",)
 
 
 class Codes(NamedTuple):
@@ -53,11 +59,19 @@ class Codes(NamedTuple):
         )
 
 
+def matmul(a: torch.Tensor, b: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """a @ b in float32; with bfloat16, factors are rounded to it, products and sums are not."""
+    if precision == "float32":
+        return a @ b
+    return _RoundedProduct.apply(a, b)
+
+
 def encode_topk(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     k: int,
+    precision: Precision = "float32",
     processes: Processes = ALONE,
 ) -> Codes:
     """BatchTopK(ReLU(x W + b)) as sparse codes.
@@ -67,15 +81,16 @@ def encode_topk(
         weight: (d_model, d_sae).
         bias: (d_sae,).
         k: codes kept per token, on average over the tokens of all processes.
+        precision: of the products with x.
         processes: that hold the batch.
     """
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, k, processes)
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, k, precision, processes)
     return Codes(values, token, latent, len(x))
 
 
-def decode(codes: Codes, rows: torch.Tensor) -> torch.Tensor:
+def decode(codes: Codes, rows: torch.Tensor, precision: Precision = "float32") -> torch.Tensor:
     """(n, d_model): Σ over a token's codes of value · decoder row. rows: (n_latents, d_model)."""
-    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens)
+    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens, precision)
 
 
 def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
@@ -131,6 +146,41 @@ def _largest_of_all(flat: torch.Tensor, n: int, bound: torch.Tensor, processes: 
     return found[(mine > limit) | (tied & (tied.cumsum(0) <= wanted))]
 
 
+def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product in float32 of the factors rounded to bfloat16."""
+    a, b = a.bfloat16(), b.bfloat16()
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # torch has no such product on a CPU. The same numbers: products of two bfloat16 numbers are exact in float32.
+    return a.float() @ b.float()
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _multiplied(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        a, b = ctx.saved_tensors
+        by_a = _multiplied(gradients[0], b.T) if ctx.needs_input_grad[0] else None
+        return by_a, _multiplied(a.T, gradients[0]) if ctx.needs_input_grad[1] else None
+
+
+def _densely(n_active: int, shape: tuple[int, int], device: torch.device, precision: Precision) -> bool:
+    """Whether products with codes of this shape are taken as dense ones."""
+    fast = precision == "bfloat16" and device.type in _TENSOR_CORES
+    return fast and shape[0] * shape[1] <= _DENSE_UP_TO * n_active
+
+
+def _dense(token: torch.Tensor, latent: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """(n_tokens, n_latents) bfloat16."""
+    codes = torch.zeros(shape, dtype=torch.bfloat16, device=values.device)
+    codes[token, latent] = values.bfloat16()
+    return codes
+
+
 class _EncodeTopK(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -139,25 +189,32 @@ class _EncodeTopK(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor,
         k: int,
+        precision: Precision,
         processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        pre = torch.addmm(bias, x, weight).relu_()
+        if precision == "bfloat16":
+            pre = _multiplied(x, weight).add_(bias).relu_()
+        else:
+            pre = torch.addmm(bias, x, weight).relu_()
         index = _largest(pre, k * len(x), processes)
         token = index // pre.shape[1]
         latent = index - token * pre.shape[1]
         ctx.save_for_backward(x, token, latent)
-        ctx.d_sae = pre.shape[1]
+        ctx.d_sae, ctx.precision = pre.shape[1], precision
         ctx.mark_non_differentiable(token, latent)
         return pre.view(-1)[index], token, latent
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None, None]:
         x, token, latent = ctx.saved_tensors
-        gradient = gradients[0]
+        gradient, shape = gradients[0], (len(x), ctx.d_sae)
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
-        weight = transposed(token, latent, gradient, (len(x), ctx.d_sae)) @ x  # (d_sae, d_model)
+        if _densely(len(token), shape, x.device, ctx.precision):
+            weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
+        else:
+            weight = (transposed(token, latent, gradient, shape) @ x).T
         bias = torch.zeros(ctx.d_sae, dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        return None, weight.T, bias, None, None
+        return None, weight, bias, None, None, None
 
 
 class _Decode(torch.autograd.Function):
@@ -169,17 +226,26 @@ class _Decode(torch.autograd.Function):
         token: torch.Tensor,
         latent: torch.Tensor,
         n_tokens: int,
+        precision: Precision,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, rows, token, latent)
-        return csr(token, latent, values, (n_tokens, len(rows))) @ rows
+        ctx.precision, shape = precision, (n_tokens, len(rows))
+        if _densely(len(values), shape, rows.device, precision):
+            return _multiplied(_dense(token, latent, values, shape), rows)
+        return csr(token, latent, values, shape) @ rows
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         values, rows, token, latent = ctx.saved_tensors
         gradient = gradients[0].contiguous()
+        shape = (len(gradient), len(rows))
+        if _densely(len(values), shape, rows.device, ctx.precision):
+            by_value = _multiplied(gradient, rows.T)[token, latent]
+            by_row = _multiplied(_dense(token, latent, values, shape).T, gradient)
+            return by_value, by_row, None, None, None, None
         by_value = torch.empty_like(values)
         for low in range(0, len(values), _CHUNK):
             part = slice(low, low + _CHUNK)
             by_value[part] = torch.einsum("id,id->i", gradient[token[part]], rows[latent[part]])
-        by_row = transposed(token, latent, values, (len(gradient), len(rows))) @ gradient
-        return by_value, by_row, None, None, None
+        by_row = transposed(token, latent, values, shape) @ gradient
+        return by_value, by_row, None, None, None, None

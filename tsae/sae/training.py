@@ -231,7 +231,8 @@ class _Trainer:
         dead = self.idle_tokens >= self.config.dead_after_tokens
         pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
         others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
-        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others, processes=self.processes)
+        precision, processes = self.training.precision, self.processes
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others, precision=precision, processes=processes)
         rate = self.learning_rate * self._schedule(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
