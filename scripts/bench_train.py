@@ -5,7 +5,11 @@ whole batch, decoding and the N × N similarities are dense, autograd does the r
 windows encode each token once, and everything after selection touches only active codes.
 
 Loss agreement is measured on the very same pairs: there both steps compute the same number. The floor is one dense
-encode (the only dense product that cannot be avoided) plus one fused optimizer step.
+encode (the only dense product that cannot be avoided) plus one fused optimizer step. With --precision bfloat16 the
+baseline runs under autocast, and the floor's product has bfloat16 factors.
+
+    python scripts/bench_train.py                                   # two CPU threads
+    python scripts/bench_train.py --device cuda --precision bfloat16 --d-model 2048 --d-sae 32768 --k 64 --steps 20
 
 Ends with one line of JSON.
 """
@@ -26,7 +30,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from tsae.sae.config import SAEConfig
+from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 
@@ -45,7 +49,10 @@ class Bench:
     steps: int = 5
     """Timed steps of each; the median counts."""
     threads: int = 2
+    """On a CPU."""
     device: str = "cpu"
+    precision: Precision = "float32"
+    """Of the large matrix products, in both steps."""
     memory_of: str | None = None
     """Internal: run only this step, and print the process's peak memory."""
 
@@ -87,6 +94,13 @@ def make_sae(bench: Bench) -> TemporalSAE:
     return sae.to(bench.device)
 
 
+def baseline(bench: Bench, sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """`dense_loss` in the bench's precision."""
+    device, on = torch.device(bench.device).type, bench.precision == "bfloat16"
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=on):
+        return dense_loss(sae, x, pairs)
+
+
 def stepper(bench: Bench, which: str) -> Callable[[], None]:
     """One optimizer step of "ours", "dense", or the "floor"."""
     sae = make_sae(bench)
@@ -94,16 +108,16 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     both = x[pairs].flatten(0, 1)  # (2N, d_model): token t − 1 and t of every pair after one another
     two = torch.arange(len(both), device=x.device).view(-1, 2)
     optimizer = torch.optim.Adam(sae.parameters(), lr=1e-4, fused=which != "dense", foreach=False)
+    factors = [tensor.detach().to(getattr(torch, bench.precision)) for tensor in (x, sae.W_enc)]
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=which != "floor")
         if which == "ours":
-            temporal_loss(sae, x, pairs).total.backward()
+            temporal_loss(sae, x, pairs, precision=bench.precision).total.backward()
         elif which == "dense":
-            dense_loss(sae, both, two).backward()
+            baseline(bench, sae, both, two).backward()
         else:
-            with torch.no_grad():
-                torch.addmm(sae.b_enc, x, sae.W_enc)
+            torch.mm(*factors)
             for parameter in sae.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -156,29 +170,34 @@ def main() -> None:
     sae, (x, pairs) = make_sae(bench), make_batch(bench)
     both = x[pairs].flatten(0, 1)
     two = torch.arange(len(both), device=x.device).view(-1, 2)
-    ours, reference = temporal_loss(sae, both, two).total.item(), dense_loss(sae, both, two).item()
+    with torch.no_grad():
+        ours = temporal_loss(sae, both, two, precision=bench.precision).total.item()
+        reference = baseline(bench, sae, both, two).item()
     agreement = abs(ours - reference) / abs(reference)
     seconds = timed(bench, {name: stepper(bench, name) for name in ("ours", "dense", "floor")})
     memory = {name: peak_memory(bench, name) for name in ("ours", "dense")}
-    ratio = seconds["dense"] / seconds["ours"]
-    print(f"d_model {bench.d_model}, d_sae {bench.d_sae}, k {bench.k}, {bench.pairs} pairs, {bench.threads} threads")
-    print(f"  dense pairwise  {seconds['dense']:.3f} s a step, {bench.pairs / seconds['dense']:,.0f} pairs/s")
-    print(
-        f"  ours            {seconds['ours']:.3f} s a step, {bench.pairs / seconds['ours']:,.0f} pairs/s, {ratio:.1f} ×"
-    )
-    above = seconds["ours"] / seconds["floor"]
-    print(f"  floor           {seconds['floor']:.3f} s (dense encode + fused Adam); ours is {above:.1f} × that")
+    ratio, share = seconds["dense"] / seconds["ours"], seconds["floor"] / seconds["ours"]
+    on_gpu = bench.device.startswith("cuda")
+    where = torch.cuda.get_device_name() if on_gpu else f"{bench.threads} CPU threads"
+    print(f"d_model {bench.d_model}, d_sae {bench.d_sae}, k {bench.k}, {bench.precision}, {where}")
+    for name, n_tokens in (("dense", len(both)), ("ours", len(x))):
+        speed = ", ".join(
+            f"{n / seconds[name]:,.0f} {what}/s" for n, what in ((bench.pairs, "pairs"), (n_tokens, "tokens"))
+        )
+        print(f"  {name:<6}{seconds[name] * 1e3:>10,.1f} ms a step, {speed}, peak memory {memory[name]:,.0f} MB")
+    print(f"  floor {seconds['floor'] * 1e3:>10,.1f} ms (dense encode + fused Adam), {share:.0%} of ours")
+    print(f"  ours is {ratio:.1f} × as fast")
     print(f"  loss on the same pairs: {ours:.6f} and {reference:.6f}, relative difference {agreement:.1e}")
-    print(f"  peak memory: dense {memory['dense']:,.0f} MB, ours {memory['ours']:,.0f} MB")
     print(
         json.dumps(
             {
                 "name": "bench_train",
                 "ratio": round(ratio, 3),
                 "seconds": seconds,
+                "floor_share": share,
                 "loss_difference": agreement,
                 "peak_memory_mb": memory,
-                "size": {**vars(bench)},
+                "size": {**vars(bench), "tokens": len(x)},
             }
         )
     )

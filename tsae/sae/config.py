@@ -10,6 +10,7 @@ from tsae.activations.config import Axis, Partner
 from tsae.errors import TsaeError
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,10 @@ class TrainingConfig:
     """Of the initial weights and the order of the data."""
     device: str = "cpu"
     """A torch device."""
+    precision: Precision = "float32"
+    """Of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where dense ones
+    pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes, similarities,
+    losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
     save_every_steps: int = 500
     """Steps between checkpoints, from the last of which a run that was killed goes on."""
     resume: Literal["auto", "never"] = "auto"

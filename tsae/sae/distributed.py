@@ -1,8 +1,10 @@
 """Training on several processes, each on a share of every batch: `torchrun --nproc-per-node 2 -m tsae train …`.
 
-A step of n processes takes the same batch that one process would take. Every process reads every n-th window of it,
-computes the loss on that share, and the gradients are added up, weighted by tokens. All processes then take the same
-optimizer step, so that weights and counters stay equal without being sent.
+A step of n processes takes the same batch that one process would take, and the same step, up to the order of sums (and
+to which of equal codes BatchTopK keeps where it cannot keep all). Every process reads every n-th window of the batch
+and computes its tokens' part of the loss. What the loss compares across the batch is sent: candidates for BatchTopK,
+high-level codes for InfoNCE, sums for means (`tsae.sae.loss`). Parts and gradients are added up. All processes then
+take the same optimizer step, so that weights and counters stay equal without being sent.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tsae.errors import TsaeError
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one training; alone by default, where every method returns what it was given."""
+    """The processes of one training; alone by default, where every method gives back what it was given."""
 
     rank: int = 0
     size: int = 1
@@ -45,20 +47,41 @@ class Processes:
                 action()
             except TsaeError as error:
                 refusal = error
-        if self.least(int(refusal is None)) == 0:
+        if not all(self.counts(int(refusal is None))):
             raise refusal or TsaeError("the first process refused to train", fix="See its message.")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Elementwise over the processes."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
+    def least(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise the smallest of the processes'."""
+        return self._reduce(tensor, dist.ReduceOp.MIN)
+
     def any(self, tensor: torch.Tensor) -> torch.Tensor:
         """Elementwise or of booleans."""
-        return self._reduce(tensor.to(torch.uint8), dist.ReduceOp.MAX).bool()
+        return tensor if self.size == 1 else self._reduce(tensor.to(torch.uint8), dist.ReduceOp.MAX).bool()
 
-    def least(self, number: int) -> int:
-        """The smallest of the processes' numbers."""
-        return int(self._reduce(torch.tensor(number, device=self.device), dist.ReduceOp.MIN))
+    def counts(self, number: int) -> list[int]:
+        """Every process's number, in the order of ranks."""
+        if self.size == 1:
+            return [number]
+        mine = torch.tensor([number], device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine)
+        return [int(n) for n in torch.cat(found).tolist()]
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every process's tensor, in the order of ranks. They may differ in length; no gradient passes."""
+        if self.size == 1:
+            return [tensor]
+        lengths = self.counts(len(tensor))
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in lengths]
+        if max(lengths):
+            dist.all_gather(found, padded)
+        return [part[:length] for part, length in zip(found, lengths, strict=True)]
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace every gradient by the sum over the processes, in which one without a gradient counts as zero."""
@@ -66,13 +89,17 @@ class Processes:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad = self.sum(parameter.grad)
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad)
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:
-            tensor = tensor.contiguous().clone()
+            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.all_reduce(tensor, operation)
         return tensor
+
+
+ALONE = Processes()
 
 
 def first_process() -> bool:

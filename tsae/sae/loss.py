@@ -30,7 +30,11 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
   dead latents.
 
 Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410); what follows
-selection is computed on the selected codes alone (`tsae.sae.sparse`).
+selection is computed on the selected codes alone (`tsae.sae.sparse`, `tsae.sae.contrast`).
+
+On several processes (`tsae.sae.distributed`) each holds a share of the batch's tokens, and all of the above is of the
+whole batch: codes are selected among all processes' pre-activations, a pair is contrasted with all pairs, means and the
+residual's variance are over all tokens. A share may have no pairs, or no tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +44,17 @@ from typing import NamedTuple
 import torch
 
 from tsae.errors import TsaeError
-from tsae.sae import sparse
+from tsae.sae import contrast, sparse
+from tsae.sae.config import Precision
+from tsae.sae.distributed import ALONE, Processes
 from tsae.sae.model import TemporalSAE
 
 
 class LossTerms(NamedTuple):
-    """Terms of the loss, unweighted, and what the trainer tracks. Scalars unless said."""
+    """Terms of the loss, unweighted, and what the trainer tracks. Scalars unless said.
+
+    Of several processes, the terms are this one's parts, which add up to those of the batch; so do the gradients.
+    """
 
     total: torch.Tensor
     reconstruction_high: torch.Tensor
@@ -59,6 +68,8 @@ class LossTerms(NamedTuple):
     """(d_sae,) bool: latents active somewhere in the batch."""
     smallest: torch.Tensor
     """Smallest active code of the batch, from which the inference threshold is averaged."""
+    n_tokens: int
+    """Tokens of the batch."""
 
 
 def temporal_loss(
@@ -68,6 +79,9 @@ def temporal_loss(
     dead: torch.Tensor | None = None,
     trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
+    *,
+    precision: Precision = "float32",
+    processes: Processes = ALONE,
 ) -> LossTerms:
     """The loss of one batch.
 
@@ -78,69 +92,103 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
+        precision: of the large matrix products (`TrainingConfig.precision`).
+        processes: that hold the batch; x and pairs are this one's share.
 
     Raises:
         TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
     """
-    config = sae.config
+    config, n_tokens = sae.config, sum(processes.counts(len(x)))
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
-    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k)
+    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k, precision, processes)
     high = codes.columns(0, config.d_high)
     residual, errors = x - sae.b_dec, []
     for start, stop in config.group_bounds:
         group = high if start == 0 else codes.columns(start, stop)
-        residual = residual - sparse.decode(group, sae.W_dec[start:stop])
-        errors.append(residual.pow(2).mean())
+        residual = residual - sparse.decode(group, sae.W_dec[start:stop], precision)
+        errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     weights = config.group_weights or (1.0,) * len(errors)
     total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
 
     temporal = x.new_zeros(())
     if config.temporal_weight > 0:
-        if len(pairs) < 2:
+        n_pairs = sum(processes.counts(len(pairs)))
+        if n_pairs < 2:
             raise TsaeError(
-                f"the batch has {len(pairs)} pairs of tokens: the temporal term would be silently zero",
+                f"the batch has {n_pairs} pairs of tokens: the temporal term would be silently zero",
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )
         tokens = x
-        if others is not None and len(others):
-            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k)
+        if others is not None:
+            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k, precision, processes)
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
-            temporal = _weighted_l1(sae, tokens, high, pairs)
+            temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
             total = total + config.temporal_weight * weights[0] * temporal
         else:
             if config.negatives == "batch":
                 trajectory = None
-            elif trajectory is not None and bool((trajectory == trajectory[0]).all()):
+            elif trajectory is not None and _are_one(trajectory, processes):
                 raise TsaeError(
                     "all pairs of the batch are of one trajectory, so that no pair has negatives",
                     where="temporal_loss",
                     fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
                 )
-            temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity, trajectory)
+            temporal = contrast.info_nce(
+                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, processes
+            )
             total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())
-    if config.aux_weight > 0 and dead is not None and bool(dead.any()):
-        aux = _aux_loss(sae, x, bias, residual.detach(), dead.nonzero()[:, 0])
+    dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
+    if dead is not None and len(dead):
+        residual = residual.detach()
+        error = _aux_error(sae, x, bias, residual, dead, precision) / (n_tokens * sae.d_model)
+        # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
+        aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
     fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
-    smallest = codes.values.detach().min() if len(codes.values) else x.new_zeros(())
-    return LossTerms(total, errors[0], errors[-1], temporal, aux, fired, smallest)
+    smallest = codes.values.detach().min() if len(codes.values) else x.new_tensor(torch.inf)
+    smallest = processes.least(smallest)
+    smallest = torch.where(smallest.isinf(), 0.0, smallest)  # nothing is active
+    return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), smallest, n_tokens)
+
+
+def variance(x: torch.Tensor, n_tokens: int, processes: Processes) -> torch.Tensor:
+    """Mean over tokens and dimensions of the batch of (x − mean over tokens)²; x: (n, d_model), without gradient."""
+    mean = processes.sum(x.sum(0)) / n_tokens
+    return processes.sum((x - mean).pow(2).sum()) / (n_tokens * x.shape[1])
+
+
+def _are_one(trajectory: torch.Tensor, processes: Processes) -> bool:
+    """Whether all ids are the same."""
+    ends = trajectory.new_full((2,), torch.iinfo(trajectory.dtype).max)
+    if len(trajectory):
+        ends = torch.stack([trajectory.min(), -trajectory.max()])
+    lowest, highest = processes.least(ends).tolist()
+    return bool(lowest == -highest)
 
 
 def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse.Codes, pairs: torch.Tensor) -> torch.Tensor:
+    """Sum over pairs."""
     alike = torch.cosine_similarity(x[pairs[:, 1]], x[pairs[:, 0]], dim=1)
-    return (alike * sparse.l1_distances(high, sae.config.d_high, pairs)).mean() / sae.d_model**0.5
+    return (alike * contrast.l1_distances(high, sae.config.d_high, pairs)).sum() / sae.d_model**0.5
 
 
-def _aux_loss(
-    sae: TemporalSAE, x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor
+def _aux_error(
+    sae: TemporalSAE,
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    dead: torch.Tensor,
+    precision: Precision,
 ) -> torch.Tensor:
-    pre = torch.relu(torch.addmm(bias[dead], x, sae.W_enc[:, dead]))
-    values, indices = pre.topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
+    """Sum over tokens of ‖residual − its reconstruction by the strongest dead latents‖²."""
+    if precision == "float32":
+        pre = torch.addmm(bias[dead], x, sae.W_enc[:, dead])
+    else:
+        pre = sparse.matmul(x, sae.W_enc[:, dead], precision) + bias[dead]
+    values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    error = (residual - codes @ sae.W_dec[dead]).pow(2).mean()
-    # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
-    return error / (residual - residual.mean(0)).pow(2).mean().clamp_min(1e-12)
+    return (residual - sparse.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()

@@ -1,8 +1,10 @@
-"""The parts of the loss that touch only active codes: selection, decoding and the temporal terms with sparse gradients.
+"""The parts of the loss that touch only active codes: selection and decoding, with sparse gradients.
 
 Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192). Only encoding needs the dense product;
-decoding, both weight gradients and the temporal terms cost in proportion to the survivors. The values equal
-those of the dense formulas of `tsae.sae.loss`; tests compare them.
+decoding, both weight gradients and the temporal terms (`tsae.sae.contrast`) cost in proportion to the survivors. The
+values equal those of the dense formulas of `tsae.sae.loss`; tests compare them.
+
+A process may hold a share of the batch's tokens (`tsae.sae.distributed`): what survives is chosen in the whole batch.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tsae.sae.config import Precision
+from tsae.sae.distributed import ALONE, Processes
+
 # torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,6 +25,11 @@ with warnings.catch_warnings():
 _SAMPLE_STRIDE = 61  # Prime, so that a strided sample of the pre-activations does not follow the latents.
 _MARGIN = 1.1
 _CHUNK = 16_384  # active codes whose decoder rows are gathered at once: bounds memory to chunk · d_model
+
+# In bfloat16 a GPU's tensor cores multiply densely, zeros and all, sooner than the rows of active codes are gathered,
+# up to about this many latents per active code. Reckoned from an H100's rates (600 Tflop/s, 3 TB/s), not measured.
+_DENSE_UP_TO = 1024
+_TENSOR_CORES = ("cuda",)
 
 
 class Codes(NamedTuple):
@@ -36,7 +46,8 @@ class Codes(NamedTuple):
     def columns(self, start: int, stop: int) -> Codes:
         """The codes of the latents start … stop − 1, renumbered from 0."""
         keep = ((self.latent >= start) & (self.latent < stop)).nonzero()[:, 0]
-        return Codes(self.values[keep], self.token[keep], self.latent[keep] - start, self.n_tokens)
+        values = self.values.index_select(0, keep)
+        return Codes(values, self.token[keep], self.latent[keep] - start, self.n_tokens)
 
     def followed_by(self, other: Codes) -> Codes:
         """These and the codes of further tokens, which are numbered after these."""
@@ -48,197 +59,193 @@ class Codes(NamedTuple):
         )
 
 
-def encode_topk(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int) -> Codes:
+def matmul(a: torch.Tensor, b: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """a @ b in float32; with bfloat16, factors are rounded to it, products and sums are not."""
+    if precision == "float32":
+        return a @ b
+    return _RoundedProduct.apply(a, b)
+
+
+def encode_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    precision: Precision = "float32",
+    processes: Processes = ALONE,
+) -> Codes:
     """BatchTopK(ReLU(x W + b)) as sparse codes.
 
     Args:
         x: (n, d_model); gets no gradient.
         weight: (d_model, d_sae).
         bias: (d_sae,).
-        k: codes kept per token, on average.
+        k: codes kept per token, on average over the tokens of all processes.
+        precision: of the products with x.
+        processes: that hold the batch.
     """
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, k)
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, k, precision, processes)
     return Codes(values, token, latent, len(x))
 
 
-def decode(codes: Codes, rows: torch.Tensor) -> torch.Tensor:
+def decode(codes: Codes, rows: torch.Tensor, precision: Precision = "float32") -> torch.Tensor:
     """(n, d_model): Σ over a token's codes of value · decoder row. rows: (n_latents, d_model)."""
-    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens)
+    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens, precision)
 
 
-def info_nce(
-    codes: Codes,
-    n_latents: int,
-    pairs: torch.Tensor,
-    temperature: float,
-    similarity: str = "cosine",
-    trajectory: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.loss`.
-
-    Args:
-        codes: of the high-level latents.
-        n_latents: their number.
-        pairs: (N, 2) tokens (partner, t).
-        temperature: divides the similarities.
-        similarity: "cosine", or "inner" for raw inner products.
-        trajectory: of at least all tokens t, where a pair's negatives are the pairs of other trajectories only.
-    """
-    shape, groups = (codes.n_tokens, n_latents), None if trajectory is None else trajectory[pairs[:, 1]]
-    if similarity == "inner":
-        return _InfoNCE.apply(codes.values, codes.token, codes.latent, shape, pairs, temperature, groups)
-    square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
-    norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
-    # Not norm[codes.token], whose gradient is added up by several threads in any order: resumed runs give equal bits.
-    unit = codes.values / norm.index_select(0, codes.token).clamp_min(1e-12)
-    return _InfoNCE.apply(unit, codes.token, codes.latent, shape, pairs, temperature, groups)
+def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """(n_rows + 1,) where each row's entries begin and end, from ascending rows."""
+    # Not by bincount, which on a GPU waits for its largest entry.
+    return torch.searchsorted(row, torch.arange(n_rows + 1, device=row.device))
 
 
-def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Tensor:
-    """(N,) Σ over latents of |h(t) − h(s)| for every pair (s, t) of tokens.
-
-    As codes are not negative, |a − b| = a + b − 2 min(a, b), and min is above 0 only where both tokens are active.
-
-    Args:
-        codes: sorted by token, and by latent within a token.
-        n_latents: their number.
-        pairs: (N, 2) tokens (s, t).
-    """
-    # index_select and index_add, not codes[…]: gradients are added up in one order, and resumed runs give equal bits.
-    values = codes.values
-    sums = torch.zeros(codes.n_tokens, dtype=values.dtype, device=values.device).index_add(0, codes.token, values)
-    total = sums.index_select(0, pairs[:, 0]) + sums.index_select(0, pairs[:, 1])
-    if len(values) == 0:
-        return total
-    n_active = torch.bincount(codes.token, minlength=codes.n_tokens)
-    first = n_active.cumsum(0) - n_active
-    # Every active code of every pair's token t …
-    n_mine = n_active[pairs[:, 1]]
-    pair = torch.repeat_interleave(torch.arange(len(pairs), device=values.device), n_mine)
-    place = torch.arange(len(pair), device=values.device) - (n_mine.cumsum(0) - n_mine)[pair]
-    mine = first[pairs[pair, 1]] + place
-    # … and where token s has the same latent.
-    key = codes.token * n_latents + codes.latent
-    wanted = pairs[pair, 0] * n_latents + codes.latent[mine]
-    theirs = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
-    both = (key[theirs] == wanted).nonzero()[:, 0]
-    smaller = torch.minimum(values.index_select(0, mine[both]), values.index_select(0, theirs[both]))
-    return total - 2 * torch.zeros_like(total).index_add(0, pair[both], smaller)
-
-
-def _csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """A CSR matrix from entries sorted by row."""
-    offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=row.device)
-    offsets[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)
-    return torch.sparse_csr_tensor(offsets, column, values, size=shape, check_invariants=False)
+    return torch.sparse_csr_tensor(offsets(row, shape[0]), column, values, size=shape, check_invariants=False)
 
 
-def _transposed(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def transposed(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The transpose, as CSR, of the matrix with the given entries."""
     order = column.argsort(stable=True)
-    return _csr(column[order], row[order], values[order], (shape[1], shape[0]))
+    return csr(column[order], row[order], values[order], (shape[1], shape[0]))
 
 
-def _largest(pre: torch.Tensor, n: int) -> torch.Tensor:
+def _largest(pre: torch.Tensor, n: int, processes: Processes) -> torch.Tensor:
     """Ascending flat indices of the n largest positive entries of a non-negative tensor (fewer if there are fewer).
 
-    A strided sample bounds the n-th largest from below, so that only the entries above the bound are sorted.
+    A strided sample bounds the n-th largest from below, so that only the entries above the bound are sorted. Of several
+    processes, the largest of all their entries are found, as many as their n add up to.
     """
     flat = pre.view(-1)
     sample = flat[::_SAMPLE_STRIDE]
     wanted = min(len(sample), int(_MARGIN * n / _SAMPLE_STRIDE) + 64)
-    bound = sample.topk(wanted, sorted=False).values.min()
+    bound = sample.topk(wanted, sorted=False).values.min() if len(sample) else pre.new_tensor(torch.inf)
     found = (flat > bound).nonzero()[:, 0]
     if len(found) < n:
-        found = flat.nonzero()[:, 0]
+        bound, found = torch.zeros_like(bound), flat.nonzero()[:, 0]
+    if processes.size > 1:
+        return _largest_of_all(flat, n, bound, processes)
     if len(found) > n:
         found = found[flat[found].topk(n, sorted=False).indices].sort().values
     return found
 
 
+def _largest_of_all(flat: torch.Tensor, n: int, bound: torch.Tensor, processes: Processes) -> torch.Tensor:
+    """This process's part. Above its bound lie at least n of its entries, or all that are positive."""
+    # So above the lowest bound lie at least as many as are wanted in all.
+    found = (flat > processes.least(bound)).nonzero()[:, 0]
+    mine = flat[found]
+    parts, n = processes.gather(mine), sum(processes.counts(n))
+    values = torch.cat(parts)
+    if len(values) <= n:
+        return found
+    limit = values.topk(n, sorted=False).values.min()
+    # Of equal values at the limit, as many as are still wanted are kept, from the first process on.
+    wanted = n - (values > limit).sum() - sum((part == limit).sum() for part in parts[: processes.rank])
+    tied = mine == limit
+    return found[(mine > limit) | (tied & (tied.cumsum(0) <= wanted))]
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product in float32 of the factors rounded to bfloat16."""
+    a, b = a.bfloat16(), b.bfloat16()
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # torch has no such product on a CPU. The same numbers: products of two bfloat16 numbers are exact in float32.
+    return a.float() @ b.float()
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _multiplied(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        a, b = ctx.saved_tensors
+        by_a = _multiplied(gradients[0], b.T) if ctx.needs_input_grad[0] else None
+        return by_a, _multiplied(a.T, gradients[0]) if ctx.needs_input_grad[1] else None
+
+
+def _densely(n_active: int, shape: tuple[int, int], device: torch.device, precision: Precision) -> bool:
+    """Whether products with codes of this shape are taken as dense ones."""
+    fast = precision == "bfloat16" and device.type in _TENSOR_CORES
+    return fast and shape[0] * shape[1] <= _DENSE_UP_TO * n_active
+
+
+def _dense(token: torch.Tensor, latent: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """(n_tokens, n_latents) bfloat16."""
+    codes = torch.zeros(shape, dtype=torch.bfloat16, device=values.device)
+    codes[token, latent] = values.bfloat16()
+    return codes
+
+
 class _EncodeTopK(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        k: int,
+        precision: Precision,
+        processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        pre = torch.addmm(bias, x, weight).relu_()
-        index = _largest(pre, k * len(x))
+        if precision == "bfloat16":
+            pre = _multiplied(x, weight).add_(bias).relu_()
+        else:
+            pre = torch.addmm(bias, x, weight).relu_()
+        index = _largest(pre, k * len(x), processes)
         token = index // pre.shape[1]
         latent = index - token * pre.shape[1]
         ctx.save_for_backward(x, token, latent)
-        ctx.d_sae = pre.shape[1]
+        ctx.d_sae, ctx.precision = pre.shape[1], precision
         ctx.mark_non_differentiable(token, latent)
         return pre.view(-1)[index], token, latent
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None, None]:
         x, token, latent = ctx.saved_tensors
-        gradient = gradients[0]
+        gradient, shape = gradients[0], (len(x), ctx.d_sae)
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
-        weight = _transposed(token, latent, gradient, (len(x), ctx.d_sae)) @ x  # (d_sae, d_model)
+        if _densely(len(token), shape, x.device, ctx.precision):
+            weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
+        else:
+            weight = (transposed(token, latent, gradient, shape) @ x).T
         bias = torch.zeros(ctx.d_sae, dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        return None, weight.T, bias, None
+        return None, weight, bias, None, None, None
 
 
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, rows: torch.Tensor, token: torch.Tensor, latent: torch.Tensor, n_tokens: int
+        ctx: Any,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        token: torch.Tensor,
+        latent: torch.Tensor,
+        n_tokens: int,
+        precision: Precision,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, rows, token, latent)
-        return _csr(token, latent, values, (n_tokens, len(rows))) @ rows
+        ctx.precision, shape = precision, (n_tokens, len(rows))
+        if _densely(len(values), shape, rows.device, precision):
+            return _multiplied(_dense(token, latent, values, shape), rows)
+        return csr(token, latent, values, shape) @ rows
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         values, rows, token, latent = ctx.saved_tensors
         gradient = gradients[0].contiguous()
+        shape = (len(gradient), len(rows))
+        if _densely(len(values), shape, rows.device, ctx.precision):
+            by_value = _multiplied(gradient, rows.T)[token, latent]
+            by_row = _multiplied(_dense(token, latent, values, shape).T, gradient)
+            return by_value, by_row, None, None, None, None
         by_value = torch.empty_like(values)
         for low in range(0, len(values), _CHUNK):
             part = slice(low, low + _CHUNK)
             by_value[part] = torch.einsum("id,id->i", gradient[token[part]], rows[latent[part]])
-        by_row = _transposed(token, latent, values, (len(gradient), len(rows))) @ gradient
-        return by_value, by_row, None, None, None
-
-
-class _InfoNCE(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        unit: torch.Tensor,
-        token: torch.Tensor,
-        latent: torch.Tensor,
-        shape: tuple[int, int],
-        pairs: torch.Tensor,
-        temperature: float,
-        groups: torch.Tensor | None,
-    ) -> torch.Tensor:
-        (n_tokens, n_latents), n = shape, len(pairs)
-        dense = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
-        dense[latent, token] = unit
-        previous = dense[:, pairs[:, 0]]  # (n_latents, N)
-        current = _csr(token, latent, unit, (n_tokens, n_latents))
-        # Similarities of every token with every previous token; rows that are no current token are left out.
-        logits = (current @ previous)[pairs[:, 1]] / temperature  # (N, N)
-        if groups is not None:
-            logits.masked_fill_((groups[:, None] == groups[None, :]).fill_diagonal_(False), -torch.inf)
-        by_row, by_column = logits.logsumexp(1), logits.logsumexp(0)
-        loss = (by_row + by_column).mean() / 2 - logits.diagonal().mean()
-        # ∂loss/∂logits = (softmax over rows + softmax over columns) / 2N − 1/N on the diagonal.
-        weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
-        weight.mul_(0.5 / (n * temperature)).diagonal().sub_(1 / (n * temperature))
-        ctx.save_for_backward(unit, token, latent, pairs, weight)
-        ctx.shape = shape
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
-        unit, token, latent, pairs, weight = ctx.saved_tensors
-        n_tokens, n_latents = ctx.shape
-        by_latent = _transposed(token, latent, unit, ctx.shape)  # (n_latents, n_tokens)
-        total = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
-        for mine, others, matrix in ((1, 0, weight.T), (0, 1, weight)):
-            # Added, not assigned: a token may be a partner more than once.
-            spread = torch.zeros(n_tokens, len(pairs), dtype=unit.dtype, device=unit.device)
-            spread.index_add_(0, pairs[:, others], matrix)
-            total.index_add_(1, pairs[:, mine], by_latent @ spread)
-        return gradients[0] * total[latent, token], None, None, None, None, None, None
+        by_row = transposed(token, latent, values, shape) @ gradient
+        return by_value, by_row, None, None, None, None

@@ -10,14 +10,13 @@
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
 
-On several processes (`tsae.sae.distributed`) a step takes the same batch, every process a share of its windows, and
-the reconstruction terms are those of the whole batch. What is chosen or contrasted within a batch is so within a share:
-BatchTopK keeps k codes per token of each share, a pair's InfoNCE negatives are the other pairs of its share, and AuxK
-measures the residual against its share's variance. The threshold is the mean over the shares' smallest codes.
+On several processes (`tsae.sae.distributed`) every process takes a share of each batch's windows, and a step is that of
+one process with the whole batch, up to the order in which floats are added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from tsae.sae.checkpointing import RunFolder, inputs_of
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
 from tsae.sae.initial import initial_bias
-from tsae.sae.loss import LossTerms, temporal_loss
+from tsae.sae.loss import LossTerms, temporal_loss, variance
 from tsae.sae.model import TemporalSAE
 from tsae.sae.tracking import start_wandb
 
@@ -67,12 +66,6 @@ def train(
     if config.dead_after_tokens is None:
         config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 30, training.batch_tokens)))
     with join(training.device) as processes:
-        if training.batch_tokens < 2 * training.window * processes.size:
-            raise TsaeError(
-                f"batch_tokens={training.batch_tokens} must hold two windows of window={training.window} tokens for "
-                f"each of {processes.size} processes",
-                where="TrainingConfig",
-            )
         folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site, training.balance))
         if folder is not None:
             processes.first_does(folder.claim)
@@ -212,58 +205,62 @@ class _Trainer:
         """This process's shares of the batches that are left, epoch after epoch."""
         share = (self.processes.rank, self.processes.size)
         while self.steps < self.n_steps:
-            before = self.steps
+            usable = self.next_batch > 0
             for batch in self.windows.epoch(self.epoch, self.training.batch_tokens, start=self.next_batch, share=share):
                 self.next_batch = batch.number + 1
-                # Outliers may leave a share without pairs: all processes then leave the batch out.
+                # Outliers may leave a share without any, or the whole batch, which one process is then not given.
                 needed = batch.x if self.windows.partner is None else batch.pairs
-                if self.processes.size > 1 and self.processes.least(len(needed)) < 2:
+                if not any(self.processes.counts(len(needed))):
                     continue
+                usable = True
                 yield batch
                 if self.steps == self.n_steps:
                     return
-            if self.steps == before and self.next_batch == 0:
-                raise TsaeError("no batch has pairs of tokens", where=self.windows.store.path)
+            if not usable:
+                raise TsaeError(
+                    f"no two tokens that make a pair have norms below {self.windows.norms.limit:g}",
+                    where=self.windows.store.path,
+                    fix="Raise max_norm (--max-norm), or choose another token span.",
+                )
             self.epoch, self.next_batch = self.epoch + 1, 0
 
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
         """One optimizer step; metrics every 25th step and at the last."""
         assert self.config.dead_after_tokens is not None
         x = torch.from_numpy(batch.x).to(self.device) * self.scale
-        n_tokens = int(self.processes.sum(torch.tensor(len(x), device=self.device)))
-        share = len(x) / n_tokens
         dead = self.idle_tokens >= self.config.dead_after_tokens
         pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
         others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
-        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others)
-        if not torch.isfinite(terms.total):
-            raise TsaeError(
-                f"the loss is not finite at step {self.steps}",
-                where=self.windows.store.path,
-                fix="Lower the learning rate, or check the activations.",
-            )
+        precision, processes = self.training.precision, self.processes
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others, precision=precision, processes=processes)
         rate = self.learning_rate * self._schedule(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        (terms.total * share).backward()
+        terms.total.backward()
         self.processes.sum_gradients(self.sae.parameters())
         self._project_gradient()
         torch.nn.utils.clip_grad_norm_(self.sae.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             self.sae.W_dec.div_(self.sae.W_dec.norm(dim=1, keepdim=True).clamp_min(1e-8))
-        self.idle_tokens.add_(n_tokens)
-        self.idle_tokens[self.processes.any(terms.fired)] = 0
+        self.idle_tokens.add_(terms.n_tokens).masked_fill_(terms.fired, 0)
+        # Read together, once all is under way: a GPU is waited for here.
+        total, smallest = torch.stack([self.processes.sum(terms.total.detach()), terms.smallest]).tolist()
+        if not math.isfinite(total):
+            raise TsaeError(
+                f"the loss is not finite at step {self.steps}",
+                where=self.windows.store.path,
+                fix="Lower the learning rate, or check the activations.",
+            )
         # Bias-corrected running mean: no warm-up in which the threshold would be too low.
-        smallest = float(self.processes.sum(terms.smallest * share))
         self.smallest = _THRESHOLD_DECAY * self.smallest + (1 - _THRESHOLD_DECAY) * smallest
         self.weight = _THRESHOLD_DECAY * self.weight + (1 - _THRESHOLD_DECAY)
         self.steps += 1
         if (self.steps - 1) % 25 and self.steps != self.n_steps:
             return None
         with torch.no_grad():
-            return self._metrics(x, terms, share, rate)
+            return self._metrics(x, terms, rate)
 
     def _schedule(self, step: int) -> float:
         """Share of the full learning rate: up, level, down."""
@@ -276,17 +273,17 @@ class _Trainer:
         assert gradient is not None
         gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)
 
-    def _metrics(self, x: torch.Tensor, terms: LossTerms, share: float, rate: float) -> dict[str, float]:
+    def _metrics(self, x: torch.Tensor, terms: LossTerms, rate: float) -> dict[str, float]:
         # At the threshold that inference would use now, not the k that the batch was given.
-        l0 = (self.sae.preactivations(x) > self.smallest / self.weight).sum() / len(x)
-        variance = (x - x.mean(0)).pow(2).mean()
-        local = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux, l0, variance]
-        total, everything, high, temporal, aux, l0, variance = self.processes.sum(torch.stack(local) * share)
+        l0 = (self.sae.preactivations(x) > self.smallest / self.weight).sum() / terms.n_tokens
+        parts = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux, l0]
+        total, everything, high, temporal, aux, l0 = self.processes.sum(torch.stack(parts))
+        var = variance(x, terms.n_tokens, self.processes)
         return {
             "step": self.steps - 1,
             "loss": total.item(),
-            "fve": 1 - (everything / variance).item(),
-            "fve_high": 1 - (high / variance).item(),
+            "fve": 1 - (everything / var).item(),
+            "fve_high": 1 - (high / var).item(),
             "temporal": temporal.item(),
             "aux": aux.item(),
             "l0": l0.item(),
