@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +143,9 @@ class Capture:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a temporal SAE on an activation store; a run that was killed goes on.
+    """Train temporal SAEs on an activation store; a run that was killed goes on.
+
+    Fine-tune one with --start; train several in one pass with --seeds and --sites.
 
     On several processes: torchrun --nproc-per-node 2 -m tsae train …
     """
@@ -150,21 +153,40 @@ class Train:
     store: Path
     """Folder that `tsae capture` wrote."""
     to: Path
-    """Folder for sae.safetensors, config.json, training.json and metrics.jsonl."""
+    """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
+    start: Path | None = None
+    """SAE to fine-tune in place of random weights, ours or of sae_lens; SAE options then default to its own."""
+    seeds: tuple[int, ...] = ()
+    """One SAE per seed of the initial weights, all from the same batches, which are read once."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names: SAEs for each, one site after another."""
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
     def run(self) -> None:
         import tsae
         from tsae.sae.distributed import first_process
+        from tsae.sae.many import run_name
 
         store = tsae.ActivationStore(self.store)
-        sae = tsae.train(store, self.sae, to=self.to, training=self.training)
+        if not self.seeds and not self.sites:
+            saes = {self.to: tsae.train(store, self.sae, start=self.start, to=self.to, training=self.training)}
+        elif self.start is not None:
+            raise TsaeError(
+                "a start has one site, and no seed of initial weights",
+                where="--start",
+                fix="Leave out --seeds and --sites, or --start.",
+            )
+        else:
+            seeds, sites = self.seeds or None, self.sites or None
+            many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=self.training)
+            saes = {self.to / run_name(*key): sae for key, sae in many.items()}
         if not first_process():
             return
-        _wrote(self.to, sae)
-        norms = sae.training_info["norms"]
-        print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+        for folder, sae in saes.items():
+            _wrote(folder, sae)
+            norms = sae.training_info["norms"]
+            print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +214,7 @@ class Evaluate:
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, to probe too; needs series."""
     seeds: tuple[Path, ...] = ()
-    """The same training with other seeds: match latents, and write stability.json into the SAE's folder."""
+    """The same training with other seeds, such as saes/*: match latents; `tsae encode` picks stability.json up."""
     json: Path | None = None
     """File to write all numbers to."""
 
@@ -212,7 +234,7 @@ class Evaluate:
             content["separation"] = separated.as_dict()
             print(f"\n{separated}")
         if self.seeds:
-            stable = stability(sae, self.seeds)
+            stable = stability(sae, [other for other in self.seeds if other.resolve() != self.sae.resolve()])
             content["stability"] = stable.summary()
             print(f"\n{stable}")
             _wrote(stable.save(self.sae))
@@ -348,7 +370,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script; a `TsaeError` is printed in one paragraph and exits with status 2."""
     try:
         # Parsing makes the configs, whose checks raise TsaeError too.
-        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args)
+        args = sys.argv[1:] if args is None else args
+        start = _start_as_default(args)
+        given: dict[str, Any] = {} if start is None else {"default": start}
+        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
         command.run()
     except TsaeError as error:
         print(f"tsae: {error}", file=sys.stderr)
@@ -362,6 +387,21 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
 runs them all on shipped checkpoints."""
+
+
+def _start_as_default(args: Sequence[str]) -> Train | None:
+    """`tsae train --start SAE`: the start's own config in place of SAEConfig's defaults, in --help too."""
+    options = ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--start", type=Path)
+    options.add_argument("--store", type=Path)
+    found, _ = options.parse_known_args(args)
+    if list(args[:1]) != ["train"] or found.start is None or found.store is None:
+        return None
+    import tsae
+    from tsae.sae.finetuning import starting_config
+
+    config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
+    return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)
 
 
 def _series(path: Path) -> CheckpointSeries:

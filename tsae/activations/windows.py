@@ -11,6 +11,7 @@ Only the index of windows is held in memory (24 bytes a window); activations are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class Windows:
     ) -> None:
         if window < 2:
             raise TsaeError(f"window={window} holds no pair of adjacent tokens", where="window", fix="Use at least 2.")
-        self.store, self.site, self.window, self.seed = store, site, window, seed
+        self.store, self.site, self.window, self.seed, self.max_norm = store, site, window, seed, max_norm
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
         # Looking a dataset up in its file takes longer than reading a few windows of it.
@@ -94,6 +95,14 @@ class Windows:
                 fix="Choose another token span, or train with temporal_weight=0.",
             )
         self.norms = self._norms(max_norm)
+
+    def at(self, site: str) -> Windows:
+        """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
+        other = copy(self)
+        other.site, other.d_model = site, self.store.d_model(site)
+        other._maps = [shard.raw(site) for shard in self.shards]
+        other.norms = other._norms(self.max_norm)
+        return other
 
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
         rng = np.random.default_rng(self.seed)

@@ -107,7 +107,9 @@ class TrainingConfig:
     decay_share: float = 0.2
     """Share of the steps, at the end, over which it falls linearly to 0."""
     seed: int = 0
-    """Of the initial weights and the order of the data."""
+    """Of the initial weights and, unless data_seed is given, of the data's order."""
+    data_seed: int | None = None
+    """Of the data's order and of the norms' sample; by default the seed. Trainings that share it share batches."""
     device: str = "cpu"
     """A torch device."""
     save_every_steps: int = 500
