@@ -305,6 +305,8 @@ class Diff:
     """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token."""
+    stability: Path | None = None
+    """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
@@ -316,7 +318,9 @@ class Diff:
         strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
-        diff = tsae.feature_diff(features, self.config, annotator=annotator, token_strings=strings)
+        diff = tsae.feature_diff(
+            features, self.config, annotator=annotator, token_strings=strings, stability=self.stability
+        )
         print_findings(diff)
         _wrote(diff.save(self.to), diff)
 
