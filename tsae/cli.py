@@ -214,7 +214,7 @@ class Evaluate:
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, to probe too; needs series."""
     seeds: tuple[Path, ...] = ()
-    """The same training with other seeds, such as saes/*: match latents; `tsae encode` picks stability.json up."""
+    """The same training with other seeds: match latents into stability.json, which `tsae encode` takes along."""
     json: Path | None = None
     """File to write all numbers to."""
 

@@ -198,7 +198,7 @@ class RunFolder:
             ) from error
 
 
-def inputs_of(store: ActivationStore, site: str, start: TemporalSAE | None = None) -> dict[str, Any]:
+def inputs_of(store: ActivationStore, site: str, *, start: TemporalSAE | None = None) -> dict[str, Any]:
     """What of a store, and of the SAE that is fine-tuned, decides the weights."""
     manifest = store.manifest
     readers = {

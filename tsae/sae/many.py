@@ -2,7 +2,8 @@
 
 A site's seeds share every batch: it is read, cut and checked once. That saves disk traffic where a store is larger than
 memory; from memory, reading is a small part of a step. Sites come one after another and share the index of windows:
-their activations lie in different datasets, so that nothing else is common, and only one site's weights are held.
+their activations lie in different datasets, so that nothing else is common, and one site's optimizers are held at a
+time.
 
 Every run folder is what `train` alone would have written with the same seed and data_seed, bit for bit, and a pass that
 was killed goes on with the same bits. That seeds share the data's order makes them differ in initial weights alone,

@@ -49,7 +49,7 @@ class Plan:
             config = replace(config, dead_after_tokens=dead_after)
         if training.data_seed is None:
             training = replace(training, data_seed=training.seed)
-        inputs = inputs_of(store, site, start)
+        inputs = inputs_of(store, site, start=start)
         folder = None if to is None else RunFolder(to, config, training, inputs)
         return cls(site, config, training, start, inputs, folder)
 

@@ -103,17 +103,18 @@ def train_plans(store: ActivationStore, plans: Sequence[Plan], *, progress: bool
         ) as bar:
             windows: Windows | None = None
             for site in dict.fromkeys(plans[i].site for i in left):
-                windows = _windows(store, site, training) if windows is None else windows.at(site)
                 here = [i for i in left if plans[i].site == site]
+                windows = _windows(store, plans[here[0]]) if windows is None else windows.at(site)
                 saes.update(zip(here, _train(windows, [plans[i] for i in here], processes, bar), strict=True))
     return [saes[i] for i in range(len(plans))]
 
 
-def _windows(store: ActivationStore, site: str, training: TrainingConfig) -> Windows:
+def _windows(store: ActivationStore, plan: Plan) -> Windows:
+    training = plan.training
     assert training.data_seed is not None
     return Windows(
         store,
-        site,
+        plan.site,
         span=training.span,
         window=training.window,
         held_out=False,
