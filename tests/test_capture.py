@@ -506,6 +506,21 @@ def test_batches_are_near_their_size_and_never_starve_the_temporal_term(
             assert all(2 / 3 * batch_tokens - 4 <= n <= 3 / 2 * batch_tokens + 4 for n, _ in sizes)
 
 
+@pytest.mark.parametrize("max_norm", [1e6, 1.3])
+def test_tokens_know_their_trajectory(store: ActivationStore, max_norm: float) -> None:
+    owners: dict[bytes, set[int]] = {}  # answers to one problem share the tokens of its prompt
+    for shard in store.shards():
+        x = shard.read(SITE, slice(None))
+        for i, row in enumerate(shard.trajectory.tolist()):
+            for t in range(shard.offsets[i], shard.offsets[i + 1]):
+                owners.setdefault(x[t].tobytes(), set()).add(row)
+    assert sum(len(rows) == 1 for rows in owners.values()) > 100
+    for batch in Windows(store, SITE, window=3, max_norm=max_norm).epoch(0, 200):
+        assert all(id in owners[x.tobytes()] for id, x in zip(batch.trajectory.tolist(), batch.x, strict=True))
+        assert (batch.trajectory[batch.pairs[:, 0]] == batch.trajectory[batch.pairs[:, 1]]).all()
+        assert len(set(batch.trajectory.tolist())) > 1
+
+
 def test_pairs_are_rows_of_the_batch_in_order(store: ActivationStore) -> None:
     for batch in Windows(store, SITE, window=4).epoch(0, 100):
         assert (batch.pairs[:, 1] - batch.pairs[:, 0] == 1).all()

@@ -33,13 +33,20 @@ def batch_topk(pre: torch.Tensor, k: int) -> torch.Tensor:
     return pre * (pre >= limit)
 
 
-def info_nce(current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def info_nce(
+    current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0, trajectory: torch.Tensor | None = None
+) -> torch.Tensor:
     a, b = (codes / codes.norm(dim=1, keepdim=True).clamp_min(1e-12) for codes in (current, previous))
     logits = a @ b.T / temperature
+    if trajectory is not None:
+        same = trajectory[:, None] == trajectory[None, :]
+        logits = logits.masked_fill(same & ~torch.eye(len(same), dtype=torch.bool), -torch.inf)
     return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
 
 
-def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+def dense_loss(
+    sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor, trajectory: torch.Tensor
+) -> torch.Tensor:
     c = sae.config
     pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
     codes = batch_topk(pre, c.k)
@@ -50,7 +57,7 @@ def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: tor
     kept = kept * (kept >= kept.sort(1, descending=True).values[:, [sae.d_model // 2 - 1]])
     residual = error.detach()
     aux = (residual - kept @ sae.W_dec).pow(2).mean() / (residual - residual.mean(0)).pow(2).mean()
-    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature)
+    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature, trajectory[pairs[:, 0]])
     return error_high.pow(2).mean() + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
 
 
@@ -65,9 +72,10 @@ def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature:
     start = torch.arange(0, 69)
     pairs = torch.stack([start, start + 1], dim=1)[start % 7 != 6]
     dead = torch.rand(60, generator=generator) < 0.4
-    expected = dense_loss(sae, x, pairs, dead)
+    trajectory = torch.arange(70) // 14  # two windows of 7 each
+    expected = dense_loss(sae, x, pairs, dead, trajectory)
     expected_gradients = torch.autograd.grad(expected, list(sae.parameters()))
-    found = temporal_loss(sae, x, pairs, dead).total
+    found = temporal_loss(sae, x, pairs, dead, trajectory).total
     gradients = torch.autograd.grad(found, list(sae.parameters()))
     torch.testing.assert_close(found, expected)
     for a, b in zip(gradients, expected_gradients, strict=True):
@@ -169,8 +177,19 @@ def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> N
         temporal_loss(small, X, BOTH_WAYS[:n_pairs])
 
 
+def test_a_batch_of_one_trajectory_is_refused(small: TemporalSAE) -> None:
+    one = torch.zeros(len(X), dtype=torch.long)
+    with pytest.raises(TsaeError, match="no pair has negatives"):
+        temporal_loss(small, X, BOTH_WAYS, trajectory=one)
+    every = TemporalSAE(small.d_model, replace(small.config, negatives="batch"))
+    every.load_state_dict(small.state_dict())
+    expected = temporal_loss(every, X, BOTH_WAYS).temporal
+    assert temporal_loss(every, X, BOTH_WAYS, trajectory=one).temporal == expected
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_info_nce_against_a_loop(temperature: float) -> None:
+@pytest.mark.parametrize("trajectory", [[0, 1, 2, 3, 4], [7, 3, 7, 3, 7]])
+def test_info_nce_against_a_loop(temperature: float, trajectory: list[int]) -> None:
     """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
     sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, groups=(4 / 6, 2 / 6), temperature=temperature))
     with torch.no_grad():
@@ -184,12 +203,18 @@ def test_info_nce_against_a_loop(temperature: float) -> None:
         for a, b in ((current, previous), (previous, current)):
             similar = []
             for j in range(5):
+                if j != i and trajectory[j] == trajectory[i]:
+                    continue
                 norms = float(a[i].norm() * b[j].norm())
                 similar.append(float(a[i] @ b[j]) / norms / temperature if norms else 0.0)
-            total += -math.log(math.exp(similar[i]) / sum(math.exp(s) for s in similar)) / 5 / 2
-    assert temporal_loss(sae, x, pairs).temporal.item() == pytest.approx(total, rel=1e-5)
-    equal = temporal_loss(sae, torch.ones(10, 4), pairs).temporal
-    assert equal.item() == pytest.approx(math.log(5))  # nothing to tell partners by: chance
+                if j == i:
+                    own = similar[-1]
+            total += -math.log(math.exp(own) / sum(math.exp(s) for s in similar)) / 5 / 2
+    ids = torch.tensor(trajectory).repeat_interleave(2)
+    assert temporal_loss(sae, x, pairs, trajectory=ids).temporal.item() == pytest.approx(total, rel=1e-5)
+    equal = temporal_loss(sae, torch.ones(10, 4), pairs, trajectory=ids).temporal
+    chance = sum(math.log(1 + 5 - trajectory.count(id)) for id in trajectory) / 5
+    assert equal.item() == pytest.approx(chance)  # nothing to tell partners by
 
 
 def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
@@ -230,7 +255,7 @@ def test_gradients_against_finite_differences(term: str) -> None:
     sae, x, pairs = random_sae(aux_weight=0.0, temperature=0.5)
 
     def loss() -> torch.Tensor:
-        return getattr(temporal_loss(sae, x, pairs), term)
+        return getattr(temporal_loss(sae, x, pairs, trajectory=torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])), term)
 
     loss().backward()
     largest = 0.0

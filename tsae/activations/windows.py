@@ -29,6 +29,8 @@ class TokenBatch(NamedTuple):
     """(n, d_model) float32."""
     pairs: np.ndarray
     """(n_pairs, 2) rows of x: (token t − 1, token t), adjacent in a trajectory."""
+    trajectory: np.ndarray
+    """(n,) row ids into the rollouts."""
     number: int = 0
     """Place in the epoch, from 0."""
 
@@ -179,18 +181,24 @@ class Windows:
     def _batch(self, windows: np.ndarray) -> TokenBatch:
         windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
         shard, start, length = windows.T
+        row = np.empty_like(start)
+        for number in np.unique(shard):
+            mine, found = shard == number, self.shards[number]
+            row[mine] = found.trajectory[np.searchsorted(found.offsets, start[mine], side="right") - 1]
         which = np.repeat(np.arange(len(windows)), length)
         within = np.arange(len(which)) - np.repeat(length.cumsum() - length, length)
         x = self._gather(shard[which], start[which] + within)
+        trajectory = row[which]
         follows = within > 0
         outlier = self._norm(x, shard[which], start[which] + within) > self.norms.limit
         if outlier.any():
-            row = np.cumsum(~outlier) - 1
+            place = np.cumsum(~outlier) - 1
             follows[1:] &= ~outlier[1:] & ~outlier[:-1]
             current = np.flatnonzero(follows)
-            return TokenBatch(x[~outlier], np.stack([row[current - 1], row[current]], axis=1))
+            pairs = np.stack([place[current - 1], place[current]], axis=1)
+            return TokenBatch(x[~outlier], pairs, trajectory[~outlier])
         current = np.flatnonzero(follows)
-        return TokenBatch(x, np.stack([current - 1, current], axis=1))
+        return TokenBatch(x, np.stack([current - 1, current], axis=1), trajectory)
 
     def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
         """(n, d_model) float32 of tokens sorted by shard."""

@@ -28,6 +28,10 @@ class SAEConfig:
     similarity: Literal["cosine", "inner"] = "cosine"
     """Of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product of its
     authors' code."""
+    negatives: Literal["trajectories", "batch"] = "trajectories"
+    """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
+    pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
+    neighbours would be pushed apart."""
     temperature: float = 0.1
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""

@@ -13,6 +13,8 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
 
+  where j and i run over the pair itself and the pairs of other trajectories (by default; see `SAEConfig.negatives`).
+
 - AuxK (Gao et al., arXiv 2406.04093): the share of the residual x − x̂ left unexplained by the d_model / 2 strongest
   dead latents.
 
@@ -49,7 +51,11 @@ class LossTerms(NamedTuple):
 
 
 def temporal_loss(
-    sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor | None = None
+    sae: TemporalSAE,
+    x: torch.Tensor,
+    pairs: torch.Tensor,
+    dead: torch.Tensor | None = None,
+    trajectory: torch.Tensor | None = None,
 ) -> LossTerms:
     """The loss of one batch.
 
@@ -58,9 +64,10 @@ def temporal_loss(
         x: (n, d_model) tokens.
         pairs: (N, 2) rows of x: (token t − 1, token t).
         dead: (d_sae,) bool, latents for AuxK; none by default.
+        trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
 
     Raises:
-        TsaeError: where the temporal term has a weight but the batch has no pairs.
+        TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
     """
     config = sae.config
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
@@ -82,7 +89,15 @@ def temporal_loss(
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )
-        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity)
+        if config.negatives == "batch":
+            trajectory = None
+        elif trajectory is not None and bool((trajectory == trajectory[0]).all()):
+            raise TsaeError(
+                "all pairs of the batch are of one trajectory, so that no pair has negatives",
+                where="temporal_loss",
+                fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
+            )
+        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity, trajectory)
         total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())

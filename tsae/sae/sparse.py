@@ -58,7 +58,12 @@ def decode(codes: Codes, rows: torch.Tensor) -> torch.Tensor:
 
 
 def info_nce(
-    codes: Codes, n_latents: int, pairs: torch.Tensor, temperature: float, similarity: str = "cosine"
+    codes: Codes,
+    n_latents: int,
+    pairs: torch.Tensor,
+    temperature: float,
+    similarity: str = "cosine",
+    trajectory: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.loss`.
 
@@ -68,14 +73,16 @@ def info_nce(
         pairs: (N, 2) tokens (t − 1, t).
         temperature: divides the similarities.
         similarity: "cosine", or "inner" for raw inner products.
+        trajectory: (n_tokens,) where a pair's negatives are the pairs of other trajectories only.
     """
+    shape, groups = (codes.n_tokens, n_latents), None if trajectory is None else trajectory[pairs[:, 0]]
     if similarity == "inner":
-        return _InfoNCE.apply(codes.values, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
+        return _InfoNCE.apply(codes.values, codes.token, codes.latent, shape, pairs, temperature, groups)
     square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
     norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
     # Not norm[codes.token], whose gradient is added up by several threads in any order: resumed runs give equal bits.
     unit = codes.values / norm.index_select(0, codes.token).clamp_min(1e-12)
-    return _InfoNCE.apply(unit, codes.token, codes.latent, codes.n_tokens, n_latents, pairs, temperature)
+    return _InfoNCE.apply(unit, codes.token, codes.latent, shape, pairs, temperature, groups)
 
 
 def _csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -159,25 +166,27 @@ class _InfoNCE(torch.autograd.Function):
         unit: torch.Tensor,
         token: torch.Tensor,
         latent: torch.Tensor,
-        n_tokens: int,
-        n_latents: int,
+        shape: tuple[int, int],
         pairs: torch.Tensor,
         temperature: float,
+        groups: torch.Tensor | None,
     ) -> torch.Tensor:
-        n = len(pairs)
+        (n_tokens, n_latents), n = shape, len(pairs)
         dense = torch.zeros(n_latents, n_tokens, dtype=unit.dtype, device=unit.device)
         dense[latent, token] = unit
         previous = dense[:, pairs[:, 0]]  # (n_latents, N)
         current = _csr(token, latent, unit, (n_tokens, n_latents))
         # Similarities of every token with every previous token; rows that are no current token are left out.
         logits = (current @ previous)[pairs[:, 1]] / temperature  # (N, N)
+        if groups is not None:
+            logits.masked_fill_((groups[:, None] == groups[None, :]).fill_diagonal_(False), -torch.inf)
         by_row, by_column = logits.logsumexp(1), logits.logsumexp(0)
         loss = (by_row + by_column).mean() / 2 - logits.diagonal().mean()
         # ∂loss/∂logits = (softmax over rows + softmax over columns) / 2N − 1/N on the diagonal.
         weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
         weight.mul_(0.5 / (n * temperature)).diagonal().sub_(1 / (n * temperature))
         ctx.save_for_backward(unit, token, latent, pairs, weight)
-        ctx.shape = (n_tokens, n_latents)
+        ctx.shape = shape
         return loss
 
     @staticmethod

@@ -285,7 +285,8 @@ class _Trainer:
         n_tokens = int(self.processes.sum(torch.tensor(len(x), device=self.device)))
         share = len(x) / n_tokens
         dead = self.idle_tokens >= self.config.dead_after_tokens
-        terms = temporal_loss(self.sae, x, torch.from_numpy(batch.pairs).to(self.device), dead)
+        pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory)
         if not torch.isfinite(terms.total):
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",
