@@ -130,7 +130,7 @@ def test_windows_at_another_site_are_those_made_for_it(store: ActivationStore) -
 def test_a_pass_killed_at_random_moments_ends_with_the_same_bits(one_site: ActivationStore, tmp_path: Path) -> None:
     folder, killed_after = tmp_path / "many", []
     last = folder / run_name("x.site", SEEDS[-1])
-    training = replace(TRAINING, tokens=12_000)
+    training = replace(TRAINING, tokens=10_000)
     start(many, one_site.path, tmp_path / "whole", training).join()
     while not killed_after or killed_after[-1] != 0:
         before, child = checkpoint(last), start(many, one_site.path, folder, training)

@@ -395,11 +395,13 @@ runs them all on shipped checkpoints."""
 
 def _start_as_default(args: Sequence[str]) -> Train | None:
     """`tsae train --start SAE`: the start's own config in place of SAEConfig's defaults, in --help too."""
-    options = ArgumentParser(add_help=False, allow_abbrev=False)
+    if list(args[:1]) != ["train"]:
+        return None
+    options = ArgumentParser(prog="tsae train", add_help=False, allow_abbrev=False)
     options.add_argument("--start", type=Path)
     options.add_argument("--store", type=Path)
     found, _ = options.parse_known_args(args)
-    if list(args[:1]) != ["train"] or found.start is None or found.store is None:
+    if found.start is None or found.store is None:
         return None
     import tsae
     from tsae.sae.finetuning import starting_config
