@@ -34,9 +34,9 @@ class Bench:
     """Folder for rollouts, activations and SAEs."""
     d_sae: int = 256
     k: int = 8
-    base_tokens: int = 1_500_000
+    base_tokens: int = 1_000_000
     """Tokens of the base's SAE."""
-    tokens: tuple[int, ...] = (30_000, 100_000, 300_000, 1_500_000)
+    tokens: tuple[int, ...] = (30_000, 100_000, 300_000)
     """Budgets on the run's store."""
     rates: tuple[float, ...] = (1.0, 0.1)
     """Learning rates of fine-tuning, as multiples of the default."""
