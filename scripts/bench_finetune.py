@@ -69,7 +69,7 @@ def main() -> None:
             for n in bench.tokens
         }
         for key, start in starts.items():
-            rows[0, "start"]["fve"].append(tsae.evaluate(start, store).fve)
+            rows[0, "start"]["fve"].append(tsae.evaluate(start, store, max_norm=training.max_norm).fve)
             active = np.diff(tsae.encode(start, store, progress=False).codes.tocsc().indptr) > 0
             for n in bench.tokens:
                 found = {"scratch": scratch[n][key]}
@@ -82,7 +82,7 @@ def main() -> None:
                     )
                 for name, sae in found.items():
                     cosine, match = matched_cosines(start.W_dec, sae.W_dec)
-                    rows[n, name]["fve"].append(tsae.evaluate(sae, store).fve)
+                    rows[n, name]["fve"].append(tsae.evaluate(sae, store, max_norm=training.max_norm).fve)
                     if name != "scratch":
                         rows[n, name]["same"].append(float((match == np.arange(bench.d_sae))[active].mean()))
                         cosine = (start.W_dec * sae.W_dec).sum(1).numpy()

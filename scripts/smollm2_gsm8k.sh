@@ -24,7 +24,7 @@ print(next(pathlib.Path(spec.origin).parent.glob("*.gguf")))')
 
 mkdir -p "$out"
 [ -f "$out/log.jsonl" ] || "$bin/python" "$here/gsm8k_log.py" --solutions "$solutions" --to "$out/log.jsonl" --problems "$problems"
-[ -f "$out/rollouts.parquet" ] || "$bin/tsae" rollouts import --log "$out/log.jsonl" --checkpoint "$model" --to "$out/rollouts.parquet"
+[ -f "$out/rollouts.parquet" ] || "$bin/tsae" rollouts import "$out/log.jsonl" --checkpoint "$model" --to "$out/rollouts.parquet"
 [ -f "$out/banded.parquet" ] || "$bin/tsae" rollouts bands --rollouts "$out/rollouts.parquet" --to "$out/banded.parquet"
 "$bin/tsae" capture --series "$model" --rollouts "$out/banded.parquet" --sites blocks.12.hook_resid_post --to "$out/activations"
 [ -f "$out/sae/run.json" ] || "$bin/tsae" train --store "$out/activations" --to "$out/sae" --d-sae 4096 --k 20 --tokens ${TOKENS:-1000000}

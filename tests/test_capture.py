@@ -585,7 +585,7 @@ def test_windows_refuse_what_has_no_pairs(store: ActivationStore, series: Checkp
         Windows(store, SITE, window=1)
     record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": [1, EOS], "outcome": "unknown"}
     lone = capture(series.select([]), Rollouts.from_records([record]), [SITE], to=tmp_path / "lone", progress=False)
-    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
+    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens that count"):
         Windows(lone, SITE)
     with pytest.raises(TsaeError, match="no tokens are left"):
         Windows(lone, SITE, span="prompt")

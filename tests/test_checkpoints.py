@@ -406,3 +406,13 @@ def test_a_single_checkpoint_is_a_series(llama: Path, tmp_path: Path) -> None:
         CheckpointSeries.load(tmp_path)
     with pytest.raises(TsaeError, match="no such folder"):
         CheckpointSeries.load(tmp_path / "missing")
+
+
+def test_tokens_are_found_by_their_text(llama: Path, tmp_path: Path) -> None:
+    found = checkpoint(llama)
+    tokenizer = found.load_tokenizer()
+    assert found.tokens_with(";") == (tokenizer.convert_tokens_to_ids(";"),)
+    # Special tokens aside: <bos> contains an s, no other token does.
+    for text in ("s", "\n", ""):
+        with pytest.raises(TsaeError, match="has no token whose text contains"):
+            found.tokens_with(text)

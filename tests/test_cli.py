@@ -160,6 +160,29 @@ def test_evaluation_prints_and_writes_what_was_measured(
     assert written["evaluation"]["fve"] == pytest.approx(expected.fve)
 
 
+def test_training_says_what_it_mixed_and_what_ends_a_step(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("train", "--store", pipeline / "acts", "--d-sae", 16, "--k", 2, "--tokens", 4000, "--batch-tokens", 500)
+    steps = (*command, "--partner", "step")
+    capsys.readouterr()
+    run(*steps, "--to", tmp_path / "a", "--tokenizer", pipeline / "series", "--step-text", ";", "--balance", "band")
+    said = capsys.readouterr().out
+    info = json.loads((tmp_path / "a" / "training.json").read_text())
+    semicolon = tsae.CheckpointSeries.load(pipeline / "series").base.load_tokenizer().convert_tokens_to_ids(";")
+    assert (info["training"]["partner"], info["training"]["step_ends"]) == ("step", [semicolon])
+    assert [cell["band"] for cell in info["mixture"]] == ["easy", "medium", "hard"]
+    for cell in info["mixture"]:
+        line = f"band {cell['band']}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch"
+        assert line in said.splitlines()
+    run(*steps, "--to", tmp_path / "b", "--step-ends", semicolon, "--balance", "band")
+    assert (tmp_path / "b" / "sae.safetensors").read_bytes() == (tmp_path / "a" / "sae.safetensors").read_bytes()
+    run(*command, "--to", tmp_path / "c", "--balance")
+    assert json.loads((tmp_path / "c" / "training.json").read_text())["mixture"] == [
+        {"tokens": info["tokens_in_store"], "weight": 1.0}
+    ]
+
+
 def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) -> None:
     run("capture", "--series", pipeline / "series", "--rollouts", pipeline / "rollouts.parquet", "--to", tmp_path / "a")
     for file in (pipeline / "acts").rglob("*.h5"):
@@ -174,11 +197,11 @@ def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) 
 def test_a_log_is_imported_and_its_tokenizer_remembered(pipeline: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"q": "1+1?", "a": "#2", "ok": True}) + "\n")
-    run("rollouts", "import", "--log", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
-        "--prompt", "q", "--response", "a", "--correct", "ok", "--default-policy", "gpt")  # fmt: skip
+    run("rollouts", "import", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
+        "--prompt", "q", "--response", "a", "--correct", "ok", "--run", "gpt")  # fmt: skip
     found = tsae.Rollouts.read(tmp_path / "in.parquet")
     assert found.policies == ["gpt"]
-    assert found.info == {"tokenizer": tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]}
+    assert found.info["tokenizer"] == tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]
 
 
 # --- errors
@@ -237,6 +260,22 @@ def test_a_store_whose_width_does_not_fit(pipeline: Path, tmp_path: Path, capsys
         said = fails(capsys, command, "--sae", tmp_path / "wide", "--store", pipeline / "acts", *to)
         assert f"{pipeline / 'acts'}: {SITE} has d_model 16, the SAE expects 24" in said
     assert not (tmp_path / "features").exists()
+
+
+def test_what_ends_a_step_must_be_known(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("train", "--store", pipeline / "acts", "--to", tmp_path / "sae")
+    tokenizer = ("--tokenizer", pipeline / "series")
+    assert "needs the ids of the tokens that end a step" in fails(capsys, *command, "--partner", "step")
+    for wrong in (tokenizer, ("--step-text", ";"), ("--partner", "step", "--step-ends", 15, *tokenizer)):
+        assert "--tokenizer and --step-text say together" in fails(capsys, *command, *wrong)
+    said = fails(capsys, *command, "--partner", "step", *tokenizer)
+    assert r"its tokenizer has no token whose text contains '\n'" in said
+    store = copied(pipeline, tmp_path, "acts")
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "beef"}))
+    said = fails(capsys, "train", "--store", store, "--to", tmp_path / "sae", "--partner", "step", *tokenizer)
+    assert "is not that of the store (beef)" in said
+    assert not (tmp_path / "sae").exists()
 
 
 def test_an_empty_band(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,6 +248,12 @@ def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monk
     [
         ({"k": 4}, {}, r"\(sae\.k was 3, is 4\)"),
         ({}, {"learning_rate": None}, r"\(training\.learning_rate was 0\.003, is null\)"),
+        (
+            {"temporal": "l1"},
+            {"partner": "earlier"},
+            r"\(sae\.temporal was contrastive, is l1; training\.partner was previous, is earlier\)",
+        ),
+        ({}, {"balance": ()}, r'\(training\.balance was \["reader"\], is \[\]\)'),
         ({}, {"tokens": 6000, "seed": 1}, r"\(training\.tokens was 5000, is 6000; training\.seed was 0, is 1; "),
     ],
 )
@@ -422,6 +428,14 @@ def test_two_processes_train_as_one_does(store: ActivationStore, tmp_path: Path)
     last = [json.loads((tmp_path / name / "training.json").read_text())["last"] for name in ("one", "two")]
     for name, tolerance in {"fve": 0.03, "fve_high": 0.03, "l0": 0.3, "alive": 0.1}.items():
         assert last[1][name] == pytest.approx(last[0][name], abs=tolerance), name
+
+
+def test_two_processes_take_partners_from_outside_their_windows(store: ActivationStore, tmp_path: Path) -> None:
+    assert run_ranks(store.path, tmp_path / "two", CONFIG, replace(SHORT, partner="earlier")) == [0, 0]
+    ranks = [load_file(tmp_path / f"two-{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(value, ranks[1][name]) for name, value in ranks[0].items())
+    last = json.loads((tmp_path / "two" / "training.json").read_text())["last"]
+    assert 0 < last["temporal"] < 10
 
 
 def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:

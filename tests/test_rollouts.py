@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import BOS, EOS, make_rollouts, save_model
+from builders import BOS, EOS, make_rollouts
 from scipy.stats import binomtest
 
 from tsae.checkpoints.series import Checkpoint
@@ -21,9 +21,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.checking import exact, find_verifier, last_number
-from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
+from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.difficulty import pass_rates, wilson_interval
-from tsae.rollouts.importing import import_text
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.sampling import encode_prompt, sample
 from tsae.rollouts.table import SCHEMA, Rollouts
@@ -461,114 +460,3 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     assert encode_prompt(tokenizer, "1+1?") == [16, 1, 10, 1, 13, 14, 15]  # no second <bos>
     assert encode_prompt(tokenizer, "1+1?", "chat") == [16, 1, 10, 1, 13, 14, 15]
     assert encode_prompt(tokenizer, "1+1?", "plain") == plain
-
-
-# --- logs
-
-
-def log(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-ROW = {"prompt": "1+1?", "response": "#2", "correct": True, "policy": "m1", "problem_id": "a", "answer": "2"}
-
-
-def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
-    rows = [ROW, {**ROW, "correct": False, "response": "1+1=3;#3", "policy": None, "level": 4}]
-    found = import_text(log(tmp_path / "log.jsonl", rows), policy)
-    assert found.not_round_tripping == 0
-    records = found.rollouts.table.to_pylist()
-    assert records[0]["prompt_ids"] == [BOS, 1, 10, 1, 13]
-    assert records[0]["response_ids"] == [16, 2]
-    assert [r["outcome"] for r in records] == ["success", "failure"]
-    assert [r["reward"] for r in records] == [1.0, 0.0]
-    assert [r["policy"] for r in records] == ["m1", "unknown"]
-    assert [r["level"] for r in records] == [None, "4"]
-    assert [r["finish_reason"] for r in records] == ["unknown", "unknown"]
-    assert found.rollouts.info["tokenizer"]
-    pa_rows = pd.DataFrame([{**row, "level": level} for row, level in zip(rows, (None, "4"), strict=True)])
-    pa_rows.to_parquet(tmp_path / "log.parquet")
-    assert import_text(tmp_path / "log.parquet", policy).rollouts.table.equals(found.rollouts.table)
-
-
-def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint, tmp_path: Path) -> None:
-    def outcomes(rows: list[Any], **config: Any) -> list[str]:
-        found = import_text(log(tmp_path / "log.jsonl", rows), policy, ImportConfig(**config)).rollouts
-        return [str(o) for o in found.table["outcome"].to_pylist()]
-
-    bare = {"prompt": "1+1?", "response": "#2", "answer": "2"}
-    assert outcomes([bare]) == ["unknown"]
-    assert outcomes([{**bare, "reward": 0.5}, {**bare, "reward": 0}, {**bare, "reward": -1}]) == [
-        "success",
-        *["failure"] * 2,
-    ]
-    assert outcomes([bare, {**bare, "answer": "3"}], verifier="last_number") == ["success", "failure"]
-    assert outcomes([{**bare, "correct": c} for c in (1, 0, True, False)]) == ["success", "failure"] * 2
-    # "false" is true in Python.
-    assert outcomes([{**bare, "correct": c} for c in ("true", "false", "True", "FALSE")]) == ["success", "failure"] * 2
-    assert outcomes([{**bare, "correct": False, "reward": 1.0}]) == ["failure"]
-    with pytest.raises(TsaeError, match=r"log\.jsonl:1: correct is 'perhaps'"):
-        outcomes([{**bare, "correct": "perhaps"}])
-    with pytest.raises(TsaeError, match=r"log\.jsonl:1: reward is 'high'"):
-        outcomes([{**bare, "reward": "high"}])
-
-
-def test_problems_without_ids_are_their_prompts(policy: Checkpoint, tmp_path: Path) -> None:
-    bare = {"prompt": "1+1?", "response": "#2"}
-    rows = [bare, {**bare, "problem_id": None}, {**bare, "prompt": "2?", "problem_id": None}, {**bare, "problem_id": 0}]
-    found = import_text(log(tmp_path / "log.jsonl", rows), policy).rollouts
-    assert found.table["problem_id"].to_pylist() == ["1+1?", "1+1?", "2?", "0"]
-
-
-def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoint, tmp_path: Path) -> None:
-    rows = [{"q": "1?", "a": "#1", "ok": True, "who": "x"}, "", {"q": "2?", "a": "#1", "ok": False, "who": "y"}, "  "]
-    config = ImportConfig(prompt="q", response="a", correct="ok", policy="who")
-    found = import_text(log(tmp_path / "log.jsonl", rows), policy, config).rollouts
-    assert found.policies == ["x", "y"]
-    assert found.frame.outcome.tolist() == ["success", "failure"]
-
-
-def test_a_log_uses_the_chat_template(llama: Path, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "chat")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    chat = Checkpoint(id="base", path=str(path))
-    found = import_text(log(tmp_path / "log.jsonl", [ROW]), chat).rollouts
-    assert found.tokens(0)[0].tolist() == [16, 1, 10, 1, 13, 14, 15]
-    plain = import_text(tmp_path / "log.jsonl", chat, ImportConfig(prompt_format="plain")).rollouts
-    assert plain.tokens(0)[0].tolist() == [BOS, 1, 10, 1, 13]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", "not a line of JSON"),
-        ("[1, 2]", "a JSON list, expected an object"),
-        ({"prompt": "1?"}, "has no text in response; its columns are prompt"),
-        ({"response": 3, "prompt": None}, "has no text in prompt and response"),
-        ({**ROW, "response": ""}, "the response is empty"),
-        ({**ROW, "response": "hello"}, "cannot be tokenised"),
-        ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
-        ({**ROW, "reward": math.nan}, "reward is nan"),
-    ],
-)
-def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: Any, message: str) -> None:
-    path = log(tmp_path / "log.jsonl", [ROW, row])
-    with pytest.raises(TsaeError, match=message) as error:
-        import_text(path, policy)
-    assert f"{path}:2" in str(error.value)
-
-
-def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="no such log"):
-        import_text(tmp_path / "none.jsonl", policy)
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        import_text(log(tmp_path / "empty.jsonl", []), policy)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
-    with pytest.raises(TsaeError, match="not a line of JSON in UTF-8"):
-        import_text(tmp_path / "latin.jsonl", policy)
-    (tmp_path / "bad.parquet").write_text("x")
-    with pytest.raises(TsaeError, match="not a Parquet file"):
-        import_text(tmp_path / "bad.parquet", policy)
-    with pytest.raises(TsaeError, match="verifier"):
-        import_text(log(tmp_path / "log.jsonl", [ROW]), policy, ImportConfig(verifier="nope"))

@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
+from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.distributed import Processes
 from tsae.sae.evaluation import check_fits, evaluate
+from tsae.sae.initial import geometric_median
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import train
+from tsae.sae.training import _Trainer, train
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -113,6 +117,61 @@ def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], sim
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
 
 
+def weighted_l1(x: torch.Tensor, high: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The authors' formula, over √d_model."""
+    current, partner = pairs[:, 1], pairs[:, 0]
+    alike = torch.nn.functional.cosine_similarity(x[current], x[partner], dim=-1)
+    return ((high[current] - high[partner]).abs().sum(-1) * alike).mean() / x.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("n_others", [0, 25])
+@pytest.mark.parametrize("group_weights", [None, (0.2, 0.8)])
+@pytest.mark.parametrize(("temporal", "k"), [("l1", 1), ("l1", 4), ("contrastive", 4)])
+def test_either_temporal_term_with_partners_of_their_own(
+    temporal: Any, k: int, group_weights: Any, n_others: int
+) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(
+        d_sae=40, k=k, temporal=temporal, temperature=0.5, temporal_weight=0.8, group_weights=group_weights
+    )
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x, others = (3 * torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (50, n_others))
+    if n_others:
+        pairs = torch.stack([50 + torch.arange(25), 2 * torch.arange(25)], dim=1)
+    else:
+        # Two tokens alike (differences of 0), one a partner thrice, one its own partner.
+        x[4] = x[5]
+        pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+        pairs = torch.cat([pairs, torch.tensor([[3, 9], [3, 5], [7, 7]])])
+
+    trajectory = torch.arange(50) // 10
+
+    def encode(tokens: torch.Tensor) -> torch.Tensor:
+        pre = torch.relu((tokens - sae.b_dec) @ sae.W_enc + sae.b_enc)
+        return batch_topk(pre, k) if len(tokens) else pre
+
+    codes = encode(x)
+    high = torch.cat([codes, encode(others)])[:, :8]
+    if temporal == "l1":
+        expected_term = weighted_l1(torch.cat([x, others]), high, pairs)
+    else:
+        expected_term = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], 0.5, trajectory[pairs[:, 1]])
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in (8, 40)]
+    weights = group_weights or (1.0, 1.0)
+    expected = weights[0] * errors[0] + weights[1] * errors[1]
+    expected = expected + 0.8 * (weights[0] if temporal == "l1" else 1) * expected_term
+    found = temporal_loss(sae, x, pairs, trajectory=trajectory, others=others)
+    torch.testing.assert_close(found.temporal, expected_term)
+    torch.testing.assert_close(found.total, expected)
+    assert torch.equal(found.fired, (codes > 0).any(0))
+    assert found.smallest.item() == pytest.approx(codes[codes > 0].min().item())
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
 # --- a T-SAE of two dimensions and three latents, worked on paper
 
 
@@ -161,6 +220,28 @@ def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     assert terms.fired.tolist() == [True, True, True]
 
 
+def test_the_weighted_l1_by_hand(small: TemporalSAE) -> None:
+    """Codes are (2, 1.5, 0) and (0, 4.5, 2.8); latent 0 and, in a wider group, latent 1 are high-level."""
+    cosine = (3 * 2 + 1 * 4) / math.sqrt(10 * 20)
+    for groups, difference in (((1 / 3, 2 / 3), 2.0), ((2 / 3, 1 / 3), 2.0 + 3.0)):
+        config = replace(small.config, temporal="l1", groups=groups, group_weights=(0.2, 0.8), aux_weight=0.0)
+        sae = TemporalSAE(2, config)
+        sae.load_state_dict(small.state_dict())
+        terms = temporal_loss(sae, X, BOTH_WAYS)
+        assert terms.temporal.item() == pytest.approx(cosine * difference / math.sqrt(2), rel=1e-5)
+        reconstruction = 0.2 * terms.reconstruction_high + 0.8 * terms.reconstruction
+        assert terms.total.item() == pytest.approx((reconstruction + 0.7 * 0.2 * terms.temporal).item(), rel=1e-5)
+        terms.temporal.backward()
+        assert sae.b_enc.grad is not None
+        # Of both pairs: latent 0 is larger at token 0, latent 1 at token 1, where each is active.
+        slope = cosine / math.sqrt(2)
+        expected = [slope, 0.0, 0.0] if difference == 2 else [slope, slope - slope, 0.0]
+        torch.testing.assert_close(sae.b_enc.grad, torch.tensor(expected))
+    # A token and its own opposite are not alike: the term is below 0.
+    opposite = torch.cat([X[:1], -X[:1]])
+    assert temporal_loss(sae, opposite, BOTH_WAYS).temporal.item() < 0
+
+
 def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSAE) -> None:
     plain = TemporalSAE(2, replace(small.config, temporal_weight=0.0, aux_weight=0.0))
     plain.load_state_dict(small.state_dict())
@@ -173,7 +254,7 @@ def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSA
 
 @pytest.mark.parametrize("n_pairs", [0, 1])
 def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> None:
-    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of adjacent tokens"):
+    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of tokens"):
         temporal_loss(small, X, BOTH_WAYS[:n_pairs])
 
 
@@ -370,6 +451,8 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"aux_weight": -0.1}, "aux_weight=-0.1"),
+        ({"similarity": "cos"}, "similarity='cos' is none of 'cosine', 'inner'"),
+        ({"temporal": "L1"}, "temporal='L1' is none of 'contrastive', 'l1'"),
     ],
 )
 def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -385,6 +468,7 @@ def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -
         ({"window": 1}, "window=1"),
         ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
         ({"warmup_share": -0.1}, "exceed 1"),
+        ({"initial_bias": "median"}, "initial_bias='median' is none of 'geometric_median', 'mean', 'zero'"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -457,8 +541,6 @@ def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationSto
 
     def contrast(sae: TemporalSAE) -> float:
         """InfoNCE over pairs of held-out trajectories, lower is more alike."""
-        from tsae.activations.windows import Windows
-
         batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
         codes, pairs = sae.encode_high(torch.from_numpy(batch.x)), torch.from_numpy(batch.pairs)
         return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
@@ -501,6 +583,57 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
     with pytest.raises(TsaeError, match="the loss is not finite at step"):
         train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
     assert not (tmp_path / "sae" / "sae.safetensors").exists()
+
+
+# --- the initial bias
+
+
+def total_distance(x: np.ndarray, point: np.ndarray) -> float:
+    return float(np.linalg.norm(x - point, axis=1).sum())
+
+
+@pytest.mark.parametrize("n", [20, 201, 9000])  # the last in chunks
+def test_the_geometric_median_against_a_minimizer(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_t(2, size=(n, 3)).astype(np.float32) * [1, 1, 20] + 100
+    found = geometric_median(x)
+    start = np.median(x, axis=0)
+    options = {"gtol": 1e-9 * len(x), "xrtol": 1e-12}
+    best = scipy.optimize.minimize(lambda m: total_distance(x, m), start, method="BFGS", options=options)
+    assert total_distance(x, found) <= best.fun * (1 + 1e-12)
+    np.testing.assert_allclose(found, best.x, atol=2e-5)
+    # Where it is none of the rows, unit vectors to all of them cancel.
+    units = (x - found) / np.linalg.norm(x - found, axis=1, keepdims=True)
+    assert np.linalg.norm(units.mean(0)) < 1e-6
+
+
+def test_a_geometric_median_that_is_a_row_is_met() -> None:
+    # A triangle with an angle of more than 120°: its corner. The mean of the last is a row, but not the median.
+    corner = np.array([[0.0, 0.0], [1.0, 0.1], [-1.0, 0.1]])
+    np.testing.assert_array_equal(geometric_median(corner), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.float32([[0, 0], [0, 0], [0, 0], [9, 1], [1, 7]])), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.full((7, 3), 2.5)), [2.5] * 3)
+    held = np.array([[0.0, 0.0], [5.0, 0.0], [-1.0, 1.0], [-2.0, -1.0], [-2.0, 0.0]])
+    best = scipy.optimize.minimize(lambda m: total_distance(held, m), [-1.0, 0.1], method="Nelder-Mead",
+                                   options={"xatol": 1e-9, "fatol": 1e-12})  # fmt: skip
+    np.testing.assert_allclose(geometric_median(held), best.x, atol=1e-6)
+    assert np.linalg.norm(best.x) > 0.1
+
+
+def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    windows = Windows(store, "x.site", held_out=False)
+    sample = next(windows.epoch(0, 16_384)).x
+    assert len(sample) == 5400
+    for kind, expected in (
+        ("geometric_median", geometric_median(sample)),
+        ("mean", sample.mean(0)),
+        ("zero", np.zeros(D)),
+    ):
+        training = replace(TRAINING, initial_bias=kind)
+        trainer = _Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
+        found = trainer.sae.b_dec.detach().numpy() / trainer.scale
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- evaluation
@@ -584,6 +717,25 @@ def test_evaluation_leaves_outliers_out_without_bridging_them(
     limit = 10 * float(np.median(np.linalg.norm(x.reshape(-1, D), axis=1)))
     for name, value in numbers_by_hand(sae, list(x), limit)[0].items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+
+
+def test_evaluation_leaves_out_what_training_left_out(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    """Half the tokens of this store are outliers, so that its own median would let them in."""
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[1::2] *= 20
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    assert sae.norm_limit == 10 * json.loads((trained / "training.json").read_text())["norms"]["median"]
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 6 * 30
+    assert found.fve == pytest.approx(numbers_by_hand(sae, list(x[::2]))[0]["fve"], rel=1e-4)
+    # A user's multiple of the median goes first; an SAE that stored nothing has 10 times the median.
+    assert evaluate(sae, store, held_out=None, max_norm=10).n_tokens == 12 * 30
+    sae.training_info = {}
+    assert sae.norm_limit is None
+    assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
 
 
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
 from tsae.demo import DemoConfig
@@ -37,7 +37,7 @@ class Sample:
     to: Path
     """Parquet file to write."""
     verifier: str = "last_number"
-    """exact, last_number, or module:function for your own (response, answer) -> bool."""
+    """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     checkpoints: tuple[str, ...] = ()
     """Ids to sample from; by default the base and the last step of every run."""
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
@@ -57,23 +57,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Import:
-    """Read a log of texts (JSON lines or Parquet, one trajectory a row) and tokenise it for a checkpoint."""
+    """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
 
-    log: Path
-    """The .jsonl or .parquet file."""
-    checkpoint: Path
-    """Checkpoint whose tokenizer and chat template are used: a folder or a .gguf file."""
+    Logs of TRL (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL (train_data_step*),
+    prime-rl (traces, token exports) and open-r1 (generations) are known by their names and columns; of any other JSON
+    lines or Parquet the columns are named below.
+    """
+
+    log: Positional[Path]
+    """The .jsonl or .parquet file, or the folder that the trainer fills with them, which is read whole."""
     to: Path
     """Parquet file to write."""
-    columns: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
+    checkpoint: Path | None = None
+    """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
+    config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
 
     def run(self) -> None:
-        from tsae.rollouts.importing import import_text
+        from tsae.rollouts.importing import import_log
 
-        imported = import_text(self.log, _series(self.checkpoint).base, self.columns)
-        _wrote(imported.rollouts.write(self.to), imported.rollouts)
-        if imported.not_round_tripping:
-            print(f"{imported.not_round_tripping} responses do not decode to the log's text exactly.")
+        print(import_log(self.log, self.to, self.checkpoint, self.config))
+        _wrote(self.to)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,10 @@ class Train:
     """One SAE per seed of the initial weights, all from the same batches, which are read once."""
     sites: tuple[str, ...] = ()
     """TransformerLens names: SAEs for each, one site after another."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer says which tokens end a step, for partner "step": those that contain step_text."""
+    step_text: str | None = None
+    """Text that ends a reasoning step; by default a newline."""
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
@@ -169,8 +176,9 @@ class Train:
         from tsae.sae.many import run_name
 
         store = tsae.ActivationStore(self.store)
+        training, saes = self._training(store), {}
         if not self.seeds and not self.sites:
-            saes = {self.to: tsae.train(store, self.sae, start=self.start, to=self.to, training=self.training)}
+            saes[self.to] = tsae.train(store, self.sae, start=self.start, to=self.to, training=training)
         elif self.start is not None:
             raise TsaeError(
                 "a start has one site, and no seed of initial weights",
@@ -179,14 +187,40 @@ class Train:
             )
         else:
             seeds, sites = self.seeds or None, self.sites or None
-            many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=self.training)
-            saes = {self.to / run_name(*key): sae for key, sae in many.items()}
+            many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=training)
+            saes |= {self.to / run_name(*key): sae for key, sae in many.items()}
         if not first_process():
             return
         for folder, sae in saes.items():
             _wrote(folder, sae)
             norms = sae.training_info["norms"]
             print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+        cells = sae.training_info.get("mixture", ())
+        for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
+            labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))
+            print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
+
+    def _training(self, store: ActivationStore) -> TrainingConfig:
+        """With the step ends that the tokenizer knows, where one is given."""
+        from tsae.checkpoints.loading import tokenizer_fingerprint
+
+        if self.tokenizer is None and self.step_text is None:
+            return self.training
+        if self.tokenizer is None or self.training.partner != "step" or self.training.step_ends:
+            raise TsaeError(
+                "--tokenizer and --step-text say together what ends a step of --partner step without --step-ends",
+                where="tsae train",
+                fix="Give --partner step with --tokenizer or with --step-ends, or none of these.",
+            )
+        checkpoint = _series(self.tokenizer).base
+        found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), store.manifest.get("tokenizer")
+        if expected not in (found, None):
+            raise TsaeError(
+                f"its tokenizer ({found}) is not that of the store ({expected})",
+                where=checkpoint.path,
+                fix="Give a checkpoint that the store was captured from.",
+            )
+        return replace(self.training, step_ends=checkpoint.tokens_with(self.step_text or "\n"))
 
 
 @dataclass(frozen=True)
@@ -205,6 +239,9 @@ class Evaluate:
     """One reader's activations; by default all readers'."""
     span: Literal["response", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do."""
+    max_norm: float | None = None
+    """Tokens whose norm exceeds this multiple of the median are left out; by default those beyond the limit that
+    training stored, or 10 times the median where it stored none."""
     all_problems: bool = False
     """Measure on all problems, not only on those that training held out."""
     series: Path | None = None
@@ -226,7 +263,15 @@ class Evaluate:
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
         series = None if self.series is None else _series(self.series)
         held_out = None if self.all_problems else True
-        found = tsae.evaluate(sae, store, reader=self.reader, span=self.span, held_out=held_out, series=series)
+        found = tsae.evaluate(
+            sae,
+            store,
+            reader=self.reader,
+            span=self.span,
+            held_out=held_out,
+            max_norm=self.max_norm,
+            series=series,
+        )
         content: dict[str, Any] = {"evaluation": found.as_dict()}
         print(found)
         if self.baseline is not None:

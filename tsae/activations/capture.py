@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -105,6 +106,10 @@ def capture(
         if manifest["complete"]:
             # Activations depend on the tokens alone; outcomes, bands and other columns may have been measured since.
             rollouts.write(to / "rollouts.parquet")
+            written = to / "run.json"
+            if written.is_file():
+                run = json.loads(written.read_text(encoding="utf-8"))
+                write_json(written, {**run, "inputs": {**run["inputs"], "labels": rollouts.labels_fingerprint}})
             return ActivationStore(to)
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     total = sum(int(lengths[plan[c.id]].sum()) for c in series)
@@ -129,7 +134,8 @@ def capture(
                     write_shard(to / file, found, dtype, token_ids, offsets, rows)
                     record["shards"].append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
                     write_json(to / "manifest.json", manifest)
-        write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "series": series.name})
+        inputs = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint, "series": series.name}
+        write_run(to, "capture", config, inputs)
         write_json(to / "manifest.json", {**manifest, "complete": True})
     except TsaeError:
         # What puts this right changes a reader or the config, so that no shard could be used again.

@@ -1,4 +1,5 @@
-"""Config of a capture. Imports nothing heavy: the CLI builds its options from it."""
+"""Config of a capture, and words that name how its tokens are read. Imports nothing heavy: the CLI builds its options
+from it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tsae.errors import TsaeError
+
+Partner = Literal["previous", "earlier", "step"]
+Axis = Literal["reader", "run", "band", "outcome"]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,23 @@
-"""Batches of adjacent tokens, shuffled over a whole store with bounded memory.
+"""Batches of tokens with their partners, shuffled over a whole store with bounded memory.
 
 Every trajectory's counted tokens are cut into windows of adjacent tokens, at an offset drawn anew each epoch so that
 every adjacent pair is seen in time. Windows, not tokens, are shuffled; a batch is a set of windows, so that each token
 is encoded once although it is a partner of both of its neighbours. Windows never cross trajectories and never hold
 padding, special tokens, or tokens outside the span.
 
-Only the index of windows is held in memory (24 bytes a window); activations are read through memory maps.
+A token's partner, with which the temporal loss compares it, is the token before it, as in Bhalla et al.
+(arXiv 2511.05541): both are in one window. Or it is a random earlier token of the trajectory (the default of its
+authors' code) or of the reasoning step (`tsae.activations.partners`). Such a partner is read beside the windows, and
+is only a partner: the tokens of the windows alone are reconstructed and counted. So every counted token still comes
+once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
+
+How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory
+(24 bytes a window), and 8 bytes a step where partners are of the step; activations are read through memory maps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,21 +25,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tsae.activations.config import Axis, Partner
+from tsae.activations.mixture import Mixture, rows_of
+from tsae.activations.partners import Partners, blocks
 from tsae.activations.store import ActivationStore, Shard, TokenSpan, as_float32
 from tsae.errors import TsaeError
 
 
 class TokenBatch(NamedTuple):
-    """Windows of adjacent tokens."""
+    """Windows of adjacent tokens, and partners."""
 
     x: np.ndarray
     """(n, d_model) float32."""
     pairs: np.ndarray
-    """(n_pairs, 2) rows of x: (token t − 1, token t), adjacent in a trajectory."""
+    """(n_pairs, 2) rows of x: (partner, token); the partner comes earlier in the token's trajectory. Rows from n on are
+    those of others."""
     trajectory: np.ndarray
     """(n,) row ids into the rollouts."""
     number: int = 0
     """Place in the epoch, from 0."""
+    others: np.ndarray | None = None
+    """(m, d_model) float32: tokens that are only partners; None where all partners are in x."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class NormStats:
 
 
 class Windows:
-    """Shuffled batches of adjacent tokens at one site.
+    """Shuffled batches of tokens and their partners at one site.
 
     Args:
         store: activations.
@@ -59,10 +72,13 @@ class Windows:
         window: tokens of a window, at least 2.
         held_out: None for all problems; else every tenth problem is held out, and this says which side is read.
         max_norm: tokens whose norm exceeds this multiple of the median are left out.
+        partner: which token a token is paired with; None for no pairs.
+        step_ends: ids of the tokens that end a reasoning step, for partner="step".
+        balance: what is read in equal parts; see `tsae.activations.mixture`.
         seed: of the shuffle.
 
     Raises:
-        TsaeError: where no tokens or no adjacent tokens are left.
+        TsaeError: where no tokens or no pairs are left, no token ends a step, or a cell to be balanced is unknown.
     """
 
     def __init__(
@@ -74,28 +90,58 @@ class Windows:
         window: int = 8,
         held_out: bool | None = None,
         max_norm: float = 10.0,
+        partner: Partner | None = "previous",
+        step_ends: Sequence[int] = (),
+        balance: Sequence[Axis] = (),
         seed: int = 0,
     ) -> None:
         if window < 2:
             raise TsaeError(f"window={window} holds no pair of adjacent tokens", where="window", fix="Use at least 2.")
-        self.store, self.site, self.window, self.seed, self.max_norm = store, site, window, seed, max_norm
+        if partner == "step" and not step_ends:
+            raise TsaeError(
+                'partner="step" needs the ids of the tokens that end a step',
+                where="TrainingConfig.step_ends",
+                fix='Give them, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.',
+            )
+        self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
+        self.max_norm = max_norm
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
         # Looking a dataset up in its file takes longer than reading a few windows of it.
         self._maps = [shard.raw(site) for shard in self.shards]
-        keep = _problems(store, held_out)
+        kept = _problems(store, held_out)
+        segments, begins, n_counted, n_undivided = [], [], 0, 0
+        for i, shard in enumerate(self.shards):
+            of_kept = np.repeat(kept[shard.trajectory], np.diff(shard.offsets))
+            counted = shard.token_span(store.rollouts, span, store.special_ids) & of_kept
+            segments.append(_segments(i, shard, counted))
+            if partner in ("earlier", "step"):
+                prompts = store.rollouts.lengths("prompt_ids")[shard.trajectory] if partner == "step" else None
+                begins.append(n_counted + blocks(shard, counted, prompts, step_ends))
+                n_counted += int(counted.sum())
+                n_undivided += len(blocks(shard, counted, prompts, ()))
         # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
-        self.segments = np.concatenate([_segments(i, s, store, span, keep) for i, s in enumerate(self.shards)])
-        lengths = self.segments[:, 2]
-        self.n_tokens = int(lengths.sum())
+        self.segments = np.concatenate(segments)
+        self.n_tokens = int(self.segments[:, 2].sum())
         if self.n_tokens == 0:
             raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
-        if lengths.max() < 2:
+        if partner == "step" and sum(map(len, begins)) == n_undivided:
             raise TsaeError(
-                "no trajectory has two adjacent tokens, so that the temporal loss has no pairs",
+                f"step_ends={tuple(step_ends)} divide no trajectory into steps",
                 where=store.path,
-                fix="Choose another token span, or train with temporal_weight=0.",
+                fix="Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them.",
             )
+        self._partners = Partners(self.segments, np.concatenate(begins), self.shards) if begins else None
+        longest = self.segments[:, 2].max() if self._partners is None else self._partners.longest
+        if partner is not None and longest < 2:
+            lacking = "step has two" if partner == "step" else "trajectory has two"
+            lacking += " adjacent" if partner == "previous" else ""
+            raise TsaeError(
+                f"no {lacking} tokens that count, so that the temporal loss has no pairs",
+                where=store.path,
+                fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
+            )
+        self.mixture = Mixture(store, self.shards, self.segments, balance)
         self.norms = self._norms(max_norm)
 
     def at(self, site: str) -> Windows:
@@ -106,19 +152,26 @@ class Windows:
         other.norms = other._norms(self.max_norm)
         return other
 
+    def sample(self, n_tokens: int) -> np.ndarray:
+        """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
+        x, norm = self._first(n_tokens)
+        return x[norm <= self.norms.limit]
+
+    def _first(self, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """(n, d_model) tokens of the first windows of epoch 0, and their norms."""
+        windows = self._order(0)
+        windows = windows[: max(1, np.searchsorted(windows[:, 2].cumsum(), n_tokens, side="right"))]
+        _, shard, position = _tokens(windows[np.lexsort((windows[:, 1], windows[:, 0]))])
+        x = self._gather(shard, position)
+        return x, self._norm(x, shard, position)
+
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
-        rng = np.random.default_rng(self.seed)
-        per_token = np.repeat(
-            self.segments[:, 1] - np.cumsum(self.segments[:, 2]) + self.segments[:, 2], self.segments[:, 2]
-        )
-        shard, position = (
-            np.repeat(self.segments[:, 0], self.segments[:, 2]),
-            per_token + np.arange(self.n_tokens),
-        )
-        picked = np.sort(rng.choice(self.n_tokens, min(sample, self.n_tokens), replace=False))
-        norm = self._norm(self._gather(shard[picked], position[picked]), shard[picked], position[picked])
+        _, norm = self._first(sample)
         median = float(np.median(norm))
         inside = norm[norm <= max_norm * median]
+        if not inside.sum() > 0:
+            found = f"no token is within {max_norm:g} times the median norm" if median else "most activations are 0"
+            raise TsaeError(f"{found} at {self.site}", where=self.store.path, fix="Check max_norm and the site.")
         return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
 
     def _norm(self, x: np.ndarray, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -141,35 +194,55 @@ class Windows:
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
     ) -> Iterator[TokenBatch]:
-        """One pass over all tokens, in an order that depends on the seed and the epoch only.
+        """As many tokens as the store has, in an order that depends on the seed and the epoch only.
 
-        Batches hold about batch_tokens tokens, as many as divide the pass evenly.
+        Batches hold about batch_tokens tokens, as many as divide the epoch evenly.
 
         Args:
             number: of the epoch.
-            batch_tokens: tokens of a batch.
+            batch_tokens: tokens of a batch, without others.
             start: number of the first batch; those before it are not read.
             share: (i, n) gives every n-th window of each batch from the i-th on. Shares of a batch make up the whole;
                 one that has no pairs is given nevertheless, so that n processes stay in step.
         """
-        rng = np.random.default_rng([self.seed, number])
-        windows = self._cut(int(rng.integers(self.window)))
-        rng.shuffle(windows)
+        windows = self._order(number)
+        if not len(windows):
+            return
         ends = windows[:, 2].cumsum()
         # Batches of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
         # would treat differently.
         n_batches = max(1, round(self.n_tokens / batch_tokens))
-        bounds = np.searchsorted(ends, np.arange(n_batches + 1) * self.n_tokens // n_batches, side="right")
+        bounds = np.searchsorted(ends, np.arange(n_batches + 1) * ends[-1] // n_batches, side="right")
         for i, (low, high) in enumerate(pairwise(bounds)):
             if low == high or i < start:
                 continue
-            batch = self._batch(windows[low:high][share[0] :: share[1]])
-            if len(batch.pairs) or share[1] > 1:
+            batch = self._batch(windows[low:high], share, np.random.default_rng([self.seed, number, i, 1]))
+            if len(batch.pairs) or share[1] > 1 or (self.partner is None and len(batch.x)):
                 yield batch._replace(number=i)
 
-    def _cut(self, offset: int) -> np.ndarray:
-        """(n_windows, 3): every segment cut into windows, the first of `window − offset` tokens."""
-        shard, start, length = self.segments.T
+    def _order(self, epoch: int) -> np.ndarray:
+        """(n_windows, 3) shard, first token and number of tokens of every window that an epoch reads, in its order."""
+        parts = []
+        for cell, info in enumerate(self.mixture.cells):
+            mine = self.segments[self.mixture.cell_of == cell]
+            for number, low, high in self.mixture.passes(cell, epoch):
+                windows = self._cut(mine, int(np.random.default_rng([self.seed, number]).integers(self.window)))
+                if high - low < info.tokens:
+                    order = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(windows))
+                    begins = windows[order, 2].cumsum() - windows[order, 2]
+                    windows = windows[order[(begins >= low) & (begins < high)]]
+                parts.append(windows)
+        windows = np.concatenate(parts)
+        if len(parts) > 1:
+            windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
+        rng = np.random.default_rng([self.seed, epoch])
+        rng.integers(self.window)  # the offset of the pass of this number
+        rng.shuffle(windows)
+        return windows
+
+    def _cut(self, segments: np.ndarray, offset: int) -> np.ndarray:
+        """(n_windows, 3): segments cut into windows, the first of each of `window − offset` tokens."""
+        shard, start, length = segments.T
         n = (length + offset + self.window - 1) // self.window
         which = np.repeat(np.arange(len(n)), n)
         step = np.arange(len(which)) - np.repeat(n.cumsum() - n, n)
@@ -178,27 +251,36 @@ class Windows:
         windows = np.stack([shard[which], start[which] + low, high - low], axis=1)
         return windows[windows[:, 2] > 0]
 
-    def _batch(self, windows: np.ndarray) -> TokenBatch:
-        windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
-        shard, start, length = windows.T
-        row = np.empty_like(start)
-        for number in np.unique(shard):
-            mine, found = shard == number, self.shards[number]
-            row[mine] = found.trajectory[np.searchsorted(found.offsets, start[mine], side="right") - 1]
-        which = np.repeat(np.arange(len(windows)), length)
-        within = np.arange(len(which)) - np.repeat(length.cumsum() - length, length)
-        x = self._gather(shard[which], start[which] + within)
-        trajectory = row[which]
-        follows = within > 0
-        outlier = self._norm(x, shard[which], start[which] + within) > self.norms.limit
-        if outlier.any():
-            place = np.cumsum(~outlier) - 1
-            follows[1:] &= ~outlier[1:] & ~outlier[:-1]
-            current = np.flatnonzero(follows)
-            pairs = np.stack([place[current - 1], place[current]], axis=1)
-            return TokenBatch(x[~outlier], pairs, trajectory[~outlier])
-        current = np.flatnonzero(follows)
-        return TokenBatch(x, np.stack([current - 1, current], axis=1), trajectory)
+    def _batch(self, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> TokenBatch:
+        mine = np.zeros(len(windows), dtype=bool)
+        mine[share[0] :: share[1]] = True
+        order = np.lexsort((windows[:, 1], windows[:, 0]))
+        windows, mine = windows[order], mine[order]
+        which, shard, position = _tokens(windows)
+        chosen = mine[which]
+        drawn = None
+        if self._partners is not None:
+            # Drawn for the whole batch, so that a token has the same partner whatever the share.
+            drawn = self._partners.draw(shard, position, rng)[chosen]
+        which, shard, position = which[chosen], shard[chosen], position[chosen]
+        x = self._gather(shard, position)
+        inside = self._norm(x, shard, position) <= self.norms.limit
+        row = np.cumsum(inside) - 1
+        x = x if inside.all() else x[inside]
+        trajectory = rows_of(self.shards, windows)[which[inside]]
+        if self._partners is None or drawn is None:
+            follows = np.zeros(len(which), dtype=bool)
+            follows[1:] = (which[1:] == which[:-1]) & inside[1:] & inside[:-1]
+            current = np.flatnonzero(follows) if self.partner is not None else np.empty(0, dtype=np.int64)
+            return TokenBatch(x, np.stack([row[current - 1], row[current]], axis=1), trajectory)
+        # A token that drew an outlier has no partner this time: the others are as likely as before.
+        current = np.flatnonzero((drawn >= 0) & inside)
+        shard, position = self._partners.place(drawn[current])
+        others = self._gather(shard, position)
+        good = self._norm(others, shard, position) <= self.norms.limit
+        current, others = current[good], others[good]
+        pairs = np.stack([len(x) + np.arange(len(current)), row[current]], axis=1)
+        return TokenBatch(x, pairs, trajectory, others=others)
 
     def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
         """(n, d_model) float32 of tokens sorted by shard."""
@@ -222,12 +304,18 @@ def _problems(store: ActivationStore, held_out: bool | None) -> np.ndarray:
     return side == held_out
 
 
-def _segments(number: int, shard: Shard, store: ActivationStore, span: TokenSpan, keep: np.ndarray) -> np.ndarray:
-    lengths = np.diff(shard.offsets)
-    counted = shard.token_span(store.rollouts, span, store.special_ids) & np.repeat(keep[shard.trajectory], lengths)
+def _segments(number: int, shard: Shard, counted: np.ndarray) -> np.ndarray:
     first = np.zeros(shard.n_tokens + 1, dtype=bool)
     first[shard.offsets] = True
     begins = counted & (first[:-1] | ~np.concatenate([[False], counted[:-1]]))
     ends = counted & (first[1:] | ~np.concatenate([counted[1:], [False]]))
     start, stop = np.flatnonzero(begins), np.flatnonzero(ends) + 1
     return np.stack([np.full(len(start), number), start, stop - start], axis=1).astype(np.int64)
+
+
+def _tokens(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(index of the window, shard, position in the shard) of every token of windows after one another."""
+    shard, start, length = windows.T
+    which = np.repeat(np.arange(len(windows)), length)
+    within = np.arange(len(which)) - np.repeat(length.cumsum() - length, length)
+    return which, shard[which], start[which] + within

@@ -74,6 +74,25 @@ class Checkpoint:
 
         return load_tokenizer(self)
 
+    def tokens_with(self, text: str) -> tuple[int, ...]:
+        """Ids of the tokens whose text contains a text; special tokens aside.
+
+        Raises:
+            TsaeError: where there is none.
+        """
+        from tsae.checkpoints.loading import token_strings
+
+        tokenizer = self.load_tokenizer()
+        special = set(tokenizer.all_special_ids)
+        found = tuple(i for i, s in enumerate(token_strings(tokenizer)) if text and text in s and i not in special)
+        if not found:
+            raise TsaeError(
+                f"its tokenizer has no token whose text contains {text!r}",
+                where=self.path,
+                fix="Give another text (--step-text).",
+            )
+        return found
+
 
 @dataclass(frozen=True)
 class CheckpointSeries:

@@ -78,6 +78,7 @@ def feature_diff(
             "null": null_contrasts(features, rows, config),
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
+            "labels": features.rollouts.labels_fingerprint,
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
             "causally_tested": False,
             "token_strings": _strings_of(features, token_strings),

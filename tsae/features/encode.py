@@ -46,7 +46,7 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    limit = float(sae.training_info.get("norms", {}).get("limit", np.inf))
+    limit = np.inf if sae.norm_limit is None else sae.norm_limit
     parts: list[sp.csr_array] = []
     token_ids, lengths, readers, trajectories = [], [], [], []
     records: list[dict[str, Any]] = []
@@ -87,7 +87,8 @@ def encode(
     )
     if to is not None:
         table.save(to)
-        inputs = {"rollouts": store.manifest["rollouts"], "site": sae.site, "sae": sae.fingerprint}
+        labels = table.rollouts.labels_fingerprint
+        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
         write_run(to, "encode", sae.config, inputs)
     return table
 

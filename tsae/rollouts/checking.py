@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
+from tsae.errors import TsaeError
 from tsae.plugins import find_function
 
 Verifier = Callable[[str, str], bool]
@@ -27,16 +29,48 @@ def last_number(response: str, answer: str) -> bool:
     return float(given[-1].replace(",", "")) == float(expected[-1].replace(",", ""))
 
 
-_BY_NAME: dict[str, Verifier] = {"exact": exact, "last_number": last_number}
+def same_expression(response: str, answer: str) -> bool:
+    """math-verify finds the response's answer equal to the reference as an expression: 0.5, \\frac{1}{2} and 50\\%.
+
+    Raises:
+        TsaeError: where math-verify is missing, or the reference answer is no expression.
+    """
+    parse, verify = _math_verify()
+    # Its limits need signals, which only the main thread gets.
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    gold = parse(answer, parsing_timeout=limit) or parse(f"${answer}$", parsing_timeout=limit)
+    if not gold:
+        raise TsaeError(
+            f"the reference answer {answer[:40]!r} is no mathematical expression",
+            where="verifier math",
+            fix="Correct it, or check answers with last_number or a function of your own.",
+        )
+    return bool(verify(gold, parse(response, parsing_timeout=limit), timeout_seconds=limit))
+
+
+def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise TsaeError(
+            "the verifier math needs math-verify", where="verifier", fix="pip install 'tsae[verify]'"
+        ) from error
+    return parse, verify
+
+
+BY_NAME: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math": same_expression}
+"""The verifiers that hold a response against a reference answer."""
 
 
 def find_verifier(name: str) -> Verifier:
-    """A verifier by name: exact, last_number, or ``module:function`` of the user's own.
+    """A verifier by name: exact, last_number, math, or ``module:function`` of the user's own.
 
     Raises:
-        TsaeError: where there is none.
+        TsaeError: where there is none, or math-verify is missing for math.
     """
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    fix = f"Use {', '.join(_BY_NAME)}, or module:function for your own (response, answer) -> bool."
+    if name == "math":
+        _math_verify()
+    if name in BY_NAME:
+        return BY_NAME[name]
+    fix = f"Use {', '.join(BY_NAME)}, or module:function for your own (response, answer) -> bool."
     return cast(Verifier, find_function(name, where="verifier", fix=fix))

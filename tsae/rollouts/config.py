@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 from tsae.errors import TsaeError
@@ -35,32 +36,79 @@ class SamplingConfig:
             raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
 
 
+LogFormat = Literal[
+    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "plain"
+]
+Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated"]
+
+
 @dataclass(frozen=True)
-class ImportConfig:
-    """Which column of the log holds what."""
+class ColumnNames:
+    """Which column of a log holds what; a plain log is read by these alone, a trainer's where it has such extras."""
 
     prompt: str = "prompt"
-    """Text of the problem, before any chat template."""
+    """Text of the problem before any chat template, or the messages of a conversation."""
     response: str = "response"
     """Text of the response."""
     problem_id: str = "problem_id"
-    """Problem id; where the log has no such column, equal prompts are one problem."""
-    policy: str = "policy"
-    """What sampled the response; where the log has no such column, `default_policy`."""
-    default_policy: str = "unknown"
-    """Policy id for a log without a policy column."""
-    correct: str = "correct"
-    """true or false; where the log has no such column, `verifier` decides, or a reward above 0."""
-    reward: str = "reward"
-    """Reward; where the log has no such column, 1 for correct and 0 for incorrect."""
+    """Problem id; without it, trajectories of equal prompt and answer are of one problem."""
     answer: str = "answer"
     """Reference answer; only needed for a verifier."""
+    correct: str = "correct"
+    """true or false."""
+    reward: str = "reward"
+    """Reward; without it, 1 for correct and 0 for incorrect."""
+    advantage: str = "advantage"
+    """Advantage that the trainer used."""
+    policy: str = "policy"
+    """What sampled the response; without it, the run and step."""
+    step: str = "step"
+    """Optimiser steps of the policy that sampled the response."""
+    finish_reason: str = "finish_reason"
+    """stop or length."""
     level: str = "level"
     """The author's difficulty label, if any."""
+    prompt_ids: str = "prompt_ids"
+    """Token ids of what the policy read; with them nothing is tokenised again."""
+    response_ids: str = "response_ids"
+    """Token ids of the response, its end token with them."""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """How a rollout log is read."""
+
+    format: LogFormat = "auto"
+    """Whose log it is; "auto" tells by names and columns, and asks where that leaves a choice."""
+    run: str | None = None
+    """Run that policies are named after (RUN-00050); by default the folder that the log lies in."""
+    rewards: tuple[str, ...] = ()
+    """Reward columns that are added up; by default the trainer's own total, or all that the log has."""
+    outcome: str | None = None
+    """Reward column that says what is right; needed where a log has several and none is known to say it."""
+    success_above: float = 0.0
+    """A reward above this is a success."""
     verifier: str | None = None
-    """exact, last_number, or module:function, for logs that do not say what is correct."""
+    """exact, last_number, math (needs tsae[verify]), or module:function: checks answers anew, whatever the log says."""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
-    """Whether the checkpoint's chat template is applied to prompts."""
+    """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
+    max_response_tokens: int | None = None
+    """The run's limit. Where a log has text alone, a shorter response is taken to have ended with its end token."""
+    subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
+    """Of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
+    skip: tuple[Unfit, ...] = ()
+    """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
+    too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
+    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
+    noisy_rewards: bool = False
+    """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
+    columns: ColumnNames = field(default_factory=ColumnNames)
+
+    def __post_init__(self) -> None:
+        if self.max_response_tokens is not None and self.max_response_tokens < 1:
+            raise TsaeError(f"max_response_tokens={self.max_response_tokens} is less than 1", where="ImportConfig")
+        if not isfinite(self.success_above):
+            raise TsaeError(f"success_above={self.success_above} is not finite", where="ImportConfig")
 
 
 @dataclass(frozen=True)

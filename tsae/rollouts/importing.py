@@ -1,147 +1,354 @@
-"""Rollouts from a plain log: JSON lines or Parquet with one trajectory a row, columns named by the user.
+"""Rollouts from a trainer's log: read row by row, tokenised where need be, and written as one Parquet file.
 
-Where the log has only text, prompt and response are tokenised with a checkpoint's tokenizer and chat template;
-trajectories whose decoded tokens differ from the log's text are counted.
+However long the log is, memory holds one batch of trajectories and a few dozen bytes for each: 1. a trainer's reader
+(`tsae.rollouts.logs`) makes entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and
+policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. the spools
+become the file.
+
+Policies. Step N of most trainers logs responses that were sampled *before* update N, that is by the weights of N − 1
+updates. With a series of checkpoints, a policy gets the id of the checkpoint that has exactly these weights (the base,
+for step 1), else of the one made by that step, one update later; without, it is called RUN-0000N.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
 from tsae.errors import TsaeError
-from tsae.rollouts.checking import find_verifier
+from tsae.rollouts.checking import BY_NAME, Verifier, find_verifier
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.sampling import encode_prompt, tokenize
+from tsae.rollouts.logs.detect import Format, find_log
+from tsae.rollouts.logs.entry import Entry, Unusable
+from tsae.rollouts.logs.files import LogFile, run_folder
+from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
+from tsae.rollouts.logs.spool import Spool
+from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+
+_LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 
 
-class Imported(NamedTuple):
-    """What an import gave."""
-
-    rollouts: Rollouts
-    not_round_tripping: int
-    """Trajectories whose response tokens decode to another text than the log's."""
-
-
-def import_text(path: str | Path, checkpoint: Checkpoint, config: ImportConfig | None = None) -> Imported:
-    """Read a log of texts and tokenise it for a checkpoint.
+def import_log(
+    path: str | Path,
+    to: str | Path,
+    checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
+    config: ImportConfig | None = None,
+    *,
+    progress: bool = True,
+) -> Summary:
+    """Read a trainer's log and write it as rollouts.
 
     Args:
-        path: .jsonl or .parquet, one trajectory a row.
-        checkpoint: its tokenizer (and chat template) is used.
-        config: column names.
+        path: the log: a .jsonl or .parquet file, or the folder that the trainer fills with them.
+        to: Parquet file to write, whole or not at all.
+        checkpoint: its tokenizer, chat template and context length are used; of a series the base's, and policies
+            get the ids of its checkpoints. By default the checkpoints that lie beside the log.
+        config: defaults of `ImportConfig`.
+        progress: show a bar.
+
+    Returns:
+        what was read. The file has the columns of `SCHEMA`, step, round_trip (null where the log has token ids
+        alone) and ``reward/NAME`` for every reward of the log.
 
     Raises:
-        TsaeError: for missing columns, lines that are not JSON, empty responses, or an unknown verifier.
+        TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
+            should be.
     """
+    from tqdm.auto import tqdm
+
     from tsae.checkpoints.loading import tokenizer_fingerprint
 
-    path, config = Path(path), config or ImportConfig()
-    verify = find_verifier(config.verifier) if config.verifier else None
-    tokenizer = checkpoint.load_tokenizer()
-    records, lossy = [], 0
-    prompts: dict[str, list[int]] = {}
-    for where, row in _rows(path):
-        missing = [name for name in (config.prompt, config.response) if not isinstance(row.get(name), str)]
+    path, to, config = Path(path), Path(to), config or ImportConfig()
+    form, files = find_log(path, config)
+    series = _series(checkpoint, path)
+    tokens = Tokens(series.base, config)
+    run = _Import(form, files, series, tokens, config)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
+        spool = Spool(Path(folder))
+        for record in tqdm(run.records(), desc="import", unit="trajectory", disable=not progress):
+            spool.add(record)
+        summary = run.summary(path)
+        info = {
+            "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
+            "log": {**summary.as_dict(), "rewards": spool.rewards},
+        }
+        spool.write(to, run.kept, info)
+    return summary
+
+
+def read_log(
+    path: str | Path,
+    checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
+    config: ImportConfig | None = None,
+) -> Rollouts:
+    """Like `import_log`, into memory; ``info["log"]`` says what was assumed and left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        import_log(path, Path(folder) / "rollouts.parquet", checkpoint, config, progress=False)
+        return Rollouts.read(Path(folder) / "rollouts.parquet", origin=str(path))
+
+
+class _Import:
+    """One pass over a log."""
+
+    def __init__(
+        self, form: Format, files: list[LogFile], series: CheckpointSeries, tokens: Tokens, config: ImportConfig
+    ) -> None:
+        self.form, self.tokens, self.config = form, tokens, config
+        self.verify: Verifier | None = find_verifier(config.verifier) if config.verifier else None
+        self.ledger, self.notes = Ledger(), list(series.notes)
+        self.files = self._in_runs_of(series, files)
+        # A single checkpoint stands for any step of any run: its id says nothing of who sampled.
+        self.checkpoints = list(series) if len(series) > 1 else []
+        self.reward_names: dict[str, None] = {}
+        self.kept = np.zeros(0, dtype=bool)
+        self.retokenised = self.without_end = self.compared = self.agreed = 0
+        self.one_later: dict[str, None] = {}
+        self.rules: set[str] = set()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rows of the table, in the order of the log."""
+        for number, file in enumerate(self.files):
+            for found in self.form.read(file, self.config):
+                try:
+                    if isinstance(found, Unusable):
+                        raise found
+                    yield self._record(found, file, number)
+                except Unusable as unusable:
+                    if unusable.kind not in self.config.skip:
+                        raise
+                    self.ledger.skipped[unusable.kind] += 1
+
+    def summary(self, path: Path) -> Summary:
+        """Check the whole, and say what it was."""
+        if not len(self.ledger):
+            left = ", ".join(f"{n} {kind}" for kind, n in self.ledger.skipped.items())
+            raise TsaeError(
+                "holds no trajectories" + (f" but those left out: {left}" if left else ""),
+                where=path,
+                fix="Give a log with at least one row.",
+            )
+        if self.config.outcome is not None and self.config.outcome not in self.reward_names:
+            raise TsaeError(
+                f"no row has a reward {self.config.outcome!r}; there are {', '.join(self.reward_names) or 'none'}",
+                where=path,
+                fix="Name one of these as --outcome.",
+            )
+        trips = np.asarray(self.ledger.round_trip)
+        if not (trips == 1).any() and (trips == 0).any():
+            raise TsaeError(
+                f"not one of its {int((trips == 0).sum())} responses decodes to the logged text",
+                where=path,
+                fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
+            )
+        self.kept = self.ledger.kept(self.files, self.config, copies=self.form.name == "trl")
+        return self.ledger.summary(self.form.title, len(self.files), self.kept, [*self.notes, *self._assumed()])
+
+    def _assumed(self) -> Iterator[str]:
+        if self.one_later:
+            first, *others = self.one_later
+            yield (
+                f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
+                f"responses were sampled by weights {'' if self.form.synchronous else 'at least '}one update older"
+            )
+        if self.retokenised:
+            yield (
+                f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
+                "sampled"
+            )
+        if self.without_end:
+            yield (
+                f"{self.without_end:,} responses have no end token: the log does not say which ended by themselves "
+                "(--max-response-tokens, if you know the run's limit)"
+            )
+        if self.verify is not None:
+            agreement = f", and the log agrees in {self.agreed:,} of {self.compared:,}" if self.compared else ""
+            yield f"success: {self.config.verifier} finds the answer in the response{agreement}"
+        elif self.rules:
+            yield f"success: {'; or '.join(sorted(self.rules))}"
+
+    def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
+        where = entry.where
+        if file.step is not None and entry.step is not None and entry.step != file.step:
+            raise TsaeError(
+                f"is of step {entry.step} in a file of step {file.step}", where=where, fix="Give the log as written."
+            )
+        entry.step = file.step if entry.step is None else entry.step
+        if entry.unscored:
+            raise Unusable("unscored", "has no reward", where=where)
+        prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
+        self.tokens.check_length(prompt, response, where)
+        right = self._right(entry, response)
+        reward = self._reward(entry)
+        if reward is None and right is not None:
+            reward = float(right)
+        problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
+        self.retokenised += entry.response_ids is None
+        self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
+        self.reward_names.update(dict.fromkeys(entry.rewards))
+        self._enter(entry, file_number, problem, policy, prompt, response, reward, right)
+        record = {
+            "problem_id": problem,
+            "policy": policy,
+            "prompt": prompt.text,
+            "response": response.text,
+            "answer": entry.answer,
+            "level": entry.level,
+            "prompt_ids": prompt.ids,
+            "response_ids": response.ids,
+            "reward": reward,
+            "outcome": outcome_name(right),
+            "advantage": entry.advantage,
+            "finish_reason": response.finish_reason,
+            "step": entry.step,
+            "round_trip": response.round_trip,
+        }
+        return record | {f"reward/{name}": value for name, value in entry.rewards.items()}
+
+    def _enter(
+        self,
+        entry: Entry,
+        file: int,
+        problem: str,
+        policy: str,
+        prompt: Prompt,
+        response: Response,
+        reward: float | None,
+        right: bool | None,
+    ) -> None:
+        ledger = self.ledger
+        source = ledger.sources.setdefault((policy, entry.step), len(ledger.sources))
+        ledger.source.append(source)
+        ledger.file.append(file)
+        ledger.number.append(entry.number)
+        ledger.problem.append(hash64(problem))
+        ledger.key.append(0 if entry.key is None else hash64(policy, entry.key))
+        tokens = (prompt.ids.tobytes(), response.ids.tobytes())
+        ledger.trajectory.append(hash64(str(source), problem, entry.answer, response.finish_reason, *tokens))
+        ledger.content.append(hash64(problem, str(entry.advantage), *tokens))
+        ledger.reward.append(float("nan") if reward is None else reward)
+        ledger.outcome.append(Outcome[outcome_name(right)])
+        ledger.round_trip.append(2 if response.round_trip is None else int(response.round_trip))
+
+    def _right(self, entry: Entry, response: Response) -> bool | None:
+        """Success or failure: by the verifier where there is one, else by the log."""
+        if self.verify is None:
+            return self._logged(entry)
+        if self.config.verifier in BY_NAME and not entry.answer:
+            raise TsaeError(
+                f"has no reference answer to check with {self.config.verifier}",
+                where=entry.where,
+                fix="Name the column of the answer (--answer).",
+            )
+        try:
+            right = bool(self.verify(response.text, entry.answer))
+        except TsaeError as error:
+            raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
+        except Exception as error:  # of the user's own function
+            raise TsaeError(
+                f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})",
+                where=entry.where,
+                fix="Correct the function: it gets (response, answer) as texts.",
+            ) from error
+        told = self.config.outcome or entry.decides or len(self.config.rewards or entry.rewards) == 1
+        if entry.correct is not None or told:
+            logged = self._logged(entry)
+            self.compared += logged is not None
+            self.agreed += logged is right
+        return right
+
+    def _logged(self, entry: Entry) -> bool | None:
+        """Success or failure by the log's word, or by the reward that stands for it."""
+        limit, names = self.config.success_above, tuple(self.config.rewards or entry.rewards)
+        if self.config.outcome is None and entry.correct is not None:
+            self.rules.add("the log says so")
+            return entry.correct
+        if name := self.config.outcome or entry.decides:
+            value, told_by = entry.rewards.get(name), name
+        elif len(names) <= 1:
+            value, told_by = self._reward(entry), "".join(names)
+        else:
+            raise TsaeError(
+                f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
+                where=entry.where,
+                fix="Name it with --outcome, or check the answers with --verifier.",
+            )
+        if value is None:
+            return None
+        self.rules.add(f"{told_by} is above {limit:g}")
+        return value > limit
+
+    def _reward(self, entry: Entry) -> float | None:
+        if not self.config.rewards:
+            return entry.reward
+        missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
             raise TsaeError(
-                f"has no text in {' and '.join(missing)}; its columns are {', '.join(row)}",
-                where=where,
-                fix="Name the columns that hold the prompt and the response (--prompt, --response).",
+                f"has no reward {missing[0]!r}; it has {', '.join(entry.rewards) or 'none'}",
+                where=entry.where,
+                fix="Name rewards that are there (--rewards).",
             )
-        prompt, response = row[config.prompt], row[config.response]
-        reward, answer = _reward(row, config.reward, where), str(row.get(config.answer, ""))
-        right = _truth(row, config.correct, where)
-        if right is None and verify is not None:
-            right = verify(response, answer)
-        if right is None and reward is not None:
-            right = reward > 0
-        if prompt not in prompts:
-            prompts[prompt] = encode_prompt(tokenizer, prompt, config.prompt_format, where)
-        response_ids = tokenize(tokenizer, response, add_special_tokens=False, where=where)
-        if not response_ids:
-            raise TsaeError("the response is empty", where=where, fix="Drop that row.")
-        lossy += tokenizer.decode(response_ids) != response
-        id, policy, level = (row.get(name) for name in (config.problem_id, config.policy, config.level))
-        records.append(
-            {
-                "problem_id": prompt if id is None else str(id),
-                "policy": config.default_policy if policy is None else str(policy),
-                "prompt": prompt,
-                "response": response,
-                "answer": answer,
-                "level": None if level is None else str(level),
-                "prompt_ids": prompts[prompt],
-                "response_ids": response_ids,
-                "reward": reward if reward is not None else None if right is None else float(right),
-                "outcome": outcome_name(right),
-                "finish_reason": "unknown",
-            }
-        )
-    if not records:
-        raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
-    return Imported(Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(tokenizer)}), lossy)
+        values = [entry.rewards[name] for name in self.config.rewards]
+        return sum(value for value in values if value is not None) if any(v is not None for v in values) else None
+
+    def _policy(self, entry: Entry, file: LogFile) -> str:
+        if entry.policy is not None:
+            return entry.policy
+        if entry.step is None:
+            return self.config.run or "unknown"
+        for updates in dict.fromkeys((entry.updates, entry.step)):
+            for checkpoint in self.checkpoints:
+                if updates == checkpoint.step and (
+                    checkpoint.run == file.run
+                    or (checkpoint.is_base and (updates == 0 or checkpoint.id == f"{file.run}-{updates:05d}"))
+                ):
+                    if updates != entry.updates:
+                        self.one_later[checkpoint.id] = None
+                    return checkpoint.id
+        return f"{file.run}-{entry.step:05d}"
+
+    def _in_runs_of(self, series: CheckpointSeries, files: list[LogFile]) -> list[LogFile]:
+        """The files, under the run's name of the series where both hold a single run."""
+        runs = {file.run for file in files}
+        if self.config.run is None and len(runs) == len(series.runs) == 1 and runs != set(series.runs):
+            self.notes.append(f"taken for the log of run {series.runs[0]}, the only one of the checkpoints")
+            return [replace(file, run=series.runs[0]) for file in files]
+        return files
 
 
-def _reward(row: dict[str, Any], name: str, where: str) -> float | None:
-    reward = row.get(name)
-    if reward is None:
-        return None
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise TsaeError(f"{name} is {reward!r}, expected a finite number", where=where, fix="Correct or drop that row.")
-    return float(reward)
+def _problem(entry: Entry, prompt: Prompt) -> str:
+    """An id from what is asked and what is right: equal in all logs of one kind."""
+    asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
+    return f"{hash64(asked, entry.answer):016x}"
 
 
-def _truth(row: dict[str, Any], name: str, where: str) -> bool | None:
-    value = row.get(name)
-    if value is None:
-        return None
-    text = value.lower() if isinstance(value, str) else value
-    # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
-    for right, spellings in ((True, (1, "true")), (False, (0, "false"))):
-        if text in spellings:
-            return right
-    raise TsaeError(f"{name} is {value!r}, expected true or false", where=where, fix="Correct or drop that row.")
+def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:
+    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of every row, read piece by piece."""
-    if not path.is_file():
-        raise TsaeError("no such log", where=path, fix="Give a .jsonl or .parquet file.")
-    if path.suffix == ".parquet":
-        try:
-            file = pq.ParquetFile(path)
-        except (pa.ArrowException, OSError) as error:
-            raise TsaeError(f"not a Parquet file ({str(error).splitlines()[0]})", where=path) from error
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                yield f"{path}: row {number}", row
-                number += 1
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise TsaeError(
-                    f"not a line of JSON in UTF-8 ({error})", where=where, fix="Correct that line."
-                ) from error
-            if not isinstance(row, dict):
-                raise TsaeError(
-                    f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line."
-                )
-            yield where, row
+    if isinstance(checkpoint, CheckpointSeries):
+        return checkpoint
+    if isinstance(checkpoint, Checkpoint):
+        return CheckpointSeries((replace(checkpoint, run=None),), name=checkpoint.id)
+    if checkpoint is not None:
+        return CheckpointSeries.load(checkpoint)
+    folder = run_folder(path if path.is_dir() else path.parent)
+    for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
+        if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):
+            found = CheckpointSeries.load(above)
+            note = f"tokenizer and checkpoints are those of {above}"
+            return replace(found, notes=(*found.notes, note))
+    raise TsaeError(
+        "no checkpoint lies beside the log, and its tokenizer is needed",
+        where=path,
+        fix="Give the checkpoint that was trained, or its series (--checkpoint).",
+    )

@@ -27,7 +27,7 @@ def tokenize(
         TsaeError: where the tokenizer refuses the text, as one without an unknown token does.
     """
     try:
-        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no narrower class
         shown = text if len(text) <= 40 else text[:40] + "…"
         raise TsaeError(

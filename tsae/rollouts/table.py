@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
-    from tsae.rollouts.config import BandCutoffs
+    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.rollouts.config import BandCutoffs, ImportConfig
 
 BANDS = ("easy", "medium", "hard")
 OUTCOMES = ("success", "failure", "unknown")
@@ -79,9 +79,31 @@ class Rollouts:
         return cls(pa.table(arrays), info)
 
     @classmethod
-    def read(cls, path: str | Path) -> Rollouts:
-        """Read a Parquet file that `write` wrote."""
+    def read(
+        cls,
+        path: str | Path,
+        checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
+        config: ImportConfig | None = None,
+        *,
+        origin: str | None = None,
+    ) -> Rollouts:
+        """Read a Parquet file that `write` wrote, or a trainer's log.
+
+        Args:
+            path: the file; or the log of TRL, verl, open-instruct, NeMo-RL, prime-rl or open-r1, or a plain one: a
+                folder, a .jsonl file, or a .parquet file.
+            checkpoint: for logs; see `tsae.rollouts.importing.import_log`.
+            config: how a log is read; with it, a Parquet file is a log.
+            origin: what error messages call it; by default its path.
+
+        Raises:
+            TsaeError: for files that are neither, and for what is wrong in them.
+        """
         path = Path(path)
+        if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
+            from tsae.rollouts.importing import read_log
+
+            return read_log(path, checkpoint, config)
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
         try:
@@ -93,17 +115,11 @@ class Rollouts:
                 fix="Give the Parquet file that `tsae rollouts` wrote.",
             ) from error
         info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
-        return cls(table.replace_schema_metadata(None), info, where=str(path))
+        return cls(table.replace_schema_metadata(None), info, where=origin or str(path))
 
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
-        metadata = {b"tsae": json.dumps(self.info, sort_keys=True).encode()}
-        pq.write_table(self.table.replace_schema_metadata(metadata), partial, compression="zstd")
-        os.replace(partial, path)
-        return path
+        return write_table(Path(path), self.table.schema, [self.table], self.info)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -150,6 +166,14 @@ class Rollouts:
             array = self.table[name].combine_chunks()
             digest.update(_offsets(array).tobytes())
             digest.update(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def labels_fingerprint(self) -> str:
+        """Hash of what the trajectories were labelled with, in order: outcome, reward, advantage and band."""
+        digest = hashlib.sha256()
+        for name in ("outcome", "reward", "advantage", "band"):
+            digest.update(json.dumps(self.table[name].to_pylist()).encode())
         return digest.hexdigest()[:16]
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
@@ -214,6 +238,29 @@ class Rollouts:
         from tsae.rollouts.advantages import with_advantages
 
         return with_advantages(self, kind)
+
+
+def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
+    """Write tables of one schema after one another as one Parquet file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode()})
+    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table.replace_schema_metadata(schema.metadata))
+    os.replace(partial, path)
+    return path
+
+
+def _is_log(path: Path) -> bool:
+    """JSON lines are a log; so is Parquet that a trainer wrote."""
+    if path.suffix != ".parquet":
+        return True
+    try:
+        names = set(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return False
+    return {"prompt", "completion"} <= names or bool({"generations", "pass_rate_generations"} & names)
 
 
 def outcome_name(right: bool | None) -> str:

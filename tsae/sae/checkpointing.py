@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.activations.config import Axis
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
@@ -198,7 +199,9 @@ class RunFolder:
             ) from error
 
 
-def inputs_of(store: ActivationStore, site: str, *, start: TemporalSAE | None = None) -> dict[str, Any]:
+def inputs_of(
+    store: ActivationStore, site: str, balance: Sequence[Axis] = (), *, start: TemporalSAE | None = None
+) -> dict[str, Any]:
     """What of a store, and of the SAE that is fine-tuned, decides the weights."""
     manifest = store.manifest
     readers = {
@@ -212,6 +215,12 @@ def inputs_of(store: ActivationStore, site: str, *, start: TemporalSAE | None = 
         "dtype": manifest["dtype"],
         "special_ids": manifest["special_ids"],
         "capture": manifest.get("config"),
+        # Bands and outcomes may be measured anew without a new capture.
+        **{
+            axis: hashlib.sha256("\0".join(map(str, store.rollouts.table[axis].to_pylist())).encode()).hexdigest()[:16]
+            for axis in balance
+            if axis in ("band", "outcome")
+        },
         **({} if start is None else {"start": start.fingerprint}),
     }
 

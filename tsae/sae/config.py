@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tsae.activations.config import Axis, Partner
 from tsae.errors import TsaeError
+
+InitialBias = Literal["geometric_median", "mean", "zero"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,11 @@ class SAEConfig:
     group_weights: tuple[float, ...] | None = None
     """Weight of the reconstruction up to each group; by default 1 each, as in the paper. Its authors' code has the
     groups' shares, .2 and .8."""
+    temporal: Literal["contrastive", "l1"] = "contrastive"
+    """What makes the high-level codes of partners alike: InfoNCE, as in the paper, or the similarity-weighted L1
+    distance that its authors' code has in its place without the contrastive flag."""
     temporal_weight: float = 1.0
-    """Weight α of the InfoNCE term between high-level codes of adjacent tokens; 0 gives a plain Matryoshka SAE."""
+    """Weight α of the temporal term; 0 gives a plain Matryoshka SAE."""
     similarity: Literal["cosine", "inner"] = "cosine"
     """Of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product of its
     authors' code."""
@@ -32,15 +38,17 @@ class SAEConfig:
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
     pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
     neighbours would be pushed apart."""
-    temperature: float = 0.1
+    temperature: float = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""
-    aux_weight: float = 1 / 32
-    """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093)."""
+    aux_weight: float = 1 / 8
+    """Weight of AuxK, the reconstruction of the residual by dead latents (Gao et al., arXiv 2406.04093, with 1/32)."""
     dead_after_tokens: int | None = None
-    """A latent that did not fire for this many tokens is dead; by default a tenth of the training, at most 10 M."""
+    """A latent that did not fire for this many tokens is dead; by default a thirtieth of the training, at most
+    10 M."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         if self.k < 1 or self.d_sae < 2:
             raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="SAEConfig")
         if self.k > self.d_sae:
@@ -99,7 +107,18 @@ class TrainingConfig:
     batch_tokens: int = 2048
     """Tokens of one step."""
     window: int = 8
-    """Adjacent tokens read together; each gives up to window − 1 pairs."""
+    """Adjacent tokens read together; with partner "previous" each window gives up to window − 1 pairs."""
+    partner: Partner = "previous"
+    """The token that the temporal term pairs a token with: "previous", the one before it, as in the paper; "earlier", a
+    random earlier one of the trajectory, as its authors' code does by default; "step", a random earlier one of the same
+    reasoning step."""
+    step_ends: tuple[int, ...] = ()
+    """Ids of the tokens that end a reasoning step, for partner "step", such as those that contain a newline
+    (`Checkpoint.tokens_with`). The end of the prompt ends a step too."""
+    balance: tuple[Axis, ...] = ("reader",)
+    """Every combination of these that has tokens gives an epoch the same number of tokens, so that none dominates the
+    dictionary: small ones are read more often, large ones spread over epochs. Without any, each keeps the share that it
+    has in the store."""
     span: Literal["response", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do."""
     max_norm: float = 10.0
@@ -110,6 +129,8 @@ class TrainingConfig:
     """Share of the steps over which the learning rate rises linearly."""
     decay_share: float = 0.2
     """Share of the steps, at the end, over which it falls linearly to 0."""
+    initial_bias: InitialBias = "geometric_median"
+    """Where the decoder bias starts: at the geometric median of a sample (Bricken et al. 2023), its mean, or zero."""
     seed: int = 0
     """Of the initial weights and, unless data_seed is given, of the data's order."""
     data_seed: int | None = None
@@ -124,6 +145,21 @@ class TrainingConfig:
     """Weights & Biases project that metrics are also sent to."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
+        # JSON knows no tuples.
+        object.__setattr__(self, "step_ends", tuple(self.step_ends))
+        object.__setattr__(self, "balance", tuple(self.balance))
+        if self.step_ends and self.partner != "step":
+            raise TsaeError(
+                f'step_ends are given, but partner="{self.partner}" knows no steps',
+                where="TrainingConfig",
+                fix='Set partner="step", or leave step_ends out.',
+            )
+        if not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance):
+            raise TsaeError(
+                f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
+                where="TrainingConfig",
+            )
         if self.save_every_steps < 1:
             raise TsaeError(f"save_every_steps={self.save_every_steps} is less than 1", where="TrainingConfig")
         if self.tokens < self.batch_tokens:
@@ -139,4 +175,14 @@ class TrainingConfig:
             raise TsaeError(
                 f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1",
                 where="TrainingConfig",
+            )
+
+
+def _check_choices(config: Any) -> None:
+    """Outside the command line nothing else makes sure that a word is one of those that a field allows."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            raise TsaeError(
+                f"{name}={getattr(config, name)!r} is none of {', '.join(map(repr, get_args(hint)))}",
+                where=type(config).__name__,
             )

@@ -157,7 +157,7 @@ def evaluate(
     reader: str | None = None,
     span: TokenSpan = "all",
     held_out: bool | None = True,
-    max_norm: float = 10.0,
+    max_norm: float | None = None,
     max_trajectories: int = 2000,
     series: CheckpointSeries | None = None,
     splice_trajectories: int = 64,
@@ -170,7 +170,8 @@ def evaluate(
         reader: one reader's activations; all readers' by default.
         span: which tokens count; special tokens never do.
         held_out: True for the problems that training left out, False for the others, None for all.
-        max_norm: tokens beyond this multiple of the median norm are left out, as in training.
+        max_norm: tokens beyond this multiple of the median norm are left out; by default those beyond the limit that
+            the SAE's training stored, or beyond 10 times the median where it stored none.
         max_trajectories: where there are more, this many are measured, evenly spread over readers and shards.
         series: the readers' checkpoints; with them, the loss recovered by the reconstruction in each is measured too.
         splice_trajectories: trajectories per reader on which that is measured.
@@ -183,7 +184,8 @@ def evaluate(
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=max_norm)
+    windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=10.0 if max_norm is None else max_norm)
+    limit = windows.norms.limit if max_norm is not None or sae.norm_limit is None else sae.norm_limit
     texts = counted_texts(windows)
     if reader is not None:
         store.reader_info(reader)
@@ -203,7 +205,7 @@ def evaluate(
     for text in chosen:
         shard = windows.shards[text.shard]
         x = torch.from_numpy(shard.read(sae.site, text.tokens)).to(device)
-        inside = x.norm(dim=1) <= windows.norms.limit
+        inside = x.norm(dim=1) <= limit
         adjacent = inside[1:] & inside[:-1] & torch.from_numpy(np.diff(text.tokens) == 1).to(device)
         if not bool(adjacent.any()):
             continue
@@ -218,7 +220,7 @@ def evaluate(
                 key = (shard.reader, bands[text.row], name)
                 cells.setdefault(key, _Sums(sae)).add(x[part], codes[part])
     if not smooth:
-        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm.")
+        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm (--max-norm).")
     largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
     slices = list(_slices(cells, store.readers))
     everything, whole = slices[0], _Sums.union(cells.values())
@@ -243,7 +245,6 @@ def evaluate(
         if rows:
             chosen_rows = spread(rows, splice_trajectories)
             targets: TokenSpan = "prompt" if span == "prompt" else "response"
-            limit = windows.norms.limit
             losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, targets=targets, limit=limit))
     return replace(result, losses=tuple(losses))
 

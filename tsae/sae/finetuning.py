@@ -15,8 +15,8 @@ L0 is measured on a sample of the new store. Without a config an SAE of sae_lens
 without a temporal term: a plain BatchTopK SAE. Its decoder rows may have any norm, ours have norm 1: the norms go into
 the encoder, and codes grow by them.
 
-Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At the
-full learning rate a long training moves latents far; docs/measured.md has how far, and what a tenth of it costs.
+Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At
+the full learning rate a long training moves latents far; docs/measured.md has how far, and what a tenth of it costs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _own_config(start: TemporalSAE, store: ActivationStore) -> SAEConfig:
 
 @torch.no_grad()
 def _mean_l0(sae: TemporalSAE, store: ActivationStore) -> float:
-    sample = next(Windows(store, sae.site, held_out=False).epoch(0, _SAMPLE_TOKENS)).x
+    sample = Windows(store, sae.site, held_out=False).sample(_SAMPLE_TOKENS)
     parts = torch.from_numpy(sample).to(sae.W_dec.device).split(1024)
     return sum(int((sae.encode(x) > 0).sum()) for x in parts) / len(sample)
 

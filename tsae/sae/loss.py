@@ -7,7 +7,8 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 α = 1 left InfoNCE at chance on the testbed, d_model 96: a temporal term in name only.)
 
 - x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka). With more groups there is one term for
-  every group with those before it, with one group only the last; `group_weights` weigh the terms.
+  every group with those before it, with one group only the last; `group_weights` weigh the terms. (The authors'
+  code takes the mean of the weighted terms over its two groups: its α of .1 is .2 here.)
 - InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h
   (or their inner product / τ, as in the authors' code):
 
@@ -15,6 +16,16 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 
   where j and i run over the pair itself and the pairs of other trajectories (by default; see `SAEConfig.negatives`).
 
+- With `temporal="l1"` a similarity-weighted L1 takes InfoNCE's place, as in the authors' code without its contrastive
+  flag: over the same pairs (s, t) of tokens, with w the first of the `group_weights` (there .2; else 1),
+
+      w · mean [ cos(x(t), x(s)) · Σ_j |h_j(t) − h_j(s)| ] / √d_model
+
+  The cosine is of the activations and has no gradient; where it is negative, the term drives codes apart. Dividing by
+  √d_model makes it, like the errors, what it is for tokens of mean norm 1. Unlike InfoNCE it is least where the
+  high-level codes are 0.
+- A partner t − 1 (or s: `TrainingConfig.partner`) that is not itself one of the n tokens is only a partner: it is
+  encoded with k codes of its own, on average, and enters no other term. The authors' code does so with all partners.
 - AuxK (Gao et al., arXiv 2406.04093): the share of the residual x − x̂ left unexplained by the d_model / 2 strongest
   dead latents.
 
@@ -42,7 +53,7 @@ class LossTerms(NamedTuple):
     reconstruction: torch.Tensor
     """Mean over tokens of ‖x − x̂‖² / d_model."""
     temporal: torch.Tensor
-    """InfoNCE in nats; log N is chance."""
+    """InfoNCE in nats, of which log N is chance; or the L1 term without w."""
     aux: torch.Tensor
     fired: torch.Tensor
     """(d_sae,) bool: latents active somewhere in the batch."""
@@ -56,15 +67,17 @@ def temporal_loss(
     pairs: torch.Tensor,
     dead: torch.Tensor | None = None,
     trajectory: torch.Tensor | None = None,
+    others: torch.Tensor | None = None,
 ) -> LossTerms:
     """The loss of one batch.
 
     Args:
         sae: in the units of x.
         x: (n, d_model) tokens.
-        pairs: (N, 2) rows of x: (token t − 1, token t).
+        pairs: (N, 2) rows of x: (partner, token t). Rows from n on are those of others.
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
+        others: (m, d_model) tokens that are only partners.
 
     Raises:
         TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
@@ -85,20 +98,28 @@ def temporal_loss(
     if config.temporal_weight > 0:
         if len(pairs) < 2:
             raise TsaeError(
-                f"the batch has {len(pairs)} pairs of adjacent tokens: the temporal term would be silently zero",
+                f"the batch has {len(pairs)} pairs of tokens: the temporal term would be silently zero",
                 where="temporal_loss",
                 fix="Give batches of adjacent tokens, or set temporal_weight=0.",
             )
-        if config.negatives == "batch":
-            trajectory = None
-        elif trajectory is not None and bool((trajectory == trajectory[0]).all()):
-            raise TsaeError(
-                "all pairs of the batch are of one trajectory, so that no pair has negatives",
-                where="temporal_loss",
-                fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
-            )
-        temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity, trajectory)
-        total = total + config.temporal_weight * temporal
+        tokens = x
+        if others is not None and len(others):
+            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k)
+            high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
+        if config.temporal == "l1":
+            temporal = _weighted_l1(sae, tokens, high, pairs)
+            total = total + config.temporal_weight * weights[0] * temporal
+        else:
+            if config.negatives == "batch":
+                trajectory = None
+            elif trajectory is not None and bool((trajectory == trajectory[0]).all()):
+                raise TsaeError(
+                    "all pairs of the batch are of one trajectory, so that no pair has negatives",
+                    where="temporal_loss",
+                    fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
+                )
+            temporal = sparse.info_nce(high, config.d_high, pairs, config.temperature, config.similarity, trajectory)
+            total = total + config.temporal_weight * temporal
 
     aux = x.new_zeros(())
     if config.aux_weight > 0 and dead is not None and bool(dead.any()):
@@ -107,6 +128,11 @@ def temporal_loss(
     fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
     smallest = codes.values.detach().min() if len(codes.values) else x.new_zeros(())
     return LossTerms(total, errors[0], errors[-1], temporal, aux, fired, smallest)
+
+
+def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse.Codes, pairs: torch.Tensor) -> torch.Tensor:
+    alike = torch.cosine_similarity(x[pairs[:, 1]], x[pairs[:, 0]], dim=1)
+    return (alike * sparse.l1_distances(high, sae.config.d_high, pairs)).mean() / sae.d_model**0.5
 
 
 def _aux_loss(

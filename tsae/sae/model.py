@@ -66,14 +66,20 @@ class TemporalSAE(torch.nn.Module):
             digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
 
+    @property
+    def norm_limit(self) -> float | None:
+        """Norm beyond which its training left tokens out; None where that is not known."""
+        limit = self.training_info.get("norms", {}).get("limit")
+        return None if limit is None else float(limit)
+
     @torch.no_grad()
-    def initialize(self, mean: torch.Tensor, generator: torch.Generator) -> None:
-        """Random unit decoder rows, the encoder their transpose, and the data's mean as decoder bias."""
+    def initialize(self, bias: torch.Tensor, generator: torch.Generator) -> None:
+        """Random unit decoder rows, the encoder their transpose, and the given decoder bias (d_model,)."""
         rows = torch.randn(self.config.d_sae, self.d_model, generator=generator)
         self.W_dec.copy_(rows / rows.norm(dim=1, keepdim=True))
         self.W_enc.copy_(self.W_dec.T)
         self.b_enc.zero_()
-        self.b_dec.copy_(mean)
+        self.b_dec.copy_(bias)
 
     def preactivations(self, x: torch.Tensor) -> torch.Tensor:
         """(n, d_model) -> (n, d_sae) ReLU of the encoder, before any selection."""

@@ -45,11 +45,11 @@ class Plan:
             start = start if isinstance(start, TemporalSAE) else TemporalSAE.load(start)
             site, config = start.site, starting_config(start, store, sae, training.site)
         if config.dead_after_tokens is None:
-            dead_after = min(10_000_000, max(training.tokens // 10, training.batch_tokens))
+            dead_after = min(10_000_000, max(training.tokens // 30, training.batch_tokens))
             config = replace(config, dead_after_tokens=dead_after)
         if training.data_seed is None:
             training = replace(training, data_seed=training.seed)
-        inputs = inputs_of(store, site, start=start)
+        inputs = inputs_of(store, site, training.balance, start=start)
         folder = None if to is None else RunFolder(to, config, training, inputs)
         return cls(site, config, training, start, inputs, folder)
 

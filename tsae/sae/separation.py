@@ -171,7 +171,9 @@ def separation(
     sites = {sae.site for sae in loaded.values()}
     if len(sites) > 1:
         raise TsaeError(f"the SAEs are of different sites: {', '.join(sorted(sites))}", where="separation")
-    sample = _sample(store, sites.pop(), reader or store.readers[0], tokens_per_trajectory, max_trajectories, seed)
+    limit = min((sae.norm_limit for sae in loaded.values() if sae.norm_limit is not None), default=None)
+    reader = reader or store.readers[0]
+    sample = _sample(store, sites.pop(), reader, limit, tokens_per_trajectory, max_trajectories, seed)
     tasks, skipped = _trajectory_tasks(store, sample, max_problems, seed)
     token_tasks, token_skipped = _token_tasks(store, sample, max_tokens, annotator, token_strings, seed)
     levels = dict.fromkeys((task.label for task in tasks), "trajectory")
@@ -234,13 +236,21 @@ class _Sample(NamedTuple):
 
 
 def _sample(
-    store: ActivationStore, site: str, reader: str, per_trajectory: int, max_trajectories: int, seed: int
+    store: ActivationStore,
+    site: str,
+    reader: str,
+    limit: float | None,
+    per_trajectory: int,
+    max_trajectories: int,
+    seed: int,
 ) -> _Sample:
+    """Response tokens of a reader up to a norm; without one up to 10 times the median."""
     from tsae.activations.windows import Windows
 
     store.reader_info(reader)
     windows = Windows(store, site, span="response", held_out=None)
     texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)
+    limit = windows.norms.limit if limit is None else limit
     prompt_lengths = store.rollouts.lengths("prompt_ids")
     rng = np.random.default_rng([seed, 1])
     parts = []
@@ -248,7 +258,7 @@ def _sample(
         shard = windows.shards[text.shard]
         tokens = np.sort(rng.choice(text.tokens, min(per_trajectory, len(text.tokens)), replace=False))
         x = shard.read(site, tokens)
-        inside = np.linalg.norm(x, axis=1) <= windows.norms.limit
+        inside = np.linalg.norm(x, axis=1) <= limit
         place = tokens - shard.offsets[text.place] - prompt_lengths[text.row]
         row = np.full(len(tokens), text.row)
         parts.append(_Sample(x[inside], row[inside], shard.token_ids[tokens][inside], place[inside]))

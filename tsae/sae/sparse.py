@@ -1,7 +1,7 @@
-"""The parts of the loss that touch only active codes: selection, decoding and InfoNCE with sparse gradients.
+"""The parts of the loss that touch only active codes: selection, decoding and the temporal terms with sparse gradients.
 
 Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192). Only encoding needs the dense product;
-decoding, both weight gradients and the contrastive similarities cost in proportion to the survivors. The values equal
+decoding, both weight gradients and the temporal terms cost in proportion to the survivors. The values equal
 those of the dense formulas of `tsae.sae.loss`; tests compare them.
 """
 
@@ -38,6 +38,15 @@ class Codes(NamedTuple):
         keep = ((self.latent >= start) & (self.latent < stop)).nonzero()[:, 0]
         return Codes(self.values[keep], self.token[keep], self.latent[keep] - start, self.n_tokens)
 
+    def followed_by(self, other: Codes) -> Codes:
+        """These and the codes of further tokens, which are numbered after these."""
+        return Codes(
+            torch.cat([self.values, other.values]),
+            torch.cat([self.token, other.token + self.n_tokens]),
+            torch.cat([self.latent, other.latent]),
+            self.n_tokens + other.n_tokens,
+        )
+
 
 def encode_topk(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int) -> Codes:
     """BatchTopK(ReLU(x W + b)) as sparse codes.
@@ -70,12 +79,12 @@ def info_nce(
     Args:
         codes: of the high-level latents.
         n_latents: their number.
-        pairs: (N, 2) tokens (t − 1, t).
+        pairs: (N, 2) tokens (partner, t).
         temperature: divides the similarities.
         similarity: "cosine", or "inner" for raw inner products.
-        trajectory: (n_tokens,) where a pair's negatives are the pairs of other trajectories only.
+        trajectory: of at least all tokens t, where a pair's negatives are the pairs of other trajectories only.
     """
-    shape, groups = (codes.n_tokens, n_latents), None if trajectory is None else trajectory[pairs[:, 0]]
+    shape, groups = (codes.n_tokens, n_latents), None if trajectory is None else trajectory[pairs[:, 1]]
     if similarity == "inner":
         return _InfoNCE.apply(codes.values, codes.token, codes.latent, shape, pairs, temperature, groups)
     square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
@@ -83,6 +92,38 @@ def info_nce(
     # Not norm[codes.token], whose gradient is added up by several threads in any order: resumed runs give equal bits.
     unit = codes.values / norm.index_select(0, codes.token).clamp_min(1e-12)
     return _InfoNCE.apply(unit, codes.token, codes.latent, shape, pairs, temperature, groups)
+
+
+def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Tensor:
+    """(N,) Σ over latents of |h(t) − h(s)| for every pair (s, t) of tokens.
+
+    As codes are not negative, |a − b| = a + b − 2 min(a, b), and min is above 0 only where both tokens are active.
+
+    Args:
+        codes: sorted by token, and by latent within a token.
+        n_latents: their number.
+        pairs: (N, 2) tokens (s, t).
+    """
+    # index_select and index_add, not codes[…]: gradients are added up in one order, and resumed runs give equal bits.
+    values = codes.values
+    sums = torch.zeros(codes.n_tokens, dtype=values.dtype, device=values.device).index_add(0, codes.token, values)
+    total = sums.index_select(0, pairs[:, 0]) + sums.index_select(0, pairs[:, 1])
+    if len(values) == 0:
+        return total
+    n_active = torch.bincount(codes.token, minlength=codes.n_tokens)
+    first = n_active.cumsum(0) - n_active
+    # Every active code of every pair's token t …
+    n_mine = n_active[pairs[:, 1]]
+    pair = torch.repeat_interleave(torch.arange(len(pairs), device=values.device), n_mine)
+    place = torch.arange(len(pair), device=values.device) - (n_mine.cumsum(0) - n_mine)[pair]
+    mine = first[pairs[pair, 1]] + place
+    # … and where token s has the same latent.
+    key = codes.token * n_latents + codes.latent
+    wanted = pairs[pair, 0] * n_latents + codes.latent[mine]
+    theirs = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
+    both = (key[theirs] == wanted).nonzero()[:, 0]
+    smaller = torch.minimum(values.index_select(0, mine[both]), values.index_select(0, theirs[both]))
+    return total - 2 * torch.zeros_like(total).index_add(0, pair[both], smaller)
 
 
 def _csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

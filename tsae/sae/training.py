@@ -1,6 +1,7 @@
 """Training a T-SAE on a store.
 
-1. Norms are estimated on a sample; tokens beyond the outlier limit are left out; x is scaled to mean norm √d_model.
+1. Norms are estimated on a sample of the mixture that is trained on (`TrainingConfig.balance`); tokens beyond the
+   outlier limit are left out; x is scaled to mean norm √d_model. The decoder bias starts from such a sample too.
 2. Adam on the loss of `tsae.sae.loss`; after every step decoder rows return to unit norm (their gradient's parallel
    part is removed before).
 3. The inference threshold is the running mean of each batch's smallest active code.
@@ -31,6 +32,7 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
 from tsae.sae.finetuning import trainable
+from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss
 from tsae.sae.model import TemporalSAE
 from tsae.sae.plan import Plan
@@ -119,6 +121,9 @@ def _windows(store: ActivationStore, plan: Plan) -> Windows:
         window=training.window,
         held_out=False,
         max_norm=training.max_norm,
+        partner=training.partner if plan.config.temporal_weight > 0 else None,
+        step_ends=training.step_ends,
+        balance=training.balance,
         seed=training.data_seed,
     )
 
@@ -182,6 +187,7 @@ class _Run:
             "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
             **({} if self.plan.start is None else {"start": self.plan.start.fingerprint}),
             "norms": asdict(self.windows.norms),
+            "mixture": [cell.as_dict() for cell in self.windows.mixture.cells],
             "tokens_in_store": self.windows.n_tokens,
             "processes": self.processes.size,
             "last": self.row,
@@ -219,11 +225,11 @@ class _Trainer:
         self.scale = windows.d_model**0.5 / windows.norms.mean
         self.smallest, self.weight = 0.0, 0.0
         if start is None:
-            sample = next(windows.epoch(0, 16_384)).x
-            mean = torch.from_numpy(sample.mean(0)) * self.scale
+            sample = windows.sample(16_384)
+            bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
             generator = torch.Generator().manual_seed(training.seed)
             self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
-            self.sae.initialize(mean, generator)
+            self.sae.initialize(bias, generator)
         else:
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale)
@@ -269,13 +275,14 @@ class _Trainer:
             for batch in self.windows.epoch(self.epoch, self.training.batch_tokens, start=self.next_batch, share=share):
                 self.next_batch = batch.number + 1
                 # Outliers may leave a share without pairs: all processes then leave the batch out.
-                if self.processes.size > 1 and self.processes.least(len(batch.pairs)) < 2:
+                needed = batch.x if self.windows.partner is None else batch.pairs
+                if self.processes.size > 1 and self.processes.least(len(needed)) < 2:
                     continue
                 yield batch
                 if self.steps == self.n_steps:
                     return
             if self.steps == before and self.next_batch == 0:
-                raise TsaeError("no batch has pairs of adjacent tokens", where=self.windows.store.path)
+                raise TsaeError("no batch has pairs of tokens", where=self.windows.store.path)
             self.epoch, self.next_batch = self.epoch + 1, 0
 
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
@@ -286,7 +293,8 @@ class _Trainer:
         share = len(x) / n_tokens
         dead = self.idle_tokens >= self.config.dead_after_tokens
         pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
-        terms = temporal_loss(self.sae, x, pairs, dead, trajectory)
+        others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
+        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others)
         if not torch.isfinite(terms.total):
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",

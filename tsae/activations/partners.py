@@ -1,0 +1,74 @@
+"""Partners from further back than the token before: any earlier token of the trajectory, or of the reasoning step.
+
+Counted tokens are numbered through the store; a token's number is its rank. The trajectories, or the steps, are blocks
+of ranks one after another, so that a block is held in memory as the rank at which it begins, and the earlier tokens of
+a token's block are the ranks from there to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tsae.activations.store import Shard
+
+
+class Partners:
+    """Draws a partner for every token.
+
+    Args:
+        segments: (n_segments, 3) shard, first token and number of counted tokens; ascending.
+        blocks: (n_blocks,) ranks at which blocks begin; ascending, the first is 0.
+        shards: whose lengths are needed.
+    """
+
+    def __init__(self, segments: np.ndarray, blocks: np.ndarray, shards: Sequence[Shard]) -> None:
+        self._segments, self._blocks = segments, blocks
+        ends = segments[:, 2].cumsum()
+        self._before = ends - segments[:, 2]  # (n_segments,) rank of a segment's first token
+        self._base = np.cumsum([0, *(shard.n_tokens for shard in shards)])
+        self._start = self._base[segments[:, 0]] + segments[:, 1]  # (n_segments,) place in all shards together
+        self.longest = int(np.diff(blocks, append=ends[-1]).max())
+        """Tokens of the longest block."""
+
+    def draw(self, shard: np.ndarray, position: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(n,) rank of a partner, each earlier token of the block being equally likely; −1 for the first of a block.
+
+        Args:
+            shard: (n,) of counted tokens.
+            position: (n,) in the shard.
+            rng: gives one number a token.
+        """
+        place = self._base[shard] + position
+        segment = np.searchsorted(self._start, place, side="right") - 1
+        rank = self._before[segment] + place - self._start[segment]
+        first = self._blocks[np.searchsorted(self._blocks, rank, side="right") - 1]
+        drawn = first + (rng.random(len(rank)) * (rank - first)).astype(np.int64)
+        return np.where(rank > first, drawn, -1)
+
+    def place(self, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shard, position in it) of tokens of the given ranks."""
+        segment = np.searchsorted(self._before, rank, side="right") - 1
+        shard, start, _ = self._segments[segment].T
+        return shard, start + rank - self._before[segment]
+
+
+def blocks(
+    shard: Shard, counted: np.ndarray, prompt_lengths: np.ndarray | None, step_ends: Sequence[int]
+) -> np.ndarray:
+    """(n_blocks,) places among the shard's counted tokens at which trajectories, or steps, begin.
+
+    Args:
+        shard: whole trajectories.
+        counted: (n_tokens,) bool.
+        prompt_lengths: (n_trajectories,) tokens of each prompt, for steps; None for trajectories.
+        step_ends: ids of the tokens that end a step, counted or not; the ends of prompts and trajectories do so too.
+    """
+    begins = np.zeros(shard.n_tokens, dtype=bool)
+    begins[shard.offsets[:-1]] = True
+    if prompt_lengths is not None:
+        begins[1:] |= np.isin(shard.token_ids[:-1], list(step_ends))
+        begins[shard.offsets[:-1] + prompt_lengths] = True
+    number = np.cumsum(begins)[counted]
+    return np.flatnonzero(np.diff(number, prepend=0))

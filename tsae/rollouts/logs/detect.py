@@ -1,0 +1,150 @@
+"""Whose log is it? Told by the names of its files and the columns of their first rows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs import nemo_rl, open_instruct, open_r1, plain, prime_rl, trl, verl
+from tsae.rollouts.logs.entry import Reader, Row
+from tsae.rollouts.logs.files import LogFile, find_files, first_row, run_folder
+
+
+@dataclass(frozen=True)
+class Format:
+    """One trainer's way of logging rollouts."""
+
+    name: str
+    title: str
+    file: re.Pattern[str] | None
+    """Matches the path of its files, with named groups step, run and subset; None where names say nothing."""
+    fits: Callable[[Row, ImportConfig], bool]
+    """Whether a row has its columns."""
+    read: Reader
+    a_file_a_step: bool = False
+    """Two files of one run and step are then one too many."""
+    synchronous: bool = True
+    """Whether the weights that sampled for a step are those right before its update."""
+
+
+FORMATS = (
+    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True),
+    Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True),
+    Format(
+        "open-instruct",
+        "open-instruct traces",
+        open_instruct.FILE,
+        open_instruct.fits,
+        open_instruct.read,
+        synchronous=False,
+    ),
+    Format("nemo-rl", "NeMo-RL training data", nemo_rl.FILE, nemo_rl.fits, nemo_rl.read, a_file_a_step=True),
+    Format(
+        "prime-rl", "prime-rl traces", prime_rl.TRACES, prime_rl.fits_traces, prime_rl.read_traces, synchronous=False
+    ),
+    Format(
+        "prime-rl-tokens",
+        "prime-rl token exports",
+        prime_rl.TOKENS,
+        prime_rl.fits_tokens,
+        prime_rl.read_tokens,
+        synchronous=False,
+    ),
+    Format("open-r1", "open-r1 generations", None, open_r1.fits, open_r1.read),
+    Format("plain", "plain log", None, plain.fits, plain.read),
+)
+
+
+def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
+    """The format of a log, and its files by run and step.
+
+    Raises:
+        TsaeError: where no format fits, several do, or files disagree.
+    """
+    files = find_files(path)
+    if config.format != "auto":
+        chosen = next(form for form in FORMATS if form.name == config.format)
+        matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
+        # One file, or files of other names than the trainer's, are taken at the user's word.
+        return chosen, _ordered(chosen, matching or files, path, config)
+    files = [file for file in files if file.stat().st_size]  # A step that is being written may be empty still.
+    named: dict[str, list[Path]] = {}
+    for form in FORMATS:
+        matching = [f for f in files if form.file is not None and form.file.search(_name(f))]
+        first = next((row for f in matching if (row := first_row(f)) is not None), None)
+        if first is not None and form.fits(first, config):
+            named[form.name] = matching
+    rows: dict[Path, Row] = {}
+    if not named:
+        rows = {file: row for file in files if (row := first_row(file)) is not None}
+        if not rows:
+            raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
+        for form in FORMATS:
+            matching = [f for f, row in rows.items() if form.fits(row, config)]
+            if matching:
+                named[form.name] = matching
+    if len(named) > 1:
+        shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
+        raise TsaeError(
+            f"may be a log of several formats: {shown}",
+            where=path,
+            fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
+        )
+    if not named:
+        file, unknown = next(iter(rows.items()))
+        raise TsaeError(
+            f"no known log has the columns {', '.join(unknown)}; known are {', '.join(form.name for form in FORMATS)}",
+            where=file,
+            fix="Name the columns that hold the prompt and the response (--prompt, --response).",
+        )
+    ((name, matching),) = named.items()
+    chosen = next(form for form in FORMATS if form.name == name)
+    if len(matching) < len(rows):
+        odd = next(file for file in rows if file not in matching)
+        raise TsaeError(
+            f"has not the columns of a {chosen.title}, as the other files have; its columns are {', '.join(rows[odd])}",
+            where=odd,
+            fix="Move it out of the folder.",
+        )
+    return chosen, _ordered(chosen, matching, path, config)
+
+
+def _name(file: Path) -> str:
+    return file.resolve().as_posix()
+
+
+def _ordered(form: Format, files: Sequence[Path], path: Path, config: ImportConfig) -> list[LogFile]:
+    found = []
+    subsets: Counter[str] = Counter()
+    for file in files:
+        match = form.file.search(_name(file)) if form.file is not None else None
+        parts = {} if match is None else match.groupdict()
+        if parts.get("subset") is not None:
+            subsets[parts["subset"]] += 1
+            if parts["subset"] != config.subset and not path.is_file():
+                continue
+        step = parts.get("step")
+        run = config.run or parts.get("run") or run_folder(file.parent).name or "run"
+        found.append(LogFile(file, run, None if step is None else int(step)))
+    if not found:
+        raise TsaeError(
+            f"holds no {config.subset}, but {', '.join(subsets)}",
+            where=path,
+            fix=f"Say --subset {next(iter(subsets))}.",
+        )
+    found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, f.path))
+    if form.a_file_a_step:
+        for a, b in pairwise(found):
+            if a.step is not None and (a.run, a.step) == (b.run, b.step):
+                raise TsaeError(
+                    f"step {a.step} of run {a.run} is here and in {a.path}",
+                    where=b.path,
+                    fix="Give the folder of one of them.",
+                )
+    return found

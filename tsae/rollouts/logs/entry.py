@@ -1,0 +1,205 @@
+"""Entry: what a reader makes of one trajectory of a log; and the checks that its values go through."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.rollouts.logs.files import LogFile, read_rows
+
+Row = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One trajectory as its log has it; None where the log does not say."""
+
+    where: str
+    """File and line, for error messages."""
+    number: int = 0
+    """Of the line or row in its file."""
+    prompt: str | list[dict[str, Any]] | None = None
+    """Text, or the messages of a conversation."""
+    prompt_is: Literal["question", "verbatim", "stripped"] = "question"
+    """What a text is: the question, to which a chat template is still to be applied; exactly what the model read; or
+    that with its special tokens left out."""
+    prompt_ids: np.ndarray | None = None
+    """(n_prompt,) integers."""
+    response: str | None = None
+    response_ids: np.ndarray | None = None
+    """(n_response,) integers, with the end token where the model gave one."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By name; None where a function did not score this trajectory."""
+    reward: float | None = None
+    """The trainer's own total."""
+    unscored: bool = False
+    """The log has rewards, but none for this trajectory."""
+    correct: bool | None = None
+    """Where the log says so outright."""
+    decides: str | None = None
+    """Name of the reward that says what is right, where the format knows it."""
+    answer: str = ""
+    level: str | None = None
+    problem_id: str | None = None
+    policy: str | None = None
+    step: int | None = None
+    """The trainer's step in which it was logged."""
+    updates: int | None = None
+    """Optimiser steps that the weights had behind them that sampled it."""
+    advantage: float | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    cut_without_end: bool = False
+    """Its trainer counts responses whose token ids lack an end token as cut off."""
+    key: str | None = None
+    """Unique among the entries of a log, where the log has such a thing."""
+
+
+class Unusable(TsaeError):
+    """A trajectory that cannot be taken; `ImportConfig.skip` leaves those of its kind out."""
+
+    def __init__(self, kind: Unfit, what: str, *, where: str, fix: str | None = None) -> None:
+        self.kind = kind
+        skip = f"leave such rows out with --skip {kind}"
+        super().__init__(what, where=where, fix=f"{fix}, or {skip}" if fix else skip.capitalize())
+
+
+Reader = Callable[[LogFile, ImportConfig], Iterator[Entry | Unusable]]
+"""(file, config) -> its trajectories, in order."""
+
+
+def each_row(file: LogFile, read: Callable[[Row, str], Iterator[Entry | Unusable]]) -> Iterator[Entry | Unusable]:
+    """The trajectories of every row of a file; `read` gets a row and where it is."""
+    for number, row in read_rows(file.path):
+        try:
+            for found in read(row, file.place(number)):
+                if isinstance(found, Entry):
+                    found.number = number
+                yield found
+        except Unusable as unusable:
+            yield unusable
+
+
+def get(row: Row, name: str, where: str) -> Any:
+    """A column that has to be there.
+
+    Raises:
+        TsaeError: where it is not; the message lists the columns that are.
+    """
+    if row.get(name) is None:
+        raise TsaeError(
+            f"has no {name}; its columns are {', '.join(row)}",
+            where=where,
+            fix="Give the log as its trainer wrote it, or name its columns and --format plain.",
+        )
+    return row[name]
+
+
+def text(value: Any, name: str, where: str) -> str:
+    """A text.
+
+    Raises:
+        TsaeError: where it is something else.
+    """
+    if not isinstance(value, str):
+        raise TsaeError(f"{name} is a {type(value).__name__}, expected a text", where=where, fix="Correct that row.")
+    return value
+
+
+def number(value: Any, name: str, where: str) -> float | None:
+    """A finite number; None stays None.
+
+    Raises:
+        TsaeError: for NaN, infinity, and what is no number.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TsaeError(f"{name} is {value!r}, expected a finite number", where=where, fix="Correct or drop that row.")
+    return float(value)
+
+
+def whole(value: Any, name: str, where: str) -> int | None:
+    """A whole number; None stays None.
+
+    Raises:
+        TsaeError: where it is something else.
+    """
+    found = number(value, name, where)
+    if found is not None and found != int(found):
+        raise TsaeError(f"{name} is {value!r}, expected a whole number", where=where, fix="Correct that row.")
+    return None if found is None else int(found)
+
+
+def truth(value: Any, name: str, where: str) -> bool | None:
+    """True or false, as a flag, 0 or 1, or spelled out; None stays None.
+
+    Raises:
+        TsaeError: where it is something else.
+    """
+    if value is None:
+        return None
+    spelled = value.lower() if isinstance(value, str) else value
+    # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
+    for right, spellings in ((True, (1, "true")), (False, (0, "false"))):
+        if spelled in spellings:
+            return right
+    raise TsaeError(f"{name} is {value!r}, expected true or false", where=where, fix="Correct or drop that row.")
+
+
+def token_ids(value: Any, name: str, where: str) -> np.ndarray:
+    """(n,) int64 token ids.
+
+    Raises:
+        TsaeError: where it is no list of whole numbers.
+    """
+    try:
+        found = np.asarray(value)
+    except ValueError:
+        found = np.zeros((0, 0))
+    if found.ndim != 1 or (len(found) and found.dtype.kind != "i"):
+        raise TsaeError(f"{name} is no list of token ids", where=where, fix="Correct that row.")
+    return found.astype(np.int64)
+
+
+def answer_text(value: Any) -> str:
+    """A reference answer as text; a list of one is that one, anything else structured is JSON."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether it is a list of messages with a role each."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """(prompt, response) of a sequence whose sampled tokens are marked; what follows the last of them is dropped.
+
+    Args:
+        ids: (n,) token ids.
+        mask: (n,) bool, true for tokens that the policy sampled.
+
+    Raises:
+        Unusable: where other tokens stand between sampled ones, or none is sampled.
+    """
+    if len(ids) != len(mask):
+        raise TsaeError(f"{len(ids)} token ids but {len(mask)} mask values", where=where, fix="Correct that row.")
+    sampled = np.flatnonzero(mask)
+    if not len(sampled):
+        raise Unusable("empty", "no token is marked as sampled", where=where)
+    first, last = sampled[0], sampled[-1] + 1
+    if last - first != len(sampled):
+        raise Unusable(
+            "multi-turn", "tokens that the policy did not sample stand inside the response (several turns)", where=where
+        )
+    return ids[:first], ids[first:last]

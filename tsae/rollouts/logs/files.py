@@ -1,0 +1,146 @@
+"""Files of a log: finding them below a folder, and reading them row by row in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+
+SUFFIXES = (".jsonl", ".parquet")
+LONGEST_LINE = 1 << 28
+"""Bytes; a longer line is no trajectory, and reading it would need as much memory."""
+
+# Folders that trainers make below a run's own; the run is the first folder above them.
+_NOT_A_RUN = re.compile(
+    r"(step|exp)_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
+    r"eval|all|effective|token_exports|monitors|file|stream"
+)
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One file of a log."""
+
+    path: Path
+    run: str
+    """Name of the run: the folder that it lies in, below which trainers make folders of their own."""
+    step: int | None = None
+    """The trainer's step, where the file's name says it."""
+
+    def place(self, number: int) -> str:
+        """Where a row is, for error messages."""
+        return f"{self.path}: row {number}" if self.path.suffix == ".parquet" else f"{self.path}:{number}"
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of the run that a log lies in."""
+    folder = path.resolve()
+    while _NOT_A_RUN.fullmatch(folder.name):
+        folder = folder.parent
+    return folder
+
+
+def find_files(path: Path) -> list[Path]:
+    """The .jsonl and .parquet files of a folder and of those below it, sorted; or the one file.
+
+    Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are passed over, since what
+    they lead to is read where it lies.
+
+    Raises:
+        TsaeError: where there is nothing, or a link leaves the folder.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise TsaeError("no such log", where=path, fix="Give a .jsonl or .parquet file, or a folder of them.")
+    root, found = path.resolve(), []
+    for folder, below, names in os.walk(path):
+        kept = [name for name in below if not name.startswith(".") and not _CHECKPOINT.fullmatch(name)]
+        below[:] = sorted(kept)
+        for name in (*kept, *(name for name in names if name.endswith(SUFFIXES))):
+            file = Path(folder, name)
+            if file.is_symlink():
+                if not file.resolve().is_relative_to(root):
+                    raise TsaeError(
+                        "this link leaves the folder of the log",
+                        where=file,
+                        fix="Give the log where it lies, or copy it into the folder.",
+                    )
+            elif file.is_file():
+                found.append(file)
+    if not found:
+        raise TsaeError(
+            f"holds no {' or '.join(SUFFIXES)} file",
+            where=path,
+            fix="Give the folder into which the trainer writes its rollouts.",
+        )
+    return sorted(found)
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) of every row: lines are counted from 1, rows of Parquet from 0.
+
+    Raises:
+        TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
+    """
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
+    with path.open("rb") as lines:
+        number = 0
+        while line := lines.readline(LONGEST_LINE + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > LONGEST_LINE:
+                raise TsaeError(
+                    f"a line of more than {LONGEST_LINE >> 20} MiB",
+                    where=where,
+                    fix="Give JSON lines, one trajectory a line.",
+                )
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                cut = "" if line.endswith(b"\n") else "; the line has no end: was the run killed while it wrote?"
+                raise TsaeError(
+                    f"not a line of JSON in UTF-8 ({error}){cut}", where=where, fix="Correct or delete that line."
+                ) from error
+            if not isinstance(row, dict):
+                raise TsaeError(
+                    f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line."
+                )
+            yield number, row
+
+
+def _read_parquet(path: Path, batch_size: int = 256) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size):
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TsaeError(
+            f"not a Parquet file ({first})" if number == 0 else f"cannot be read beyond row {number} ({first})",
+            where=path,
+            fix="Copy the file again, or leave it out.",
+        ) from error
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """The first row; None for a file without rows."""
+    rows = _read_parquet(path, batch_size=1) if path.suffix == ".parquet" else read_rows(path)
+    return next((row for _, row in rows), None)

@@ -1,0 +1,219 @@
+"""The ledger of an import: a few dozen bytes a trajectory, by which repeats, conflicts and the summary are found.
+
+A log may not fit into memory; what has to be compared across all of it is kept as hashes and numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.files import LogFile
+
+_CELLS = (14, 10, 9, 8, 13, 20)
+Outcome = {"failure": 0, "success": 1, "unknown": 2}
+
+
+def hash64(*parts: str | bytes) -> int:
+    """64 bits of the parts, kept apart."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        encoded = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return int.from_bytes(digest.digest(), "little")
+
+
+@dataclass
+class Ledger:
+    """One line a trajectory, in the order in which they were read."""
+
+    sources: dict[tuple[str, int | None], int] = field(default_factory=dict)
+    """(policy, step) -> number."""
+    source: array[int] = field(default_factory=lambda: array("I"))
+    file: array[int] = field(default_factory=lambda: array("I"))
+    number: array[int] = field(default_factory=lambda: array("Q"))
+    problem: array[int] = field(default_factory=lambda: array("Q"))
+    """Hash of the problem id."""
+    key: array[int] = field(default_factory=lambda: array("Q"))
+    """Hash of the log's own id of the trajectory; 0 where it has none."""
+    trajectory: array[int] = field(default_factory=lambda: array("Q"))
+    """Hash of source, problem, prompt and response."""
+    content: array[int] = field(default_factory=lambda: array("Q"))
+    """Hash of problem, prompt, response and advantage."""
+    reward: array[float] = field(default_factory=lambda: array("d"))
+    """NaN where unknown."""
+    outcome: array[int] = field(default_factory=lambda: array("B"))
+    round_trip: array[int] = field(default_factory=lambda: array("B"))
+    """0 no, 1 yes, 2 no text to compare with."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Trajectories left out, by kind."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
+        """(n,) bool: which trajectories stay; of repeated ones the last, where `config.skip` allows for them.
+
+        Args:
+            files: the log's.
+            config: of the import.
+            copies: whether a file may be the one before it over again.
+
+        Raises:
+            TsaeError: naming both places, for a trajectory that comes twice, and for equal trajectories with
+                different rewards.
+        """
+        keys = np.asarray(self.key)
+        kept = np.ones(len(self), dtype=bool)
+        first, second = _neighbours(keys, keys != 0)
+        if len(first) and "repeated" not in config.skip:
+            raise TsaeError(
+                f"the trajectory of {self._place(files, first[0])} comes here again",
+                where=self._place(files, second[0]),
+                fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
+            )
+        if len(first):
+            kept[first] = False
+            self.skipped["repeated"] += len(first)
+        if copies:
+            self._drop_copies(kept, files, config)
+        if not config.noisy_rewards:
+            reward = np.asarray(self.reward)
+            first, second = _neighbours(np.asarray(self.trajectory), kept)
+            differs = ~((reward[first] == reward[second]) | (np.isnan(reward[first]) & np.isnan(reward[second])))
+            if differs.any():
+                a, b = first[differs][0], second[differs][0]
+                raise TsaeError(
+                    f"reward {reward[b]:g} for the trajectory that has {reward[a]:g} at {self._place(files, a)}: same "
+                    "step, problem and response",
+                    where=self._place(files, b),
+                    fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
+                )
+        return kept
+
+    def _drop_copies(self, kept: np.ndarray, files: Sequence[LogFile], config: ImportConfig) -> None:
+        """TRL logs its last generation batch again where several steps train on one."""
+        content, file = np.asarray(self.content), np.asarray(self.file)
+        bounds = np.searchsorted(file, np.arange(len(files) + 1))
+        batches = [content[low:high] for low, high in pairwise(bounds)]
+        for number in range(1, len(files)):
+            before, batch = batches[number - 1], batches[number]
+            if files[number].run != files[number - 1].run or len(batch) < 2 or not np.array_equal(before, batch):
+                continue
+            if "repeated" not in config.skip:
+                raise TsaeError(
+                    f"has what {files[number - 1].path.name} has: the run trained several steps on one generation "
+                    "batch, and logged it at each",
+                    where=files[number].path,
+                    fix="Keep the first of them with --skip repeated.",
+                )
+            kept[bounds[number] : bounds[number + 1]] = False
+            self.skipped["repeated"] += len(batch)
+
+    def summary(self, form: str, n_files: int, kept: np.ndarray, notes: Sequence[str]) -> Summary:
+        """What was read, per policy and step and in all."""
+        columns = ("source", "problem", "reward", "outcome", "round_trip")
+        rows = pd.DataFrame({name: np.asarray(getattr(self, name))[kept] for name in columns})
+        sources = list(self.sources)
+        table = pd.DataFrame([_counts(part) for _, part in rows.groupby("source")])
+        order = [sources[number] for number in sorted(rows.source.unique())]
+        table.insert(0, "policy", [policy for policy, _ in order])
+        table.insert(1, "step", pd.array([step for _, step in order], dtype="Int64"))
+        total = _counts(rows)
+        # A group is of one policy and step, so that groups add up.
+        total |= {name: int(table[name].sum()) for name in ("groups", "no_variance")}
+        return Summary(form, n_files, table, total, dict(self.skipped), tuple(notes))
+
+    def _place(self, files: Sequence[LogFile], row: np.integer) -> str:
+        return files[self.file[row]].place(self.number[row])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What an import read."""
+
+    format: str
+    n_files: int
+    table: pd.DataFrame
+    """A row a policy and step: policy, step, trajectories, problems, groups (of a problem in that step), no_variance
+    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), not_round_tripping."""
+    total: dict[str, float]
+    """The same over all of the log."""
+    skipped: dict[str, int]
+    """Trajectories left out, by kind."""
+    notes: tuple[str, ...]
+    """What was assumed."""
+
+    def as_dict(self) -> dict[str, object]:
+        """What goes into the table's info."""
+        return {"format": self.format, "files": self.n_files, "skipped": self.skipped, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        steps = self.table.step.dropna()
+        span = f", {steps.nunique()} steps from {steps.min()} to {steps.max()}" if steps.nunique() > 1 else ""
+        lines = [f"{self.format}: {self.n_files} file{'s' * (self.n_files != 1)}{span}"]
+        width = max(8, *(len(policy) for policy in self.table.policy))
+        names = ("trajectories", "problems", "success", "groups", "no variance", "not round-tripping")
+        head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
+        lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
+        # Names come from the log, and do not get at the terminal's controls.
+        rows = [
+            (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
+            for row in self.table.itertuples()
+        ]
+        if len(rows) > 24:
+            rows = [*rows[:12], ("…", "", {}), *rows[-12:]]
+        for policy, step, counts in (*rows, ("all", "", self.total)):
+            lines.append(f"  {policy:<{width}}{step:>8}{_cells(counts)}".rstrip())
+        for kind, n in sorted(self.skipped.items()):
+            lines.append(f"left out: {n:,} {kind}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _printable(name: str) -> str:
+    return "".join(character if character.isprintable() else "�" for character in name)
+
+
+def _cells(counts: dict[str, float]) -> str:
+    if not counts:
+        return ""
+    rate = "–" if np.isnan(counts["success_rate"]) else f"{counts['success_rate']:.3f}"
+    shown = [
+        f"{counts[name]:,}" for name in ("trajectories", "problems", "groups", "no_variance", "not_round_tripping")
+    ]
+    cells = (*shown[:2], rate, *shown[2:])
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELLS, strict=True))
+
+
+def _counts(rows: pd.DataFrame) -> dict[str, float]:
+    known = rows.outcome[rows.outcome != Outcome["unknown"]]
+    groups = rows.groupby("problem").reward.agg(["size", "count", "min", "max"])
+    alike = (groups["size"] > 1) & (groups["count"] == groups["size"]) & (groups["min"] == groups["max"])
+    return {
+        "trajectories": len(rows),
+        "problems": len(groups),
+        "groups": len(groups),
+        "no_variance": int(alike.sum()),
+        "success_rate": float((known == Outcome["success"]).mean()) if len(known) else float("nan"),
+        "not_round_tripping": int((rows.round_trip == 0).sum()),
+    }
+
+
+def _neighbours(values: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of equal values, each with the next one of that value, ordered by the second."""
+    rows = np.flatnonzero(mask)
+    order = rows[np.argsort(values[rows], kind="stable")]
+    equal = np.flatnonzero(values[order][1:] == values[order][:-1])
+    first, second = order[equal], order[equal + 1]
+    by_second = np.argsort(second)
+    return first[by_second], second[by_second]

@@ -1,0 +1,78 @@
+"""NeMo-RL: the training data that its GRPO logs, ``train_data_step{N}.jsonl`` in the logger's folder.
+
+Read off NVIDIA-NeMo/RL's ``algorithms/grpo.py`` and ``utils/logger.py`` (main, 2026). A row has content, rewards,
+input_lengths, token_ids, token_loss_mask, sample_loss_mask, advantages, generation_logprobs, prev_logprobs and idx; the
+batch axis is kept, so that every value but idx is a list of one.
+
+- token_ids are padded to the batch's width; input_lengths says where they end. The masked tokens are the response;
+  what the environment said after it is dropped.
+- With dynamic sampling ``rewards`` runs over the batch before filtering and does not belong to its row;
+  ``filtered_rewards`` does, and is read instead.
+- idx is the row's number, not a problem's: problems are told by prompt tokens. There is no reference answer.
+- Steps are counted from 1, and responses are sampled before the step's update.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, number, split_by_mask, token_ids, whole
+from tsae.rollouts.logs.files import LogFile
+
+FILE = re.compile(r"(^|/)train_data_step(?P<step>\d+)\.jsonl$")
+
+
+def fits(row: Row, config: ImportConfig) -> bool:
+    return {"rewards", "input_lengths", "generation_logprobs", "idx"} <= row.keys()
+
+
+def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    def of(row: Row, where: str) -> Iterator[Entry]:
+        if "token_ids" not in row:
+            raise TsaeError(
+                "has no token_ids: a log of an early NeMo-RL, whose content cannot be put back together exactly",
+                where=where,
+                fix="Give a log of a version that writes token_ids and token_loss_mask.",
+            )
+        length = whole(_only(get(row, "input_lengths", where)), "input_lengths", where)
+        ids = token_ids(_only(row["token_ids"]), "token_ids", where)[:length]
+        mask = np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length] > 0
+        prompt, response = split_by_mask(ids, mask, where)
+        reward = number(_only(row.get("filtered_rewards", get(row, "rewards", where))), "rewards", where)
+        yield Entry(
+            where,
+            prompt_ids=prompt,
+            response_ids=response,
+            rewards={"reward": reward},
+            reward=reward,
+            unscored=reward is None,
+            step=file.step,
+            updates=None if file.step is None else file.step - 1,
+            advantage=mean_over(_only(row.get("advantages")), mask, where),
+            key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
+        )
+
+    return each_row(file, of)
+
+
+def mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
+    """Mean of per-token advantages over the sampled tokens; a single number is that number."""
+    if values is None or isinstance(values, (int, float)):
+        return number(values, "advantages", where)
+    found = [value for value, sampled in zip(values, mask.tolist(), strict=False) if sampled and value is not None]
+    if len(values) == 1:
+        found = list(values)
+    # One advantage for all tokens is given back as it is.
+    mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
+    return number(mean, "advantages", where)
+
+
+def _only(value: Any) -> Any:
+    """The element of a batch of one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

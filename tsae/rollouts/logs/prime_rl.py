@@ -1,0 +1,202 @@
+"""prime-rl: the traces of its orchestrator, and the opt-in token exports of its trainer.
+
+Read off PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to September 2026):
+
+- ``rollouts/step_N/{train,eval}/{all,effective}/traces.jsonl`` (since pull request 2983). A line is a trace with
+  kind, group_id and policy_version, or, later, an episode with its traces, group and run. ``effective`` repeats
+  what is in ``all``: `ImportConfig.subset` picks one.
+- ``monitors/file/traces/stream.jsonl`` (since pull request 3444) holds every episode once, those that filters dropped
+  with them; which of them were effective is in annotations that are not read.
+- ``token_exports/step_N/rank_R.jsonl`` (until then): per-token arrays of what the trainer trained on, schema 1.
+
+A trace is a graph of messages whose nodes hold the token ids that they add, and which of them were sampled. Rewards
+are named and weighted; their sum is the reward. Problems are told by the task's key or content; a group_id names a
+group of one step. The policy version counts the optimiser steps behind the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import (
+    Entry,
+    Row,
+    Unusable,
+    answer_text,
+    each_row,
+    get,
+    number,
+    split_by_mask,
+    token_ids,
+    whole,
+)
+from tsae.rollouts.logs.files import LogFile
+from tsae.rollouts.logs.nemo_rl import mean_over
+
+TRACES = re.compile(
+    r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
+)
+TOKENS = re.compile(r"(^|/)(step_(?P<step>\d+)/)?rank_\d+\.jsonl$")
+_CUT_OFF = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+
+
+def fits_traces(row: Row, config: ImportConfig) -> bool:
+    return "task" in row and ("traces" in row or "nodes" in row)
+
+
+def fits_tokens(row: Row, config: ImportConfig) -> bool:
+    return {"schema_version", "export_step", "token_ids", "loss_mask", "rewards"} <= row.keys()
+
+
+def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    # A stream holds work of both kinds; elsewhere the folder has been chosen.
+    streamed = (match := TRACES.search(file.path.as_posix())) is None or match["subset"] is None
+    wanted = config.subset.split("/")[0]
+
+    def of(row: Row, where: str) -> Iterator[Entry | Unusable]:
+        work = _mapping(_mapping(row.get("run")).get("work", row.get("run")))
+        if streamed and row.get("kind", work.get("type", wanted)) != wanted:
+            return
+        traces = row.get("traces", [row])
+        if not isinstance(traces, list):
+            raise TsaeError("traces is no list", where=where, fix="Correct that line.")
+        if not traces:
+            raise Unusable("errored", "the episode failed before it had a trace", where=where)
+        for trace in traces:
+            try:
+                if isinstance(trace, dict) and _mapping(trace.get("agent")).get("trainable", True):
+                    yield _entry(trace, row, work, file, config, where)
+            except Unusable as unusable:
+                yield unusable
+
+    return each_row(file, of)
+
+
+def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportConfig, where: str) -> Entry:
+    if not trace.get("ok", not (trace.get("errors") or trace.get("error"))):
+        raise Unusable("errored", "the rollout ended with an error", where=where)
+    nodes = _path(get(trace, "nodes", where), where)
+    ids, mask = [], []
+    for node in nodes:
+        ids += list(node.get("token_ids") or [])
+        mask += list(node.get("mask") or [])
+    if not ids:
+        raise TsaeError(
+            "its messages have no token ids: they were sampled from an API, not from a policy in training",
+            where=where,
+            fix="Give traces of training, or write the texts into a plain log.",
+        )
+    sampled = np.asarray(mask, dtype=bool)
+    prompt, response = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
+    rewards = _rewards(_mapping(trace.get("rewards")), where)
+    scored = [value for value in rewards.values() if value is not None]
+    policy = _mapping(work.get("policy")).get("start", episode.get("policy_version"))
+    task = _mapping(trace.get("task", episode.get("task")))
+    data = _mapping(task.get("data", task))
+    level = data.get(config.columns.level)
+    step = file.step if file.step is not None else whole(work.get("step"), "step", where)
+    return Entry(
+        where,
+        prompt=[node["message"] for node in nodes if isinstance(node.get("message"), dict) and not node.get("sampled")],
+        prompt_ids=prompt,
+        response_ids=response,
+        rewards=rewards,
+        reward=sum(scored) if scored else None,
+        unscored=not scored,
+        answer=answer_text(data.get(config.columns.answer)),
+        level=None if level is None else str(level),
+        problem_id=_problem(task, episode),
+        step=step,
+        updates=whole(policy, "policy_version", where),
+        advantage=_advantage(trace, nodes, where),
+        finish_reason=_finish(trace, nodes),
+        key=None if trace.get("id") is None else str(trace["id"]),
+    )
+
+
+def _path(nodes: Any, where: str) -> list[dict[str, Any]]:
+    """The messages from the root to the only leaf."""
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        raise TsaeError("nodes is no list of messages", where=where, fix="Correct that line.")
+    parents = [node.get("parent") for node in nodes]
+    if any(p is not None and not (isinstance(p, int) and 0 <= p < i) for i, p in enumerate(parents)):
+        raise TsaeError("a node's parent does not come before it", where=where, fix="Correct that line.")
+    # A graph without branches lists its messages in order.
+    if parents != [None, *range(len(nodes) - 1)]:
+        raise Unusable("multi-turn", "the messages branch into several conversations", where=where)
+    return nodes
+
+
+def _rewards(found: Row, where: str) -> dict[str, float | None]:
+    rewards: dict[str, float | None] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            score, weight = number(value.get("score"), name, where), number(value.get("weight", 1.0), name, where)
+            rewards[name] = None if score is None or weight is None else score * weight
+        else:
+            rewards[name] = number(value, name, where)
+    return rewards
+
+
+def _problem(task: Row, episode: Row) -> str:
+    env = _mapping(episode.get("env"))
+    name = str(env.get("name") or env.get("id") or episode.get("env_name") or "")
+    if task.get("key") is not None:
+        return f"{name}/{task['key']}" if name else str(task["key"])
+    content = json.dumps([name, task.get("hash") or task.get("data", task)], sort_keys=True, default=str)
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _advantage(trace: Row, nodes: list[dict[str, Any]], where: str) -> float | None:
+    per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
+    if per_token:
+        return number(float(np.mean(per_token)), "advantages", where)
+    return number(trace.get("advantage"), "advantage", where)
+
+
+def _finish(trace: Row, nodes: list[dict[str, Any]]) -> Literal["stop", "length"] | None:
+    calls = [call for call in trace.get("calls") or [] if isinstance(call, dict) and call.get("error") is None]
+    reasons = [call.get("finish_reason") for call in calls] or [node.get("finish_reason") for node in nodes]
+    if trace.get("stop_condition") in _CUT_OFF or (reasons and reasons[-1] == "length"):
+        return "length"
+    return "stop" if reasons and reasons[-1] == "stop" else None
+
+
+def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    def of(row: Row, where: str) -> Iterator[Entry]:
+        if row.get("schema_version") != 1:
+            raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
+        mask = np.asarray(get(row, "loss_mask", where), dtype=bool)
+        ids = token_ids(get(row, "token_ids", where), "token_ids", where)
+        prompt, response = split_by_mask(ids, mask, where)
+        values = {value for value, kept in zip(get(row, "rewards", where), mask, strict=False) if kept}
+        if len(values) > 1:
+            raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
+        reward = number(values.pop(), "rewards", where)
+        step = whole(get(row, "export_step", where), "export_step", where)
+        parts = ("run_id", "export_step", "rank", "export_sequence_idx")
+        yield Entry(
+            where,
+            prompt_ids=prompt,
+            response_ids=response,
+            rewards={"reward": reward},
+            reward=reward,
+            unscored=reward is None,
+            step=step,
+            advantage=mean_over(row.get("advantages"), mask, where),
+            key="/".join(str(row.get(part)) for part in parts),
+        )
+
+    return each_row(file, of)
+
+
+def _mapping(value: Any) -> Row:
+    return value if isinstance(value, dict) else {}

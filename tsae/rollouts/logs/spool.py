@@ -1,0 +1,80 @@
+"""The spool of an import: batches of rows on disk, until the whole log is read and its columns are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.rollouts.table import SCHEMA, Rollouts, write_table
+
+_BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
+_EXTRAS = (pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_()))
+
+
+class Spool:
+    """Batches on disk, one Parquet file for every set of reward columns that occurs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rewards: list[str] = []
+        self._pending: list[Mapping[str, Any]] = []
+        self._tokens = 0
+        self._writer: pq.ParquetWriter | None = None
+        self._parts: list[Path] = []
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take one row."""
+        new = [name for name in record if name.startswith("reward/") and name[7:] not in self.rewards]
+        if new:
+            self._flush()
+            self._close()
+            self.rewards += [name[7:] for name in new]
+        self._pending.append(record)
+        self._tokens += len(record["prompt_ids"]) + len(record["response_ids"])
+        if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
+            self._flush()
+
+    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any]) -> None:
+        """All rows that are kept, as one file."""
+        self._flush()
+        self._close()
+        write_table(to, self._schema(), self._batches(kept), info)
+
+    def _batches(self, kept: np.ndarray) -> Iterator[pa.Table]:
+        schema, start = self._schema(), 0
+        for part in self._parts:
+            with pq.ParquetFile(part) as file:
+                # A row group is a batch as it was spooled, and bounded in tokens.
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group)
+                    for field in schema:
+                        if field.name not in table.column_names:
+                            table = table.append_column(field, pa.nulls(len(table), field.type))
+                    rows = np.flatnonzero(kept[start : start + len(table)])
+                    start += len(table)
+                    if len(rows):
+                        yield table.select(schema.names).take(pa.array(rows)).cast(schema)
+
+    def _schema(self) -> pa.Schema:
+        return pa.schema([*SCHEMA, *_EXTRAS, *(pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)])
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        arrays = [pa.array([r.get(field.name) for r in self._pending], type=field.type) for field in self._schema()]
+        table = Rollouts(pa.table(arrays, schema=self._schema())).table
+        if self._writer is None:
+            self._parts.append(self.folder / f"{len(self._parts)}.parquet")
+            self._writer = pq.ParquetWriter(self._parts[-1], table.schema, compression="lz4")
+        self._writer.write_table(table)
+        self._pending, self._tokens = [], 0
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

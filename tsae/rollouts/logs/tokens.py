@@ -1,0 +1,273 @@
+"""Token ids of a log's trajectories: as logged, or from text with the checkpoint's tokenizer and chat template.
+
+Text gives back what the policy read and wrote only as far as the tokenizer goes: a response whose tokens decode to
+another text is marked, one that decodes to the same text may still have been sampled as other tokens. Nothing is made
+up: an end token is put at the end of a text only where the log says that the response ended by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import Entry, Unusable
+from tsae.rollouts.sampling import encode_prompt, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tsae.checkpoints.series import Checkpoint
+
+_KEPT_PROMPTS = 256  # A group's trajectories stand together, so that few prompts need to be remembered.
+_SENTINELS = ("TSAE0SYSTEM0", "TSAE0USER0")
+
+
+class Prompt(NamedTuple):
+    """What the policy read."""
+
+    ids: np.ndarray
+    """(n,) int32."""
+    text: str
+
+
+class Response(NamedTuple):
+    """What the policy wrote."""
+
+    ids: np.ndarray
+    """(n,) int32."""
+    text: str
+    finish_reason: Literal["stop", "length", "unknown"]
+    round_trip: bool | None
+    """Whether the ids decode to the log's text; None where the log has no text."""
+
+
+class Tokens:
+    """Encodes the entries of one log.
+
+    Args:
+        checkpoint: whose tokenizer, chat template, end tokens and context length count.
+        config: of the import.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ImportConfig) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = checkpoint.load_tokenizer()
+        self.config, self.path = config, checkpoint.path
+        self.vocabulary = max(self.tokenizer.get_vocab().values()) + 1
+        self.context, ends = _limits(checkpoint)
+        end: Any = self.tokenizer.eos_token_id
+        self.end: int | None = end if end is not None else next(iter(ends), None)
+        self.ends = ends | ({self.end} if self.end is not None else set())
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+
+    def prompt(self, entry: Entry) -> Prompt:
+        """Token ids of what was read before the response, and its text.
+
+        Raises:
+            TsaeError: where the template does not give the logged text again, or ids are not the tokenizer's.
+        """
+        if entry.prompt_ids is not None:
+            ids = self._checked(entry.prompt_ids, "prompt", entry.where)
+            shown = _shown(entry.prompt) if entry.prompt is not None else self._decode(ids)
+            return Prompt(ids, shown)
+        assert entry.prompt is not None
+        key = entry.prompt_is + json.dumps(entry.prompt, sort_keys=True, default=str)
+        found = self._prompts.get(key)
+        if found is None:
+            ids = np.asarray(self._encode_prompt(entry), dtype=np.int32)
+            found = self._prompts[key] = Prompt(ids, _shown(entry.prompt))
+            if len(self._prompts) > _KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        self._prompts.move_to_end(key)
+        return found
+
+    def response(self, entry: Entry) -> Response:
+        """Token ids of the response, its text, and how it ended.
+
+        Raises:
+            Unusable: where it is empty.
+            TsaeError: where ids are not the tokenizer's.
+        """
+        if entry.response_ids is not None:
+            ids = self._checked(entry.response_ids, "response", entry.where)
+            if not len(ids):
+                raise Unusable("empty", "the response is empty", where=entry.where)
+            text, ended = self._decode(ids), int(ids[-1]) in self.ends
+            otherwise: Any = entry.finish_reason or ("length" if entry.cut_without_end else "unknown")
+            same = None if entry.response is None else text == entry.response
+            return Response(ids, text, "stop" if ended else otherwise, same)
+        assert entry.response is not None
+        tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
+        same = self.tokenizer.decode(tokens) == entry.response
+        reason = entry.finish_reason
+        limit = self.config.max_response_tokens
+        if reason is None and limit is not None:
+            reason = "stop" if len(tokens) < limit else "length"
+        if tokens and tokens[-1] in self.ends:  # A log may keep special tokens in its texts.
+            reason = "stop"
+        elif reason == "stop" and self.end is not None:
+            tokens.append(self.end)
+        if not tokens:
+            raise Unusable("empty", "the response is empty", where=entry.where)
+        return Response(np.asarray(tokens, dtype=np.int32), entry.response, reason or "unknown", same)
+
+    def check_length(self, prompt: Prompt, response: Response, where: str) -> None:
+        """Raise `Unusable` for a trajectory that is longer than the model's context."""
+        total = len(prompt.ids) + len(response.ids)
+        if self.context is not None and total > self.context:
+            raise Unusable(
+                "too-long",
+                f"{len(prompt.ids)} prompt and {len(response.ids)} response tokens exceed the model's context of "
+                f"{self.context}",
+                where=where,
+                fix="Give the checkpoint that was trained",
+            )
+
+    def _encode_prompt(self, entry: Entry) -> list[int]:
+        prompt, style = entry.prompt, self.config.prompt_format
+        if isinstance(prompt, list):
+            return self._encode_conversation(prompt, entry.where)
+        assert prompt is not None
+        if style != "auto" or entry.prompt_is == "question":
+            return encode_prompt(self.tokenizer, prompt, style, entry.where)
+        if entry.prompt_is == "verbatim" or self.tokenizer.chat_template is None:
+            return tokenize(self.tokenizer, prompt, where=entry.where)
+        found = restore_template(self.tokenizer, prompt)
+        if found is None:
+            raise TsaeError(
+                "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
+                "(and a system message) does not give it again",
+                where=entry.where,
+                fix="Give the checkpoint that was trained, or tokenise prompts as they stand with "
+                "--prompt-format plain: what the model read then lacks its special tokens.",
+            )
+        return found
+
+    def _encode_conversation(self, messages: list[dict[str, Any]], where: str) -> list[int]:
+        if self.config.prompt_format == "plain" or self.tokenizer.chat_template is None:
+            raise TsaeError(
+                "the prompt is a conversation, which only a chat template turns into text"
+                + ("" if self.config.prompt_format == "plain" else ", and the checkpoint has none"),
+                where=where,
+                fix="Give the checkpoint that was trained, and no --prompt-format plain.",
+            )
+        plain = [{name: part for name, part in message.items() if part is not None} for message in messages]
+        goes_on = plain[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            )
+        except Exception as error:  # templates raise what they like
+            raise TsaeError(
+                f"the chat template refuses the prompt ({error})",
+                where=where,
+                fix="Give the checkpoint's own messages.",
+            ) from error
+        return tokenize(self.tokenizer, str(text), add_special_tokens=False, where=where)
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
+        if ((ids < 0) | (ids >= self.vocabulary)).any():
+            bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
+            raise TsaeError(
+                f"the {what} has the token id {bad}; the tokenizer of {self.path} has 0 to {self.vocabulary - 1}",
+                where=where,
+                fix="Give the checkpoint that was trained.",
+            )
+        if what == "prompt" and not len(ids):
+            raise TsaeError("the prompt has no tokens", where=where, fix="Correct or drop that row.")
+        return ids.astype(np.int32)
+
+
+def restore_template(tokenizer: PreTrainedTokenizerBase, stripped: str) -> list[int] | None:
+    """Token ids of a prompt of which only the text without special tokens is known.
+
+    The chat template is rendered around a user's message, and around a system's and a user's; where the text without
+    special tokens has the same beginning, middle and end, the messages are what stands between.
+
+    Returns:
+        None where no rendering decodes to `stripped`.
+    """
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {str(token) for token in tokenizer.all_special_tokens}
+    for roles in (("user",), ("system", "user")):
+        marks = _SENTINELS[-len(roles) :]
+        try:
+            skeleton = _render(tokenizer, [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)])
+        except Exception:  # a template may know no system message
+            continue
+        for token in special:
+            skeleton = skeleton.replace(token, "")
+        contents = _between(skeleton, marks, stripped)
+        if contents is None:
+            continue
+        text = _render(tokenizer, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
+        ids = tokenize(tokenizer, text, add_special_tokens=False)
+        if tokenizer.decode(ids, skip_special_tokens=True) == stripped:
+            return ids
+    return None
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _between(skeleton: str, marks: tuple[str, ...], text: str) -> list[str] | None:
+    """What stands in `text` where `marks` stand in `skeleton`."""
+    fixed = []
+    for mark in marks:
+        before, found, skeleton = skeleton.partition(mark)
+        if not found:
+            return None
+        fixed.append(before)
+    if not text.startswith(fixed[0]) or not text.endswith(skeleton) or len(text) < len(fixed[0]) + len(skeleton):
+        return None
+    rest = text[len(fixed[0]) : len(text) - len(skeleton)]
+    contents = []
+    for middle in fixed[1:]:
+        content, found, rest = rest.partition(middle) if middle else ("", "", rest)
+        if not found:
+            return None
+        contents.append(content)
+    return [*contents, rest]
+
+
+def _shown(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt's text: of a conversation, what its messages say."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message.get("content") for message in prompt]
+    return "\n\n".join(c if isinstance(c, str) else json.dumps(c, ensure_ascii=False) for c in contents)
+
+
+def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
+    """(context length, end tokens) of a checkpoint, where it has a config.json; GGUF files and adapters do not."""
+    from transformers import AutoConfig, GenerationConfig
+
+    local = Path(checkpoint.path, checkpoint.subfolder or "")
+    if local.is_file() or (local.is_dir() and not (local / "config.json").is_file()):
+        return None, set()
+    source: dict[str, Any] = {"revision": checkpoint.revision or "main", "subfolder": checkpoint.subfolder or ""}
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, **source).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise TsaeError(
+            f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",
+            where=checkpoint.path,
+            fix="Give a Hugging Face model directory with config.json.",
+        ) from error
+    try:
+        generation = GenerationConfig.from_pretrained(checkpoint.path, **source)
+    except OSError:
+        generation = None
+    ends: set[int] = set()
+    for found in (getattr(config, "eos_token_id", None), getattr(generation, "eos_token_id", None)):
+        ends |= set(found) if isinstance(found, (list, tuple)) else {found} if found is not None else set()
+    return getattr(config, "max_position_embeddings", None), ends

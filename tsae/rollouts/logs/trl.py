@@ -1,0 +1,159 @@
+"""TRL: what ``GRPOTrainer`` writes with ``log_completions=True``, one Parquet file a logged step.
+
+Read off TRL 1.16's source. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this order: step,
+prompt, completion, one float column a reward function, the columns that reward functions passed to ``log_extra``, and
+advantage. A file holds the last generation batch of its step only.
+
+- Where several steps train on one batch (num_iterations, steps_per_generation), it is logged at each. An evaluation
+  logs into the same file, over the training batch: log without one.
+- prompt is a text, tokenised as it is, or the messages of a conversation, which go through the chat template; the
+  run's chat_template_kwargs and tools are not in the log. completion is decoded without special
+  tokens: whether a response ended by itself is lost, except where ``log_extra("completion_ids", completion_ids)`` kept
+  the token ids.
+- A null reward means that the function did not score that completion.
+- Rewards and extras are not told apart by name. Leading float columns are taken as rewards; where there are several,
+  the logged advantages have to follow from their sum, or the user has to name them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import (
+    Entry,
+    Row,
+    Unusable,
+    answer_text,
+    each_row,
+    get,
+    is_conversation,
+    number,
+    text,
+    token_ids,
+    whole,
+)
+from tsae.rollouts.logs.files import LogFile
+
+FILE = re.compile(r"(^|/)completions_(?P<step>\d{5,})\.parquet$")
+_COMPLETION_IDS = "completion_ids"
+
+
+def fits(row: Row, config: ImportConfig) -> bool:
+    return {"step", "prompt", "completion"} <= row.keys()
+
+
+def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    names = config.columns
+    rewards = config.rewards or _reward_columns(file)
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def of(row: Row, where: str) -> Iterator[Entry]:
+        step = whole(get(row, "step", where), "step", where)
+        prompt = get(row, "prompt", where)
+        conversation = is_conversation(prompt)
+        if not conversation:
+            text(prompt, "prompt", where)
+        missing = [name for name in rewards if name not in row]
+        if missing:
+            raise TsaeError(
+                f"has no reward column {missing[0]}; its columns are {', '.join(row)}",
+                where=where,
+                fix="Name reward columns that are there (--rewards).",
+            )
+        scores = {name: number(row[name], name, where) for name in rewards}
+        scored = [score for score in scores.values() if score is not None]
+        advantage = number(row.get("advantage"), "advantage", where)
+        if scored and advantage is not None:
+            groups[json.dumps(prompt, sort_keys=True, default=str)].append((sum(scored), advantage))
+        ids = {
+            name: None if row.get(name) is None else token_ids(row[name], name, where)
+            for name in (names.prompt_ids, names.response_ids, _COMPLETION_IDS)
+        }
+        response_ids = ids[names.response_ids] if ids[names.response_ids] is not None else ids[_COMPLETION_IDS]
+        problem, level = row.get(names.problem_id), row.get(names.level)
+        yield Entry(
+            where,
+            prompt=prompt,
+            prompt_is="verbatim",
+            prompt_ids=ids[names.prompt_ids],
+            response=_completion(get(row, "completion", where), where),
+            response_ids=response_ids,
+            rewards=scores,
+            reward=sum(scored) if scored else None,
+            unscored=not scored,
+            answer=answer_text(row.get(names.answer)),
+            level=None if level is None else str(level),
+            problem_id=None if problem is None else str(problem),
+            step=step,
+            # It is logged after the optimiser step that it was generated for.
+            updates=None if step is None else step - 1,
+            advantage=advantage,
+            cut_without_end=True,
+        )
+
+    yield from each_row(file, of)
+    if len(rewards) > 1 and not config.rewards:
+        _check_sum(groups, rewards, file)
+
+
+def _reward_columns(file: LogFile) -> tuple[str, ...]:
+    try:
+        schema = pq.read_schema(file.path)
+    except (pa.ArrowException, OSError) as error:
+        raise TsaeError("not a Parquet file", where=file.path, fix="Copy the file again.") from error
+    if "completion" not in schema.names:
+        return ()
+    found = []
+    for field in list(schema)[schema.names.index("completion") + 1 :]:
+        if field.name == "advantage" or not (pa.types.is_floating(field.type) or pa.types.is_null(field.type)):
+            break
+        found.append(field.name)
+    if not found:
+        raise TsaeError(
+            f"no float column, as a reward is, follows completion; the columns are {', '.join(schema.names)}",
+            where=file.path,
+            fix="Name the reward columns (--rewards).",
+        )
+    return tuple(found)
+
+
+def _completion(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not is_conversation(value):
+        raise TsaeError("completion is neither a text nor messages", where=where, fix="Correct that row.")
+    messages = [{name: part for name, part in message.items() if part is not None} for message in value]
+    if len(messages) != 1 or messages[0].keys() - {"role", "content"}:
+        found = ", ".join(dict.fromkeys(name for message in messages for name in message))
+        raise Unusable(
+            "multi-turn",
+            f"the completion is {len(messages)} messages with {found}, which text alone does not give back as tokens",
+            where=where,
+        )
+    return text(messages[0].get("content"), "completion", where)
+
+
+def _check_sum(groups: dict[str, list[tuple[float, float]]], rewards: Sequence[str], file: LogFile) -> None:
+    """Within a group, every advantage that TRL computes from a sum of rewards is a rising linear function of it."""
+    for group in groups.values():
+        values = np.asarray(group)
+        reward, advantage = (values - values.mean(axis=0)).T
+        slope = float(reward @ advantage) / max(float(reward @ reward), 1e-12)
+        off = np.abs(advantage - slope * reward).max()
+        if slope < 0 or off > 1e-3 * max(1.0, np.abs(advantage).max()):
+            raise TsaeError(
+                f"the logged advantages do not follow from the sum of {', '.join(rewards)}: not all of them are "
+                "rewards, or they have weights, which the log does not hold",
+                where=file.path,
+                fix="Name the columns that are rewards, to be added up with weight 1 (--rewards).",
+            )
