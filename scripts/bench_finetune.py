@@ -38,8 +38,10 @@ class Bench:
     """Tokens of the base's SAE."""
     tokens: tuple[int, ...] = (30_000, 100_000, 300_000)
     """Budgets on the run's store."""
+    learning_rate: float = 1.6e-3
+    """Of the base's SAE and of training from scratch."""
     rates: tuple[float, ...] = (1.0, 0.1)
-    """Learning rates of fine-tuning, as multiples of the default."""
+    """Learning rates of fine-tuning, as multiples of that."""
     seeds: int = 3
 
 
@@ -57,8 +59,7 @@ def main() -> None:
     bench = tyro.cli(Bench, description=__doc__)
     base, *runs = stores(bench.to).items()
     config, seeds = tsae.SAEConfig(d_sae=bench.d_sae, k=bench.k), list(range(bench.seeds))
-    training = tsae.TrainingConfig(tokens=bench.base_tokens, batch_tokens=1024)
-    default = 2e-4 * (16_384 / bench.d_sae) ** 0.5
+    training = tsae.TrainingConfig(tokens=bench.base_tokens, batch_tokens=1024, learning_rate=bench.learning_rate)
     starts = tsae.train_many(base[1], config, seeds=seeds, to=bench.to / "base", training=training)
     rows: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, store in runs:
@@ -78,7 +79,7 @@ def main() -> None:
                         store,
                         start=start,
                         to=bench.to / run / f"{n}-tuned-{rate:g}-seed{key[1]}",
-                        training=replace(training, tokens=n, seed=key[1], learning_rate=rate * default),
+                        training=replace(training, tokens=n, seed=key[1], learning_rate=rate * bench.learning_rate),
                     )
                 for name, sae in found.items():
                     cosine, match = matched_cosines(start.W_dec, sae.W_dec)
