@@ -29,6 +29,8 @@ MEASURES = [
     "fve_high",
     "cosine",
     "l0",
+    "l0_high",
+    "silent_high",
     "alive",
     "alive_high",
     "smoothness_high",
@@ -52,9 +54,9 @@ class Bench:
     batch_tokens: int = 1024
     window: int = 8
     seeds: int = 3
-    temporal_weight: float = 1.0
+    temporal_weight: float = tsae.SAEConfig.temporal_weight
     """Of the T-SAE."""
-    temperature: float = 0.1
+    temperature: float = tsae.SAEConfig.temperature
     """Of the T-SAE."""
 
 
@@ -89,6 +91,8 @@ def main() -> None:
             measured = tsae.evaluate(sae, store)
             for name in MEASURES:
                 rows[kind][name].append(float(getattr(measured, name)))
+            # Held-out tokens are few: a latent that fires on one token in 10⁵ is alive all the same.
+            rows[kind]["alive in training"].append(float(sae.training_info["last"]["alive"]))
         for score in separation(saes, store, seed=seed).scores:
             if score.sae in rows:
                 rows[score.sae][f"{score.group} → {score.label} (chance {score.chance:.2f})"].append(score.accuracy)

@@ -71,11 +71,13 @@ def reconstruction_by_loops(sae: TemporalSAE, x: np.ndarray) -> dict[str, float]
             cosine = token @ x_hat / np.linalg.norm(token) / np.linalg.norm(x_hat)
             row += [((token - x_hat) ** 2).sum(), cosine, (used > 0).sum()]
         rows.append(row)
+    silent = np.mean([row[-1] == 0 for row in rows])
     error, cosine, l0, error_high, cosine_high, l0_high = np.array(rows).mean(0)
     variance = ((x - x.mean(0, dtype=np.float64)) ** 2).sum(1).mean()
     return {
         "fve": 1 - error / variance,
         "fve_high": 1 - error_high / variance,
+        "silent_high": silent,
         "cosine": cosine,
         "cosine_high": cosine_high,
         "l0": l0,

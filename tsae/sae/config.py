@@ -124,7 +124,8 @@ class TrainingConfig:
     max_norm: float = 10.0
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
     learning_rate: float | None = None
-    """Adam's; by default 2e-4 · sqrt(16384 / d_sae), the scaling of Gao et al."""
+    """Adam's; by default 4e-4 · sqrt(16384 / d_sae): the scaling of Gao et al., from twice their rate, which the
+    shorter trainings here can use."""
     warmup_share: float = 0.05
     """Share of the steps over which the learning rate rises linearly."""
     decay_share: float = 0.2

@@ -5,6 +5,7 @@
   as explained.
 - cosine: mean over tokens of cos(x, x̂).
 - L0: mean number of active latents per token, at the inference threshold.
+- silent: share of tokens on which no high-level latent is active, smooth for want of anything to change.
 - alive: share of latents that are active on at least one token.
 - smoothness: see `tsae.sae.smoothness`; the paper's, fragile, and a robust one beside it.
 - loss recovered and KL, where the checkpoints are given: see `tsae.sae.splice`.
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
+
+
 @dataclass(frozen=True)
 class Slice:
     """Reconstruction of some of the tokens."""
@@ -50,6 +54,8 @@ class Slice:
     cosine_high: float
     l0: float
     l0_high: float
+    silent_high: float
+    """Share of tokens on which no high-level latent is active."""
     alive: float
     """Share of latents active on at least one of these tokens."""
 
@@ -69,6 +75,8 @@ class Evaluation:
     """Of the reconstruction from the high-level codes alone."""
     l0: float
     l0_high: float
+    silent_high: float
+    """Share of tokens on which no high-level latent is active."""
     alive: float
     alive_high: float
     """Share of the high-level latents."""
@@ -110,6 +118,7 @@ class Evaluation:
             "FVE": (self.fve, self.fve_high),
             "cosine": (self.cosine, self.cosine_high),
             "L0": (self.l0, self.l0_high),
+            "silent tokens": (float("nan"), self.silent_high),
             "alive": (self.alive, self.alive_high),
             "smoothness (the paper's)": (self.smoothness_all, self.smoothness_high),
             "smoothness (robust)": (self.smoothness_all_robust, self.smoothness_high_robust),
@@ -227,7 +236,7 @@ def evaluate(
     result = Evaluation(
         n_tokens=whole.n,
         n_trajectories=len(smooth),
-        **{name: getattr(everything, name) for name in ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high")},
+        **{name: getattr(everything, name) for name in _OF_ALL_TOKENS},
         alive=everything.alive,
         alive_high=whole.fired[:d_high].float().mean().item(),
         smoothness_high=high,
@@ -295,7 +304,7 @@ class _Sums:
 
     def __init__(self, sae: TemporalSAE) -> None:
         self.sae, self.d_high = sae, sae.config.d_high
-        self.n, self.active, self.active_high = 0, 0, 0
+        self.n, self.active, self.active_high, self.silent = 0, 0, 0, 0
         self.error = self.error_high = self.cosine = self.cosine_high = self.square = 0.0
         self.x = torch.zeros(sae.d_model, dtype=torch.float64)
         self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
@@ -311,6 +320,7 @@ class _Sums:
             whole.cosine, whole.cosine_high = whole.cosine + part.cosine, whole.cosine_high + part.cosine_high
             whole.active, whole.active_high = whole.active + part.active, whole.active_high + part.active_high
             whole.x, whole.fired = whole.x + part.x, whole.fired | part.fired
+            whole.silent += part.silent
         return whole
 
     def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
@@ -324,6 +334,7 @@ class _Sums:
         self.cosine_high += torch.cosine_similarity(x, x_high, dim=1).sum().item()
         self.active += int((codes > 0).sum())
         self.active_high += int((high > 0).sum())
+        self.silent += int((high > 0).any(1).logical_not().sum())
         self.square += x.double().pow(2).sum().item()
         self.x += x.sum(0).double().cpu()
         self.fired |= (codes > 0).any(0).cpu()
@@ -343,6 +354,7 @@ class _Sums:
             cosine_high=self.cosine_high / self.n,
             l0=self.active / self.n,
             l0_high=self.active_high / self.n,
+            silent_high=self.silent / self.n,
             alive=self.fired.float().mean().item(),
         )
 

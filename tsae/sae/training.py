@@ -238,7 +238,7 @@ class _Trainer:
                 self.weight = 1 - _THRESHOLD_DECAY
                 self.smallest = self.weight * float(self.sae.threshold)
         self.sae.to(self.device)
-        self.learning_rate = training.learning_rate or 2e-4 * (16_384 / config.d_sae) ** 0.5
+        self.learning_rate = training.learning_rate or 4e-4 * (16_384 / config.d_sae) ** 0.5
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
         for parameter in self.sae.parameters():
             # As Adam would make it at its first step; made here, so that `state` has the same tensors at every step.
