@@ -21,6 +21,7 @@ from tsae.report import figures, views, write_report
 from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.page import render
+from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -318,6 +319,31 @@ def test_refused_contrasts_come_with_their_reason(page: Page) -> None:
 def test_confounds_are_words(page: Page) -> None:
     assert "one token" in page.texts
     assert "tracks length" in page.texts
+
+
+def test_stability_is_shown_where_it_is_known(page: Page) -> None:
+    made = make()
+    known = {"n_others": 2, "n_latents": 6, "cosine": 0.81, "found_again": 0.75, "same_group": 1.0}
+    features = made.features.assign(stability=[0.93, 0.41, 0.7, 0.95, 0.9, 0.99])
+    table, strings = source(["a"])
+    diff = replace(made, features=features, info={**made.info, "stability": known, "token_strings": strings})
+    shown = Page(render(replace(diff, source=table)))
+    fact = "2 other seeds on average find 75 % of 6 active features again (cosine of matched decoder directions ≥ 0.7)"
+    assert f"{fact}; mean cosine 0.81." in shown.texts
+    assert "25 %, high-level, stability 0.93" in shown.texts
+    # Feature 1 alone is below .7: in its rows and on its card.
+    flagged = [attributes["title"] for _, attributes in shown.tags if "matched cosine" in str(attributes.get("title"))]
+    assert set(flagged) == {"matched cosine 0.41 with other seeds"}
+    assert shown.texts.count("not found again") == len(flagged) > 0
+    assert re.search(r"low-level; fires on 10.0% of tokens; top tokens .*; stability 0\.41", shown.text)
+    assert "stability" not in page.text.lower()
+    assert "not found again" not in page.texts
+    for text in (opposed_text, lambda d, up, down, n: outcome_text(d, n)):
+        plain, with_stability = (text(d, "up-run", "down-run", 6).splitlines() for d in (made, diff))
+        assert any("0 high" in line and "operand 25%" in line and " 0.93 " in line for line in with_stability)
+        assert not any(" 0.93 " in line or "stable" in line for line in plain)
+    assert gates_text(diff, None).splitlines()[2] == f"  stability: {fact}; mean cosine 0.81"
+    assert "stability" not in gates_text(made, None)
 
 
 def test_examples_need_the_feature_table(page: Page) -> None:

@@ -20,6 +20,8 @@ _HOMES = {
     "Rollouts": "tsae.rollouts.table",
     "SAEConfig": "tsae.sae.config",
     "SamplingConfig": "tsae.rollouts.config",
+    "Separation": "tsae.sae.separation",
+    "Stability": "tsae.sae.stability",
     "TemporalSAE": "tsae.sae.model",
     "TrainingConfig": "tsae.sae.config",
     "TsaeError": "tsae.errors",
@@ -29,7 +31,10 @@ _HOMES = {
     "evaluate": "tsae.sae.evaluation",
     "feature_diff": "tsae.diff.diff",
     "sample": "tsae.rollouts.sampling",
+    "separation": "tsae.sae.separation",
+    "stability": "tsae.sae.stability",
     "train": "tsae.sae.training",
+    "train_many": "tsae.sae.many",
     "weight_drift": "tsae.checkpoints.drift",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +130,9 @@ class Capture:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a temporal SAE on an activation store; a run that was killed goes on.
+    """Train temporal SAEs on an activation store; a run that was killed goes on.
+
+    Fine-tune one with --start; train several in one pass with --seeds and --sites.
 
     On several processes: torchrun --nproc-per-node 2 -m tsae train …
     """
@@ -137,7 +140,13 @@ class Train:
     store: Path
     """Folder that `tsae capture` wrote."""
     to: Path
-    """Folder for sae.safetensors, config.json, training.json and metrics.jsonl."""
+    """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
+    start: Path | None = None
+    """SAE to fine-tune in place of random weights, ours or of sae_lens; SAE options then default to its own."""
+    seeds: tuple[int, ...] = ()
+    """One SAE per seed of the initial weights, all from the same batches, which are read once."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names: SAEs for each, one site after another."""
     tokenizer: Path | None = None
     """Checkpoint whose tokenizer says which tokens end a step, for partner "step": those that contain step_text."""
     step_text: str | None = None
@@ -148,17 +157,32 @@ class Train:
     def run(self) -> None:
         import tsae
         from tsae.sae.distributed import first_process
+        from tsae.sae.many import run_name
 
         store = tsae.ActivationStore(self.store)
-        sae = tsae.train(store, self.sae, to=self.to, training=self._training(store))
+        training, saes = self._training(store), {}
+        if not self.seeds and not self.sites:
+            saes[self.to] = tsae.train(store, self.sae, start=self.start, to=self.to, training=training)
+        elif self.start is not None:
+            raise TsaeError(
+                "a start has one site, and no seed of initial weights",
+                where="--start",
+                fix="Leave out --seeds and --sites, or --start.",
+            )
+        else:
+            seeds, sites = self.seeds or None, self.sites or None
+            many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=training)
+            saes |= {self.to / run_name(*key): sae for key, sae in many.items()}
         if not first_process():
             return
-        _wrote(self.to, sae)
-        cells, norms = sae.training_info.get("mixture", ()), sae.training_info["norms"]
+        for folder, sae in saes.items():
+            _wrote(folder, sae)
+            norms = sae.training_info["norms"]
+            print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+        cells = sae.training_info.get("mixture", ())
         for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
             labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))
             print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
-        print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
 
     def _training(self, store: ActivationStore) -> TrainingConfig:
         """With the step ends that the tokenizer knows, where one is given."""
@@ -211,7 +235,7 @@ class Evaluate:
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, to probe too; needs series."""
     seeds: tuple[Path, ...] = ()
-    """The same training with other seeds: match latents, and write stability.json into the SAE's folder."""
+    """The same training with other seeds: match latents into stability.json, which `tsae encode` takes along."""
     json: Path | None = None
     """File to write all numbers to."""
 
@@ -239,7 +263,7 @@ class Evaluate:
             content["separation"] = separated.as_dict()
             print(f"\n{separated}")
         if self.seeds:
-            stable = stability(sae, self.seeds)
+            stable = stability(sae, [other for other in self.seeds if other.resolve() != self.sae.resolve()])
             content["stability"] = stable.summary()
             print(f"\n{stable}")
             _wrote(stable.save(self.sae))
@@ -310,6 +334,8 @@ class Diff:
     """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token."""
+    stability: Path | None = None
+    """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
@@ -321,7 +347,9 @@ class Diff:
         strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
-        diff = tsae.feature_diff(features, self.config, annotator=annotator, token_strings=strings)
+        diff = tsae.feature_diff(
+            features, self.config, annotator=annotator, token_strings=strings, stability=self.stability
+        )
         print_findings(diff)
         _wrote(diff.save(self.to), diff)
 
@@ -376,7 +404,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script; a `TsaeError` is printed in one paragraph and exits with status 2."""
     try:
         # Parsing makes the configs, whose checks raise TsaeError too.
-        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args)
+        args = sys.argv[1:] if args is None else args
+        start = _start_as_default(args)
+        given: dict[str, Any] = {} if start is None else {"default": start}
+        command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
         command.run()
     except TsaeError as error:
         print(f"tsae: {error}", file=sys.stderr)
@@ -390,3 +421,20 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
 runs them all on shipped checkpoints. `tsae drift` needs none of them."""
+
+
+def _start_as_default(args: Sequence[str]) -> Train | None:
+    """`tsae train --start SAE`: the start's own config in place of SAEConfig's defaults, in --help too."""
+    if list(args[:1]) != ["train"]:
+        return None
+    options = ArgumentParser(prog="tsae train", add_help=False, allow_abbrev=False)
+    options.add_argument("--start", type=Path)
+    options.add_argument("--store", type=Path)
+    found, _ = options.parse_known_args(args)
+    if found.start is None or found.store is None:
+        return None
+    import tsae
+    from tsae.sae.finetuning import starting_config
+
+    config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
+    return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)

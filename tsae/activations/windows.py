@@ -18,6 +18,7 @@ How much of the store an epoch reads is said in `tsae.activations.mixture`. Only
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -103,6 +104,7 @@ class Windows:
                 fix='Give them, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.',
             )
         self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
+        self.max_norm = max_norm
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
         # Looking a dataset up in its file takes longer than reading a few windows of it.
@@ -141,6 +143,14 @@ class Windows:
             )
         self.mixture = Mixture(store, self.shards, self.segments, balance)
         self.norms = self._norms(max_norm)
+
+    def at(self, site: str) -> Windows:
+        """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
+        other = copy(self)
+        other.site, other.d_model = site, self.store.d_model(site)
+        other._maps = [shard.raw(site) for shard in self.shards]
+        other.norms = other._norms(self.max_norm)
+        return other
 
     def sample(self, n_tokens: int) -> np.ndarray:
         """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""

@@ -19,6 +19,7 @@ from tsae.features.annotations import Annotator, annotate_tokens, responds_to, t
 from tsae.features.table import FeatureTable
 from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
+from tsae.sae.stability import Stability
 
 
 def feature_diff(
@@ -27,6 +28,7 @@ def feature_diff(
     *,
     annotator: Annotator | None = None,
     token_strings: Sequence[str] | None = None,
+    stability: Stability | str | Path | None = None,
     progress: bool = True,
 ) -> FeatureDiff:
     """Compare every checkpoint with the base, and successes with failures.
@@ -36,15 +38,18 @@ def feature_diff(
         config: defaults of `DiffConfig`.
         annotator: names the class of every response token; without it features are described by their top tokens.
         token_strings: text of every token id; without it tokens are shown by id.
+        stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
+            found beside the SAE.
         progress: show a bar.
 
     Raises:
-        TsaeError: where a band that is asked for is empty.
+        TsaeError: where a band that is asked for is empty, or the stability is that of another SAE.
     """
     from tqdm.auto import tqdm
 
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or DiffConfig()
+    stable = _stability_of(features, stability)
     contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
@@ -54,10 +59,13 @@ def feature_diff(
     for contrast in tqdm(stream, desc="diff", unit="contrast", disable=not progress):
         drawn.append(contrast)
     strings = token_strings if token_strings is not None else _ids_as_text(features)
+    described = _describe(features, rows, config, annotator, strings)
+    if stable is not None:
+        described["stability"] = stable.per_latent
     return FeatureDiff(
         shifts=_shift_table(features, drawn),
         contrasts=_contrast_table(features, drawn, config),
-        features=_describe(features, rows, config, annotator, strings),
+        features=described,
         behaviours=behaviour_table(
             features.rollouts,
             reference=features.info["readers"][0]["id"],
@@ -76,11 +84,20 @@ def feature_diff(
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "labels": features.rollouts.labels_fingerprint,
+            "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
             "causally_tested": False,
             "token_strings": _strings_of(features, token_strings),
         },
         source=features,
     )
+
+
+def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:
+    if given is None:
+        return features.stability
+    found = given if isinstance(given, Stability) else Stability.load(given)
+    where = "stability" if isinstance(given, Stability) else given
+    return found.of(features.info["sae"].get("weights"), where)
 
 
 def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:

@@ -46,11 +46,12 @@ class FeatureDiff:
     """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, note (why it was refused)."""
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
-    length_correlation (Spearman, over the base's trajectories: a confound)."""
+    length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
+    stability (mean decoder cosine with the latents matched in them)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, bands, tokens."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 

@@ -15,6 +15,7 @@ from tsae.features.table import FeatureTable
 from tsae.provenance import write_run
 from tsae.sae.evaluation import check_fits
 from tsae.sae.model import TemporalSAE
+from tsae.sae.stability import Stability
 
 
 def encode(
@@ -28,18 +29,21 @@ def encode(
     """Sparse codes of everything in a store.
 
     Args:
-        sae: or its folder.
+        sae: or its folder, whose stability.json goes along where there is one.
         store: or its folder.
         to: folder to save the table in; None keeps it in memory.
         batch_tokens: tokens encoded at once.
         progress: show a bar.
 
     Raises:
-        TsaeError: where the SAE was made for another site or d_model.
+        TsaeError: where the SAE was made for another site or d_model, or stability.json for another SAE.
     """
     from tqdm.auto import tqdm
 
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    stability = None
+    if not isinstance(sae, TemporalSAE):
+        folder, sae = sae, TemporalSAE.load(sae)
+        stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
     limit = np.inf if sae.norm_limit is None else sae.norm_limit
@@ -74,15 +78,17 @@ def encode(
                 "d_high": sae.config.d_high,
                 "d_model": sae.d_model,
                 "site": sae.site,
+                "weights": sae.fingerprint,
             },
             "readers": records,
             "special_ids": sorted(store.special_ids),
         },
+        stability=stability,
     )
     if to is not None:
         table.save(to)
         labels = table.rollouts.labels_fingerprint
-        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site}
+        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
         write_run(to, "encode", sae.config, inputs)
     return table
 

@@ -6,6 +6,7 @@ One folder::
       features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
                          /token_ids (n_tokens,), /row_offsets (n_rows + 1,), /reader (n_rows,), /trajectory (n_rows,)
       features.json      SAE, readers with their reconstruction, special ids
+      stability.json     which features other seeds find again, where that was known of the SAE
       rollouts.parquet   the Rollouts table that /trajectory refers to
 """
 
@@ -26,6 +27,7 @@ from tsae.activations.store import TokenSpan, span_mask
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
+from tsae.sae.stability import Stability
 
 _ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory")
 
@@ -49,6 +51,8 @@ class FeatureTable:
     """sae (config, site), readers (id, run, step, trained_on, reconstruction), special_ids."""
     origin: str = "features"
     """The folder it was read from; named in error messages."""
+    stability: Stability | None = None
+    """Of the SAE's latents across seeds, where `encode` found it beside the SAE."""
 
     @property
     def n_rows(self) -> int:
@@ -113,6 +117,10 @@ class FeatureTable:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "features.json").unlink(missing_ok=True)
         self.rollouts.write(folder / "rollouts.parquet")
+        if self.stability is None:
+            (folder / "stability.json").unlink(missing_ok=True)
+        else:
+            self.stability.save(folder)
         arrays = {
             "indices": self.codes.indices.astype(np.int32),
             "values": self.codes.data.astype(np.float32),
@@ -151,5 +159,10 @@ class FeatureTable:
         shape = (len(arrays["token_ids"]), n_features)
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
         return cls(
-            codes=codes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info, origin=str(folder), **arrays
+            codes=codes,
+            rollouts=Rollouts.read(folder / "rollouts.parquet"),
+            info=info,
+            origin=str(folder),
+            stability=Stability.beside(folder, (info.get("sae") or {}).get("weights")),
+            **arrays,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -11,7 +12,12 @@ from tsae.report import views
 from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
+from tsae.sae.stability import FOUND_AGAIN
 
+_STABILITY = (
+    " Stability is the mean cosine of a feature's decoder direction with its matches in other seeds' SAEs. “Not found "
+    f"again”: below {FOUND_AGAIN:g}, so that it may be of this one dictionary."
+)
 _MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
 
 
@@ -61,6 +67,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
         ("Bands", html_text(_bands_text(diff))),
         ("Statistics", html_text(_statistics_text(diff))),
         ("Temporal SAE", html_text(_sae_text(diff))),
+        *([("Stability", html_text(f"{stable}."))] if (stable := views.stability_text(diff)) else []),
         (
             "Causality",
             "Not causally tested. What a feature responds to is not thereby what it does."
@@ -182,7 +189,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         + ("; the percentage is the share of a feature's activation that falls on the named tokens" if shares else "")
         + ". “One token”: at least half of the activation is on a single token, so it may be lexical. “Tracks length”: "
         "across the base's responses it correlates with their length (|ρ| ≥ 0.7), so a change of length alone would "
-        "move it.</p>"
+        "move it." + (_STABILITY if views.has_stability(diff) else "") + "</p>"
     )
     rest = f"<p class='quiet'>{len(pairs) - _MAX_PAIRS} more pairs are left out.</p>" if len(pairs) > _MAX_PAIRS else ""
     return legend + "".join(parts) + rest, drawn
@@ -281,7 +288,8 @@ def examples(diff: FeatureDiff, features: list[int]) -> str:
             if feature in table_.index:
                 shifts.append(f"{html_text(run)} {_shift_cell(table_, feature, diff.q)}")
         warned = _confound_cell(row)
-        facts = "; ".join([f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"])
+        words = [f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"]
+        facts = "; ".join([*words, f"stability {number(row.stability)}"] if "stability" in row else words)
         cards.append(
             f'<article class="card" id="feature-{feature}">'
             f"<h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}</span></h3>"
@@ -317,7 +325,8 @@ def feature_link(feature: int) -> str:
 
 def _description(row: pd.Series) -> str:
     share = f"{100 * row.share:.0f} %, " if "share" in row else ""
-    return f"<bdi>{html_text(row.responds_to)}</bdi> <small>{share}{html_text(row.group)}-level</small>"
+    stable = f", stability {number(row.stability)}" if "stability" in row else ""
+    return f"<bdi>{html_text(row.responds_to)}</bdi> <small>{share}{html_text(row.group)}-level{stable}</small>"
 
 
 def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
@@ -339,6 +348,7 @@ def _confound_cell(row: pd.Series) -> str:
     numbers = {
         "one token": f"{row.top_token_share:.0%} on its top token",
         "tracks length": f"ρ {number(row.length_correlation, sign=True)} with response length",
+        "not found again": f"matched cosine {number(row.get('stability', math.nan))} with other seeds",
     }
     return ", ".join(f'<span class="warn" title="{html_text(numbers[w])}">{w}</span>' for w in words)
 

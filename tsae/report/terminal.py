@@ -8,6 +8,7 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
+from tsae.report.views import has_stability, stability_text
 from tsae.sae.evaluation import Evaluation
 
 
@@ -70,7 +71,8 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
         return title
     shifts = diff.table(kind="shift", part="total", band="all", outcome="all").set_index(["checkpoint", "feature"])
     lines = [title + (f", the {n} clearest" if len(found) > n else ""), "  (shift of mean activation, interval, q)"]
-    lines.append(f"  {'feature':<9}{'responds to':<34}" + "".join(f"{c:>32}" for c in diff.checkpoints))
+    stable = f"{'stable':<8}" if has_stability(diff) else ""
+    lines.append(f"  {'feature':<9}{'responds to':<34}{stable}" + "".join(f"{c:>32}" for c in diff.checkpoints))
     for feature, row in found.head(n).iterrows():
         cells = []
         for checkpoint in diff.checkpoints:
@@ -80,7 +82,8 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
             else:
                 cells.append("–")
         lines.append(
-            f"  {f'{feature} {row.group}':<9}{_described(row):<34.33}" + "".join(f"{cell:>32}" for cell in cells)
+            f"  {f'{feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}"
+            + "".join(f"{cell:>32}" for cell in cells)
         )
     return "\n".join(lines)
 
@@ -101,7 +104,7 @@ def outcome_text(diff: FeatureDiff, n: int) -> str:
         top = diff.top(n, kind="outcome", checkpoint=base, band=contrast.band)
         for row in top.itertuples():
             effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
-            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{effect:>32}")
+            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
     return "\n".join(lines)
 
 
@@ -118,6 +121,8 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
             f"alive {evaluation.alive:.0%}, smoothness {evaluation.smoothness_high:.2f} (high-level), "
             f"{evaluation.smoothness_all:.2f} (all)"
         )
+    if stability_text(diff):
+        lines.append(f"  stability: {stability_text(diff)}")
     null = diff.info["null"]
     for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
         if f"{name}_discoveries" in null:
@@ -137,6 +142,11 @@ def _behaviour_cell(row: pd.Series) -> str:
 def _described(row: Any) -> str:
     """What a feature responds to, with the share of its activation that falls there where that is known."""
     return f"{row.responds_to} {row.share:.0%}" if hasattr(row, "share") else str(row.responds_to)
+
+
+def _stable(row: Any) -> str:
+    """The matched cosine where other seeds were matched."""
+    return f"{row.stability:<8.2f}" if hasattr(row, "stability") else ""
 
 
 def _interval(row: pd.Series, column: str, *, sign: bool = False) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import pandas as pd
 
 from tsae.diff.result import FeatureDiff
+from tsae.report.text import count, percent
+from tsae.sae.stability import FOUND_AGAIN
 
 BANDS = ("easy", "medium", "hard")
 PART_NAMES = {
@@ -180,11 +182,31 @@ def named(diff: FeatureDiff, feature: int) -> str:
     return f"{feature} “{described}”" if has_classes(diff) else f"{feature} ({described})"
 
 
+def has_stability(diff: FeatureDiff) -> bool:
+    """Whether the SAE's latents were matched with those of other seeds."""
+    return "stability" in diff.features.columns
+
+
+def stability_text(diff: FeatureDiff) -> str:
+    """How many active features the other seeds find again; empty where that is not known."""
+    known = diff.info.get("stability")
+    if not known:
+        return ""
+    n = known["n_others"]
+    finds = "1 other seed finds" if n == 1 else f"{n} other seeds on average find"
+    return (
+        f"{finds} {percent(known['found_again'])} % of {count(known['n_latents'], 'active feature')} again (cosine of "
+        f"matched decoder directions ≥ {FOUND_AGAIN:g}); mean cosine {known['cosine']:.2f}"
+    )
+
+
 def confounds(row: pd.Series) -> list[str]:
-    """Words for what else might explain a feature."""
+    """Words for what else might explain a feature, and for one that other seeds do not have."""
     found = []
     if row.top_token_share >= 0.5:
         found.append("one token")
     if abs(row.length_correlation) >= 0.7:
         found.append("tracks length")
+    if "stability" in row and row.stability < FOUND_AGAIN:
+        found.append("not found again")
     return found

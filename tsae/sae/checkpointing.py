@@ -68,6 +68,12 @@ class RunFolder:
         """Whether a training ended here; call `claim` first, which makes sure that it is this one."""
         return (self.path / "run.json").is_file()
 
+    @property
+    def steps(self) -> int:
+        """That the latest checkpoint has seen."""
+        latest = self._latest()
+        return int(latest.name) if latest else 0
+
     def claim(self) -> None:
         """Make sure that what the folder holds, if anything, is this training; with resume="never", remove it.
 
@@ -93,7 +99,7 @@ class RunFolder:
         if self.finished:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         else:
-            self._cut_metrics(int(latest.name) if latest else 0)
+            self._cut_metrics(self.steps)
 
     def load(self) -> dict[str, torch.Tensor] | None:
         """The tensors of the latest checkpoint, if there is one."""
@@ -135,6 +141,12 @@ class RunFolder:
         for other in self.checkpoints.iterdir():
             if other != whole:
                 shutil.rmtree(other, ignore_errors=True)
+
+    def last_row(self) -> dict[str, float]:
+        """Of metrics.jsonl; empty where there is none."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return dict(json.loads(lines[-1])) if lines else {}
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl."""
@@ -187,8 +199,10 @@ class RunFolder:
             ) from error
 
 
-def inputs_of(store: ActivationStore, site: str, balance: Sequence[Axis] = ()) -> dict[str, Any]:
-    """What of a store decides the weights."""
+def inputs_of(
+    store: ActivationStore, site: str, balance: Sequence[Axis] = (), *, start: TemporalSAE | None = None
+) -> dict[str, Any]:
+    """What of a store, and of the SAE that is fine-tuned, decides the weights."""
     manifest = store.manifest
     readers = {
         reader["id"]: {"weights": reader.get("weights"), "shard_tokens": [s["n_tokens"] for s in reader["shards"]]}
@@ -207,6 +221,7 @@ def inputs_of(store: ActivationStore, site: str, balance: Sequence[Axis] = ()) -
             for axis in balance
             if axis in ("band", "outcome")
         },
+        **({} if start is None else {"start": start.fingerprint}),
     }
 
 

@@ -134,7 +134,9 @@ class TrainingConfig:
     initial_bias: InitialBias = "geometric_median"
     """Where the decoder bias starts: at the geometric median of a sample (Bricken et al. 2023), its mean, or zero."""
     seed: int = 0
-    """Of the initial weights and the order of the data."""
+    """Of the initial weights and, unless data_seed is given, of the data's order."""
+    data_seed: int | None = None
+    """Of the data's order and of the norms' sample; by default the seed. Trainings that share it share batches."""
     device: str = "cpu"
     """A torch device."""
     precision: Precision = "float32"

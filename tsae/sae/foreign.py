@@ -19,6 +19,7 @@ sae_lens itself is not imported.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class ForeignConfig(SAEConfig):
 class ForeignSAE(TemporalSAE):
     """An SAE of sae_lens behind the face of ours: `encode`, `evaluate` and what follows take it as they take a T-SAE.
 
-    It is not trained further here, and is saved as sae_lens saves it.
+    It is saved as sae_lens saves it. Training starts from it (`tsae.sae.finetuning`) and gives a `TemporalSAE`.
     """
 
     config: ForeignConfig
@@ -80,6 +81,13 @@ class ForeignSAE(TemporalSAE):
     def __repr__(self) -> str:
         c = self.config
         return f"ForeignSAE({c.architecture}, d_model={self.d_model}, d_sae={c.d_sae}, site={self.site!r})"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of weights, thresholds and what is computed with them."""
+        c = self.config
+        text = f"{super().fingerprint} {c.architecture} {c.k} {c.apply_b_dec_to_input}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:

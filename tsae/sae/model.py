@@ -10,6 +10,7 @@ Rows of W_dec have unit norm. The first d_high latents are high-level, the other
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,15 @@ class TemporalSAE(torch.nn.Module):
     def __repr__(self) -> str:
         c = self.config
         return f"TemporalSAE(d_model={self.d_model}, d_sae={c.d_sae}, k={c.k}, d_high={c.d_high}, site={self.site!r})"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of weights and threshold: the same SAE wherever its folder lies."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
 
     @property
     def norm_limit(self) -> float | None:

@@ -6,6 +6,9 @@ and one that all have need not mean anything; but a finding about a latent that 
 one dictionary.
 
 Dead latents keep a random direction and match nothing; judge stability over those that are active.
+
+`tsae evaluate --seeds` writes stability.json beside the SAE, `encode` takes it along, and the diff shows it. It names
+its SAE by fingerprint: beside other weights, such as those of a later training in the same folder, it is refused.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
-from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
+
+    from tsae.sae.model import TemporalSAE
 
 FILE = "stability.json"
 FOUND_AGAIN = 0.7
@@ -35,6 +39,8 @@ FOUND_AGAIN = 0.7
 class Stability:
     """Of one SAE's latents against other SAEs."""
 
+    sae: str
+    """Fingerprint of the SAE."""
     others: tuple[str, ...]
     """What it was compared with."""
     cosine: np.ndarray
@@ -91,6 +97,7 @@ class Stability:
     def save(self, folder: str | Path) -> Path:
         """Write stability.json into the SAE's folder."""
         content = {
+            "sae": self.sae,
             "others": list(self.others),
             "d_high": self.d_high,
             "matching": "one to one, largest sum of decoder cosines",
@@ -113,6 +120,7 @@ class Stability:
         try:
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return cls(
+                sae=str(content["sae"]),
                 others=tuple(content["others"]),
                 cosine=np.array(content["cosine"], dtype=float),
                 same_group=np.array(content["same_group"], dtype=bool),
@@ -120,6 +128,25 @@ class Stability:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise TsaeError(f"is damaged ({error})", where=file, fix="Make it anew.") from error
+
+    @classmethod
+    def beside(cls, folder: str | Path, sae: str | None) -> Stability | None:
+        """What stands in the folder of an SAE of this fingerprint, or of its features; None where nothing does."""
+        return cls.load(folder).of(sae, folder) if (Path(folder) / FILE).is_file() else None
+
+    def of(self, sae: str | None, where: str | Path) -> Stability:
+        """This, after making sure that it is that of the SAE with a fingerprint.
+
+        Raises:
+            TsaeError: where it is that of another.
+        """
+        if self.sae != sae:
+            raise TsaeError(
+                f"the stability in {FILE} is that of the SAE {self.sae}, not of {sae}",
+                where=where,
+                fix=f"Make it anew with `tsae evaluate --seeds`, or delete {FILE}.",
+            )
+        return self
 
 
 def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str | Path]) -> Stability:
@@ -138,7 +165,7 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
     names, cosines, groups = [], [], []
     for number, item in enumerate(others):
         other = _load(item)
-        name = f"SAE {number + 1}" if isinstance(item, TemporalSAE) else str(item)
+        name = str(item) if isinstance(item, (str, Path)) else f"SAE {number + 1}"
         if (other.d_model, other.site) != (mine.d_model, mine.site):
             raise TsaeError(
                 f"reads {other.site} of d_model {other.d_model}, not {mine.site} of d_model {mine.d_model}",
@@ -150,7 +177,7 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
         names.append(name)
         cosines.append(cosine)
         groups.append(same & (match >= 0))
-    return Stability(tuple(names), np.array(cosines), np.array(groups), mine.config.d_high)
+    return Stability(mine.fingerprint, tuple(names), np.array(cosines), np.array(groups), mine.config.d_high)
 
 
 def matched_cosines(mine: torch.Tensor, others: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -175,4 +202,6 @@ def matched_cosines(mine: torch.Tensor, others: torch.Tensor) -> tuple[np.ndarra
 
 
 def _load(sae: TemporalSAE | str | Path) -> TemporalSAE:
+    from tsae.sae.model import TemporalSAE
+
     return sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)

@@ -28,4 +28,6 @@ def start_wandb(project: str, config: Mapping[str, Any], name: str | None, id: s
             where="TrainingConfig.wandb_project",
             fix="Install it with `pip install wandb`.",
         ) from error
-    return wandb.init(project=project, config=dict(config), name=name, id=id, resume="allow" if id else None)
+    settings: dict[str, Any] = {"project": project, "config": dict(config), "name": name, "id": id}
+    # Several trainings of one process are several runs.
+    return wandb.init(**settings, resume="allow" if id else None, reinit="create_new")

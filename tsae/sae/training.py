@@ -9,6 +9,7 @@
 
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
+Trainings that differ in seed alone may share every batch that is read (`tsae.sae.many`), and give the same bits.
 
 On several processes (`tsae.sae.distributed`) every process takes a share of each batch's windows, and a step is that of
 one process with the whole batch, up to the order in which floats are added.
@@ -17,21 +18,23 @@ one process with the whole batch, up to the order in which floats are added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.errors import TsaeError
-from tsae.sae.checkpointing import RunFolder, inputs_of
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
+from tsae.sae.finetuning import trainable
 from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss, variance
 from tsae.sae.model import TemporalSAE
+from tsae.sae.plan import Plan
 from tsae.sae.tracking import start_wandb
 
 _THRESHOLD_DECAY = 0.99
@@ -41,6 +44,7 @@ def train(
     store: ActivationStore | str | Path,
     sae: SAEConfig | None = None,
     *,
+    start: TemporalSAE | str | Path | None = None,
     to: str | Path | None = None,
     training: TrainingConfig | None = None,
     progress: bool = True,
@@ -49,7 +53,9 @@ def train(
 
     Args:
         store: activations.
-        sae: what the SAE is; defaults of `SAEConfig`.
+        sae: what the SAE is; defaults of `SAEConfig`, or the start's own config where there is a start.
+        start: SAE that is fine-tuned in place of random weights, or its folder; of ours or of sae_lens. See
+            `tsae.sae.finetuning`.
         to: folder for sae.safetensors, config.json, training.json and metrics.jsonl; None keeps it in memory. Where it
             holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
             Processes of `torchrun` must all see it.
@@ -58,96 +64,134 @@ def train(
 
     Raises:
         TsaeError: for an unknown site, a store without adjacent tokens, activations or a loss that are not finite, a
-            folder that holds another training, or a disk that is full.
+            start that does not fit, a folder that holds another training, or a disk that is full.
     """
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
-    config, training = sae or SAEConfig(), training or TrainingConfig()
-    site = training.site or _only_site(store)
-    if config.dead_after_tokens is None:
-        config = replace(config, dead_after_tokens=min(10_000_000, max(training.tokens // 30, training.batch_tokens)))
-    with join(training.device) as processes:
-        folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site, training.balance))
-        if folder is not None:
-            processes.first_does(folder.claim)
-            if folder.finished:
-                return TemporalSAE.load(folder.path, device=processes.device).requires_grad_(False)
-        return _train(store, site, config, training, folder, processes, progress)
+    plan = Plan.of(store, sae, training or TrainingConfig(), start=start, to=to)
+    return train_plans(store, [plan], progress=progress)[0]
 
 
-def _train(
-    store: ActivationStore,
-    site: str,
-    config: SAEConfig,
-    training: TrainingConfig,
-    folder: RunFolder | None,
-    processes: Processes,
-    progress: bool,
-) -> TemporalSAE:
+def train_plans(store: ActivationStore, plans: Sequence[Plan], *, progress: bool) -> list[TemporalSAE]:
+    """Carry out trainings that differ in site, seed and folder alone: those of a site read every batch once."""
     from tqdm.auto import tqdm
 
-    windows = Windows(
+    training = plans[0].training
+    with join(training.device) as processes:
+        folders = [plan.folder for plan in plans]
+        for folder in folders:
+            if folder is not None:
+                processes.first_does(folder.claim)
+        saes = {
+            i: TemporalSAE.load(folder.path, device=processes.device).requires_grad_(False)
+            for i, folder in enumerate(folders)
+            if folder is not None and folder.finished
+        }
+        left = [i for i in range(len(plans)) if i not in saes]
+        steps = [folder.steps for i in left if (folder := folders[i]) is not None]
+        with tqdm(
+            total=len(left) * (training.tokens // training.batch_tokens) * training.batch_tokens,
+            initial=sum(steps) * training.batch_tokens,
+            desc="train",
+            unit="token",
+            unit_scale=True,
+            disable=not (progress and processes.first and left),
+        ) as bar:
+            windows: Windows | None = None
+            for site in dict.fromkeys(plans[i].site for i in left):
+                here = [i for i in left if plans[i].site == site]
+                windows = _windows(store, plans[here[0]]) if windows is None else windows.at(site)
+                saes.update(zip(here, _train(windows, [plans[i] for i in here], processes, bar), strict=True))
+    return [saes[i] for i in range(len(plans))]
+
+
+def _windows(store: ActivationStore, plan: Plan) -> Windows:
+    training = plan.training
+    assert training.data_seed is not None
+    return Windows(
         store,
-        site,
+        plan.site,
         span=training.span,
         window=training.window,
         held_out=False,
         max_norm=training.max_norm,
-        partner=training.partner if config.temporal_weight > 0 else None,
+        partner=training.partner if plan.config.temporal_weight > 0 else None,
         step_ends=training.step_ends,
         balance=training.balance,
-        seed=training.seed,
+        seed=training.data_seed,
     )
-    wandb = None
-    if training.wandb_project is not None and processes.first:
-        shown = {
-            "sae": asdict(config),
-            "training": asdict(training),
-            "inputs": inputs_of(store, site, training.balance),
+
+
+def _train(windows: Windows, plans: Sequence[Plan], processes: Processes, bar: Any) -> list[TemporalSAE]:
+    runs = [_Run(windows, plan, processes) for plan in plans]
+    # A kill may have left one behind: it reads what the others have seen, until it is where they are.
+    reader = min((run.trainer for run in runs), key=lambda trainer: trainer.steps)
+    for batch in reader.batches():
+        steps = reader.steps
+        due = [run for run in runs if run.trainer.steps == steps]
+        for run in due:
+            run.trainer.epoch, run.trainer.next_batch = reader.epoch, reader.next_batch
+            run.step(batch)
+        bar.update(len(due) * reader.training.batch_tokens)
+        rows = [run.row for run in due if run.row.get("step") == steps]
+        if rows:
+            fve, l0, alive = (sum(row[name] for row in rows) / len(rows) for name in ("fve", "l0", "alive"))
+            bar.set_postfix_str(f"FVE {fve:.3f}, L0 {l0:.1f}, alive {alive:.1%}")
+    return [run.finish() for run in runs]
+
+
+class _Run:
+    """One of the trainings that share batches: its trainer, and what is written of it.
+
+    Attributes:
+        row: its last metrics.
+    """
+
+    def __init__(self, windows: Windows, plan: Plan, processes: Processes) -> None:
+        self.windows, self.plan, self.processes = windows, plan, processes
+        self.row: dict[str, float] = {}
+        self.wandb = None
+        if plan.training.wandb_project is not None and processes.first:
+            shown = {"sae": asdict(plan.config), "training": asdict(plan.training), "inputs": plan.inputs}
+            name, id = (None, None) if plan.folder is None else (plan.folder.path.name, plan.folder.id)
+            self.wandb = start_wandb(plan.training.wandb_project, shown, name, id)
+        self.trainer = _Trainer(windows, plan.config, plan.training, processes, plan.start)
+        state = None if plan.folder is None else plan.folder.load()
+        if plan.folder is not None and state is not None:
+            self.trainer.restore(state)
+            self.row = plan.folder.last_row()
+
+    def step(self, batch: TokenBatch) -> None:
+        metrics, folder = self.trainer.step(batch), self.plan.folder
+        if metrics is not None:
+            self.row = metrics
+            if folder is not None and self.processes.first:
+                folder.log(metrics)
+            if self.wandb is not None:
+                self.wandb.log(metrics, step=int(metrics["step"]))
+        steps = self.trainer.steps
+        if folder is not None and self.processes.first and steps % self.plan.training.save_every_steps == 0:
+            folder.save(steps, self.trainer.state())
+
+    def finish(self) -> TemporalSAE:
+        store, folder = self.windows.store, self.plan.folder
+        model = self.trainer.finish()
+        model.training_info = {
+            "training": asdict(self.plan.training),
+            "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
+            **({} if self.plan.start is None else {"start": self.plan.start.fingerprint}),
+            "norms": asdict(self.windows.norms),
+            "mixture": [cell.as_dict() for cell in self.windows.mixture.cells],
+            "tokens_in_store": self.windows.n_tokens,
+            "processes": self.processes.size,
+            "last": self.row,
         }
-        name, id = (None, None) if folder is None else (folder.path.name, folder.id)
-        wandb = start_wandb(training.wandb_project, shown, name, id)
-    trainer = _Trainer(windows, config, training, processes)
-    state = None if folder is None else folder.load()
-    if state is not None:
-        trainer.restore(state)
-    row: dict[str, float] = {}
-    with tqdm(
-        total=trainer.n_steps * training.batch_tokens,
-        initial=trainer.steps * training.batch_tokens,
-        desc="train",
-        unit="token",
-        unit_scale=True,
-        disable=not (progress and processes.first),
-    ) as bar:
-        for batch in trainer.batches():
-            metrics = trainer.step(batch)
-            bar.update(training.batch_tokens)
-            if metrics is not None:
-                row = metrics
-                bar.set_postfix_str(f"FVE {row['fve']:.3f}, L0 {row['l0']:.1f}, alive {row['alive']:.1%}")
-                if folder is not None and processes.first:
-                    folder.log(row)
-                if wandb is not None:
-                    wandb.log(row, step=int(row["step"]))
-            if folder is not None and processes.first and trainer.steps % training.save_every_steps == 0:
-                folder.save(trainer.steps, trainer.state())
-    model = trainer.finish()
-    model.training_info = {
-        "training": asdict(training),
-        "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
-        "norms": asdict(windows.norms),
-        "mixture": [cell.as_dict() for cell in windows.mixture.cells],
-        "tokens_in_store": windows.n_tokens,
-        "processes": processes.size,
-        "last": row,
-    }
-    if folder is not None:
-        if processes.first:
-            folder.finish(model)
-        processes.wait()
-    if wandb is not None:
-        wandb.finish()
-    return model
+        if folder is not None:
+            if self.processes.first:
+                folder.finish(model)
+            self.processes.wait()
+        if self.wandb is not None:
+            self.wandb.finish()
+        return model
 
 
 class _Trainer:
@@ -159,17 +203,33 @@ class _Trainer:
         next_batch: its number there.
     """
 
-    def __init__(self, windows: Windows, config: SAEConfig, training: TrainingConfig, processes: Processes) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        config: SAEConfig,
+        training: TrainingConfig,
+        processes: Processes,
+        start: TemporalSAE | None = None,
+    ) -> None:
         self.windows, self.config, self.training, self.processes = windows, config, training, processes
         self.device = processes.device
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         self.scale = windows.d_model**0.5 / windows.norms.mean
-        sample = windows.sample(16_384)
-        bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
-        generator = torch.Generator().manual_seed(training.seed)
-        self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
-        self.sae.initialize(bias, generator)
+        self.smallest, self.weight = 0.0, 0.0
+        if start is None:
+            sample = windows.sample(16_384)
+            bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
+            generator = torch.Generator().manual_seed(training.seed)
+            self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
+            self.sae.initialize(bias, generator)
+        else:
+            self.sae = trainable(start, config)
+            self.sae.fold_scale(1 / self.scale)
+            if self.sae.threshold.ndim == 0 and self.sae.threshold > 0:
+                # It counts as one batch: there is a threshold from the start, and soon the new store's.
+                self.weight = 1 - _THRESHOLD_DECAY
+                self.smallest = self.weight * float(self.sae.threshold)
         self.sae.to(self.device)
         self.learning_rate = training.learning_rate or 4e-4 * (16_384 / config.d_sae) ** 0.5
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
@@ -181,7 +241,6 @@ class _Trainer:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         self.idle_tokens = torch.zeros(config.d_sae, dtype=torch.long, device=self.device)
-        self.smallest, self.weight = 0.0, 0.0
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that the next step depends on. Weights, moments and idle tokens are the live tensors."""
@@ -292,18 +351,8 @@ class _Trainer:
         }
 
     def finish(self) -> TemporalSAE:
-        with torch.no_grad():
-            self.sae.threshold.fill_(self.smallest / self.weight)
+        # One for all latents, whatever a start had.
+        self.sae.threshold = torch.tensor(self.smallest / self.weight, device=self.device)
         self.sae.fold_scale(self.scale)
         self.sae.requires_grad_(False)
         return self.sae.eval()
-
-
-def _only_site(store: ActivationStore) -> str:
-    if len(store.sites) > 1:
-        raise TsaeError(
-            f"has the sites {', '.join(store.sites)}",
-            where=store.path,
-            fix="Name the one to train on (training.site).",
-        )
-    return store.sites[0]
