@@ -124,7 +124,7 @@ def test_the_threshold_counts_as_one_batch(second: ActivationStore, base: Path) 
 def lens_of(architecture: str, more: dict[str, Any]) -> Any:
     from sae_lens import SAE, TrainingSAE
 
-    config = lens_config(architecture, **more) | {"d_in": D, "d_sae": 64}
+    config = lens_config(architecture, **more) | {"d_in": D, "d_sae": 128}
     config["metadata"]["hook_name"] = SITE
     kind = SAE if architecture in ("jumprelu", "standard") else TrainingSAE
     lens = randomized(kind.from_dict(config))
@@ -164,7 +164,7 @@ def test_before_the_first_step_an_sae_of_sae_lens_is_what_it_was(
         codes, expected, norm = lens.encode(x), lens(x), lens.W_dec.norm(dim=1)
     start = TemporalSAE.load(tmp_path / "lens")
     sae = unscaled(trainer_of(first, start))
-    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(128), atol=1e-5, rtol=0)
     found = sae.encode(x)
     if architecture == "topk":
         assert bool((found > 0).sum(1).float().mean() > 12)
@@ -172,13 +172,13 @@ def test_before_the_first_step_an_sae_of_sae_lens_is_what_it_was(
     torch.testing.assert_close(found, codes * norm, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sae.decode(found), expected, atol=2e-5, rtol=1e-4)
     one_for_all = architecture in ("standard", "topk") or bool(more.get("rescale_acts_by_decoder_norm"))
-    assert sae.threshold.shape == (() if one_for_all else (64,))
+    assert sae.threshold.shape == (() if one_for_all else (128,))
 
     trained = train(first, start=tmp_path / "lens", training=STILL, progress=False)
     assert type(trained) is TemporalSAE
     l0 = float((codes > 0).sum(1).float().mean())
     assert trained.config == SAEConfig(
-        d_sae=64,
+        d_sae=128,
         k=6 if architecture == "topk" else trained.config.k,
         groups=(1.0,),
         temporal_weight=0.0,
@@ -213,7 +213,7 @@ def test_a_tsae_from_sae_lens_goes_on_as_a_tsae(first: ActivationStore, base: Pa
     assert all(torch.equal(value, same.state_dict()[name]) for name, value in trained.state_dict().items())
     lens = SAE.load_from_disk(exported)
     with torch.no_grad():
-        lens.W_dec[:] *= torch.linspace(0.5, 2, 64)[:, None]
+        lens.W_dec[:] *= torch.linspace(0.5, 2, len(lens.W_dec))[:, None]
         lens.fold_W_dec_norm()
     lens.save_model(tmp_path / "folded")
     assert starting_config(TemporalSAE.load(tmp_path / "folded"), first) == replace(CONFIG, dead_after_tokens=None)
@@ -232,12 +232,12 @@ def test_what_does_not_fit_is_refused_by_name(
 
     refused(r"site=y\.site is asked for, the start was trained at x\.site", site="y.site")
     refused(r"trained at x\.site, the store has blocks\.1", store)
-    refused(r"d_sae=32, groups=\(0\.2, 0\.8\) are asked for, the start has d_sae=64", config=SAEConfig(d_sae=32, k=3))
+    refused(r"d_sae=32, groups=\(0\.2, 0\.8\) are asked for, the start has d_sae=128", config=SAEConfig(d_sae=32, k=3))
     refused(
-        r"groups=\(0\.5, 0\.5\) are asked for, the start has d_sae=64, groups=\(0\.2, 0\.8\)",
-        config=SAEConfig(d_sae=64, k=3, groups=(0.5, 0.5)),
+        r"groups=\(0\.5, 0\.5\) are asked for, the start has d_sae=128, groups=\(0\.2, 0\.8\)",
+        config=SAEConfig(d_sae=128, k=3, groups=(0.5, 0.5)),
     )
-    refused("a ForeignConfig says what an SAE is", config=ForeignConfig(d_sae=64))
+    refused("a ForeignConfig says what an SAE is", config=ForeignConfig(d_sae=128))
     narrow = TemporalSAE(D // 2, SAEConfig(d_sae=8, k=1), site=SITE)
     with pytest.raises(TsaeError, match=r"x\.site has d_model 16, the SAE expects 8"):
         train(first, start=narrow, training=SHORT, progress=False)
@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_a_config_may_ask_for_another_training_of_the_same_latents(first: ActivationStore, base: Path) -> None:
-    config = SAEConfig(d_sae=64, k=5, temporal_weight=0.0)
+    config = SAEConfig(d_sae=128, k=5, temporal_weight=0.0)
     sae = train(first, config, start=base, training=SHORT, progress=False)
     assert sae.config == replace(config, dead_after_tokens=200)
 
@@ -317,7 +317,7 @@ def test_a_series_of_saes_on_the_testbed(tmp_path: Path) -> None:
     config = SAEConfig(d_sae=128, k=8)
     long = TrainingConfig(tokens=100_000, batch_tokens=512)
     start = train(stores["base"], config, training=long, progress=False)
-    few = replace(long, tokens=10_000)
+    few = replace(long, tokens=10_000, learning_rate=2e-3)
     tuned = train(stores["hard-150"], start=start, training=few, progress=False)
     scratch = train(stores["hard-150"], config, training=few, progress=False)
     fve = {
@@ -348,7 +348,7 @@ def test_the_command_takes_the_starts_own_config(
     main(command("tuned", "--start", base))
     train(second, start=base, to=tmp_path / "same", training=SHORT, progress=False)
     same_files(tmp_path / "tuned", tmp_path / "same")
-    assert f"wrote {tmp_path / 'tuned'}: TemporalSAE(d_model=16, d_sae=64, k=3" in capsys.readouterr().out
+    assert f"wrote {tmp_path / 'tuned'}: TemporalSAE(d_model=16, d_sae=128, k=3" in capsys.readouterr().out
     main(command("other", f"--start={base}", "--k", 5, "--temporal-weight", 0.5))
     assert TemporalSAE.load(tmp_path / "other").config == replace(
         CONFIG, k=5, temporal_weight=0.5, dead_after_tokens=200
@@ -360,11 +360,11 @@ def test_the_command_takes_the_starts_own_config(
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([*command("x", "--start", base), "--help"])
-    assert "Width of the dictionary: number of latents. (default: 64)" in re.sub(
+    assert "Width of the dictionary: number of latents. (default: 128)" in re.sub(
         r"[│\s]+", " ", capsys.readouterr().out
     )
     for more, message in (
-        (["--d-sae", 32], "d_sae=32, groups=(0.2, 0.8) are asked for, the start has d_sae=64"),
+        (["--d-sae", 32], "d_sae=32, groups=(0.2, 0.8) are asked for, the start has d_sae=128"),
         (["--site", "y"], "site=y is asked for, the start was trained at x.site"),
         (["--seeds", 0, 1], "a start has one site, and no seed of initial weights"),
     ):

@@ -265,7 +265,7 @@ def test_seeds_from_the_command_line(
     from tsae.sae.stability import Stability, stability
 
     options = ["--tokens", 5000, "--batch-tokens", 200, "--learning-rate", 3e-3, "--save-every-steps", 10]
-    options += ["--d-sae", 64, "--k", 3, "--dead-after-tokens", 2000, "--store", one_site.path]
+    options += ["--d-sae", 128, "--k", 3, "--dead-after-tokens", 400, "--store", one_site.path]
     main(list(map(str, ["train", "--to", tmp_path / "many", "--seeds", *SEEDS, *options])))
     same_folders(tmp_path / "many", alone)
     said = capsys.readouterr().out
