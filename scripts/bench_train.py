@@ -108,12 +108,13 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     both = x[pairs].flatten(0, 1)  # (2N, d_model): token t − 1 and t of every pair after one another
     two = torch.arange(len(both), device=x.device).view(-1, 2)
     optimizer = torch.optim.Adam(sae.parameters(), lr=1e-4, fused=which != "dense", foreach=False)
+    window = torch.arange(len(x), device=x.device) // bench.window
     factors = [tensor.detach().to(getattr(torch, bench.precision)) for tensor in (x, sae.W_enc)]
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=which != "floor")
         if which == "ours":
-            temporal_loss(sae, x, pairs, precision=bench.precision).total.backward()
+            temporal_loss(sae, x, pairs, trajectory=window, precision=bench.precision).total.backward()
         elif which == "dense":
             baseline(bench, sae, both, two).backward()
         else:
