@@ -32,6 +32,7 @@ MEASURES = [
     "l0_high",
     "silent_high",
     "alive",
+    "alive_in_training",
     "alive_high",
     "smoothness_high",
     "smoothness_all",
@@ -91,8 +92,6 @@ def main() -> None:
             measured = tsae.evaluate(sae, store)
             for name in MEASURES:
                 rows[kind][name].append(float(getattr(measured, name)))
-            # Held-out tokens are few: a latent that fires on one token in 10⁵ is alive all the same.
-            rows[kind]["alive in training"].append(float(sae.training_info["last"]["alive"]))
         for score in separation(saes, store, seed=seed).scores:
             if score.sae in rows:
                 rows[score.sae][f"{score.group} → {score.label} (chance {score.chance:.2f})"].append(score.accuracy)

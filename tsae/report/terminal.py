@@ -116,9 +116,11 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     )
     lines = ["Before you believe it", f"  reconstruction (FVE) per reader: {readers}"]
     if evaluation is not None:
+        known = evaluation.alive_in_training
+        trained = "" if known is None else f" (in training {known:.0%})"
         lines.append(
             f"  T-SAE on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, "
-            f"alive {evaluation.alive:.0%}, smoothness {evaluation.smoothness_high:.2f} (high-level), "
+            f"alive {evaluation.alive:.0%}{trained}, smoothness {evaluation.smoothness_high:.2f} (high-level), "
             f"{evaluation.smoothness_all:.2f} (all)"
         )
     if stability_text(diff):

@@ -94,6 +94,9 @@ class Evaluation:
     """Everything, then by reader, by band (where bands are known) and by prompt and response."""
     losses: tuple[LossRecovered, ...] = ()
     """One a reader whose checkpoint was given."""
+    alive_in_training: float | None = None
+    """Share of latents that fired in the last `dead_after_tokens` tokens of training; None where that is not known.
+    The tokens measured on may be too few for a rare latent to fire."""
 
     def table(self) -> pd.DataFrame:
         """Reconstruction: one row a slice."""
@@ -124,6 +127,8 @@ class Evaluation:
             "smoothness (robust)": (self.smoothness_all_robust, self.smoothness_high_robust),
         }.items():
             lines.append(_row(name, map(_number, values)))
+        if self.alive_in_training is not None:
+            lines.insert(-2, _row("alive in training", [_number(self.alive_in_training), "–"]))
         if len(self.slices) > 1:
             lines += ["", _row("", ["tokens", "FVE", "FVE high", "cosine", "L0", "alive"])]
         for s in self.slices[1:]:
@@ -245,6 +250,7 @@ def evaluate(
         smoothness_high_robust=high_robust,
         smoothness_all_robust=robust,
         slices=tuple(slices),
+        alive_in_training=sae.training_info.get("last", {}).get("alive"),
     )
     if series is None:
         return result
