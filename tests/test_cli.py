@@ -75,6 +75,19 @@ def test_help_is_there(command: list[str], capsys: pytest.CaptureFixture[str]) -
     assert f"usage: {' '.join(['tsae', *command])}" in capsys.readouterr().out
 
 
+def test_help_is_wrapped_for_the_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines end where the terminal does, not where the source does."""
+    monkeypatch.setenv("COLUMNS", "400")
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        inside = [line.strip("│ ") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+        broken = [line for line in inside if line and line[0].islower()]
+        assert broken == [], command
+
+
 def test_options_that_errors_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     named = {
         option

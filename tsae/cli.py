@@ -19,6 +19,7 @@ from tsae.commands import say_wrote as _wrote
 from tsae.demo import DemoConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
+from tsae.helptext import join_lines
 from tsae.rollouts.config import ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
 
@@ -405,6 +406,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         # Parsing makes the configs, whose checks raise TsaeError too.
         args = sys.argv[1:] if args is None else args
+        if "-h" in args or "--help" in args:
+            join_lines(Command)
         start = _start_as_default(args)
         given: dict[str, Any] = {} if start is None else {"default": start}
         command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
