@@ -38,6 +38,7 @@ class TransformerLensReader:
             device=torch.device(device),
             dtype=next(model.parameters()).dtype,
         )
+        self.device = torch.device(device)
         self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
 
     @torch.no_grad()
@@ -65,6 +66,7 @@ class TransformerLensReader:
         return self._run(input_ids, attention_mask, hooks)
 
     def _run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]]) -> Any:
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         return self.bridge.run_with_hooks(
             input_ids,
             fwd_hooks=hooks,
