@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import BOS, D_MODEL, EOS, make_rollouts, save_model, save_perturbed, save_series
+from builders import ARCHITECTURES, BOS, D_MODEL, EOS, N_LAYERS, make_rollouts, save_model, save_perturbed, save_series
 
 from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
-from tsae.activations.store import ActivationStore, Shard
+from tsae.activations.store import ActivationStore, Shard, ShardWriter
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
@@ -129,6 +129,41 @@ def test_half_precision_is_torchs(
         np.testing.assert_array_equal(b.read(SITE, picked), b.read(SITE, slice(None))[picked])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_of_any_precision_are_stored_in_their_own_bit_for_bit(
+    tmp_path: Path, architecture: str, dtype: Any
+) -> None:
+    """Every site of every layer; batches of one trajectory are what the model computes on that trajectory alone."""
+    path = save_model(tmp_path / "model", architecture)
+    series, rollouts = CheckpointSeries.load(path), make_rollouts(n_problems=3, n_samples=2)
+    sites = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
+    config = CaptureConfig(model_dtype=dtype, batch_tokens=1)
+    store = capture(series, rollouts, sites, to=tmp_path / "acts", config=config, progress=False)
+    assert store.manifest["dtype"] == dtype
+    model = series.base.load_model(dtype=dtype)
+    blocks = model.transformer.h if architecture == "gpt2" else model.model.layers
+    (shard,) = store.shards()
+    for i, row in enumerate(shard.trajectory.tolist()):
+        kept: dict[str, torch.Tensor] = {}
+        handles = []
+        for layer, block in enumerate(blocks):
+
+            def keep(_: Any, args: Any, kwargs: Any, out: Any, layer: int = layer, kept: Any = kept) -> None:
+                kept[f"blocks.{layer}.hook_resid_pre"] = (args[0] if args else kwargs["hidden_states"])[0]
+                kept[f"blocks.{layer}.hook_resid_post"] = (out[0] if isinstance(out, tuple) else out)[0]
+
+            handles.append(block.register_forward_hook(keep, with_kwargs=True))
+        with torch.no_grad():
+            model(torch.from_numpy(np.concatenate(rollouts.tokens(row)).astype(np.int64))[None])
+        for handle in handles:
+            handle.remove()
+        where = slice(int(shard.offsets[i]), int(shard.offsets[i + 1]))
+        for site in sites:
+            assert kept[site].dtype == getattr(torch, dtype)
+            np.testing.assert_array_equal(shard.read(site, where), kept[site].float().numpy(), err_msg=site)
+
+
 def test_reading_gives_arrays_of_ones_own(store: ActivationStore) -> None:
     shard = next(store.shards())
     before = shard.read(SITE, slice(0, 4)).copy()
@@ -144,17 +179,15 @@ class Interrupted(BaseException):
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    import tsae.activations.capture as module
+    finish, written = ShardWriter.finish, []
 
-    write, written = module.write_shard, []
-
-    def stop(*args: Any) -> None:
+    def stop(self: ShardWriter) -> str:
         if len(written) == n:
             raise Interrupted
         written.append(1)
-        write(*args)
+        return finish(self)
 
-    monkeypatch.setattr(module, "write_shard", stop)
+    monkeypatch.setattr(ShardWriter, "finish", stop)
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
@@ -182,20 +215,18 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 import tsae
-import tsae.activations.capture as module
+from tsae.activations.store import ShardWriter
 
-write, written = module.write_shard, []
+finish, written = ShardWriter.finish, []
 
-def stop(*args):
+def stop(self):
     if len(written) == 3:
-        path = args[0].with_suffix(".tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"half a shard")
+        self._partial.write_bytes(b"half a shard")
         os.kill(os.getpid(), signal.SIGKILL)
     written.append(1)
-    write(*args)
+    return finish(self)
 
-module.write_shard = stop
+ShardWriter.finish = stop
 folder, rollouts, to = sys.argv[1:]
 tsae.capture(tsae.CheckpointSeries.load(folder), tsae.Rollouts.read(rollouts),
              ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"], to=to,
@@ -404,7 +435,7 @@ def test_truncated_shards_are_refused(damaged: Path, keep: int) -> None:
 def test_missing_and_foreign_shards_are_refused(damaged: Path) -> None:
     second = damaged / "base" / "00001.h5"
     shutil.copy(damaged / "base" / "00000.h5", second)
-    with pytest.raises(TsaeError, match=r"has shape \(\d+, 16\), expected \(\d+, 16\)"):
+    with pytest.raises(TsaeError, match=r"has \d+ tokens, expected \d+\..*tsae store check"):
         list(ActivationStore(damaged).shards())
     second.unlink()
     with pytest.raises(TsaeError, match="a shard of the manifest is missing"):
@@ -412,8 +443,8 @@ def test_missing_and_foreign_shards_are_refused(damaged: Path) -> None:
 
 
 def test_bad_manifests_are_refused(damaged: Path) -> None:
-    edit(damaged, lambda m: m.update(version=2))
-    with pytest.raises(TsaeError, match="version 2, expected tsae-activations version 1"):
+    edit(damaged, lambda m: m.update(version=1))
+    with pytest.raises(TsaeError, match="version 1, expected tsae-activations version 2"):
         ActivationStore(damaged)
     for content in ("{", "[]", "{}"):
         (damaged / "manifest.json").write_text(content)

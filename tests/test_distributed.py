@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tsae.distributed import ALONE, Processes, join
 from tsae.errors import TsaeError
 from tsae.sae import sparse
 from tsae.sae.config import SAEConfig
-from tsae.sae.distributed import ALONE, Processes, join
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 

@@ -18,9 +18,9 @@ from test_saelens import lens_config, randomized
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
+from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes
 from tsae.sae.evaluation import evaluate
 from tsae.sae.finetuning import starting_config
 from tsae.sae.foreign import ForeignConfig

@@ -8,9 +8,9 @@ import torch
 from builders import synthetic_store
 
 from tsae.activations.windows import Windows
+from tsae.distributed import ALONE
 from tsae.sae import sparse
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import ALONE
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import _Trainer

@@ -22,6 +22,7 @@ from tsae.errors import TsaeError
 from tsae.helptext import join_lines
 from tsae.rollouts.config import ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.store_commands import StoreCommand
 
 if TYPE_CHECKING:
     from tsae.activations.store import ActivationStore
@@ -104,7 +105,10 @@ class RolloutsCommand:
 
 @dataclass(frozen=True)
 class Capture:
-    """Record residual-stream activations while checkpoints read trajectories."""
+    """Record residual-stream activations while checkpoints read trajectories; a capture that was killed goes on.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+    """
 
     series: tuple[str, ...]
     """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
@@ -112,7 +116,7 @@ class Capture:
     rollouts: Path
     """Parquet file."""
     to: Path
-    """Folder of the activation store; an interrupted capture is completed."""
+    """Folder of the activation store."""
     sites: tuple[str, ...] = ()
     """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
     checkpoints: tuple[str, ...] = ()
@@ -121,12 +125,14 @@ class Capture:
 
     def run(self) -> None:
         import tsae
+        from tsae.distributed import first_process
 
         series = _series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
         store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
-        _wrote(store.path, store)
+        if first_process():
+            _wrote(store.path, store)
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Train:
 
     def run(self) -> None:
         import tsae
-        from tsae.sae.distributed import first_process
+        from tsae.distributed import first_process
         from tsae.sae.many import run_name
 
         store = tsae.ActivationStore(self.store)
@@ -392,6 +398,7 @@ Command = (
     | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
     | Annotated[Drift, subcommand("drift", prefix_name=False)]
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
+    | Annotated[StoreCommand, subcommand("store", prefix_name=False)]
     | Annotated[Train, subcommand("train", prefix_name=False)]
     | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
     | Annotated[Export, subcommand("export", prefix_name=False)]

@@ -27,13 +27,19 @@ class CaptureConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
     batch_tokens: int = 16_384
-    """Tokens of one forward pass, padding included."""
+    """Tokens of one forward pass, padding included; halved for a shard that does not fit into memory."""
     shard_tokens: int = 500_000
     """Tokens of one shard; an interruption costs at most the shard in progress."""
     device: str = "cpu"
-    """A torch device."""
+    """A torch device; "auto" spreads a model that is too large for one over all GPUs, and the CPU (accelerate)."""
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CaptureConfig")
+        if self.device == "auto" and self.backend == "transformer_lens":
+            raise TsaeError(
+                'device="auto" needs backend="huggingface": a TransformerBridge runs on one device',
+                where="CaptureConfig",
+                fix="Use the Hugging Face backend, or name one device.",
+            )

@@ -42,6 +42,7 @@ class TransformerLensReader:
             device=torch.device(device),
             dtype=next(model.parameters()).dtype,
         )
+        self.device = torch.device(device)
         self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
         # Where the bridge takes weights out of their modules, as it does for GPT-2's attention, adapters are lost.
         error = (self.logits(ids, torch.ones_like(ids)) - expected).abs().max() / expected.abs().max()
@@ -77,6 +78,7 @@ class TransformerLensReader:
         return self._run(input_ids, attention_mask, hooks)
 
     def _run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]]) -> Any:
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         return self.bridge.run_with_hooks(
             input_ids,
             fwd_hooks=hooks,

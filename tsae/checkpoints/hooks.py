@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsae.checkpoints.placement import input_device
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class HuggingFaceReader:
 
     def __init__(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
         self.model = model
+        self.device = input_device(model)
         self.blocks = decoder_blocks(model)
         self.sites = check_sites(sites, len(self.blocks), str(model.config._name_or_path))
 
@@ -102,7 +104,7 @@ class HuggingFaceReader:
         """Run the model on a padded batch.
 
         Args:
-            input_ids: (B, T) token ids, padded on either side.
+            input_ids: (B, T) token ids on any device, padded on either side.
             attention_mask: (B, T) 1 for real tokens. Positions count real tokens, so that the side of the padding
                 does not change what is read at them.
             stop_early: skip the layers above the last site.
@@ -110,6 +112,7 @@ class HuggingFaceReader:
         Returns:
             for every site (B, T, d_model) in the model's precision; entries at padding mean nothing.
         """
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         found: dict[str, torch.Tensor] = {}
 
         def keep(site: Site, value: Any) -> None:

@@ -11,7 +11,7 @@ A run that is killed goes on from its last checkpoint and ends with the bits it 
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
 Trainings that differ in seed alone may share every batch that is read (`tsae.sae.many`), and give the same bits.
 
-On several processes (`tsae.sae.distributed`) every process takes a share of each batch's windows, and a step is that of
+On several processes (`tsae.distributed`) every process takes a share of each batch's windows, and a step is that of
 one process with the whole batch, up to the order in which floats are added.
 """
 
@@ -27,9 +27,9 @@ import torch
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.distributed import Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes, join
 from tsae.sae.finetuning import trainable
 from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss, variance

@@ -1,10 +1,12 @@
-"""Training on several processes, each on a share of every batch: `torchrun --nproc-per-node 2 -m tsae train …`.
+"""Several processes: `torchrun --nproc-per-node 2 -m tsae capture …` and `… -m tsae train …`.
 
-A step of n processes takes the same batch that one process would take, and the same step, up to the order of sums (and
-to which of equal codes BatchTopK keeps where it cannot keep all). Every process reads every n-th window of the batch
-and computes its tokens' part of the loss. What the loss compares across the batch is sent: candidates for BatchTopK,
-high-level codes for InfoNCE, sums for means (`tsae.sae.loss`). Parts and gradients are added up. All processes then
-take the same optimizer step, so that weights and counters stay equal without being sent.
+Capture: every process captures whole shards, and the first enters them in the manifest in order.
+
+Training: a step of n processes takes the same batch that one process would take, and the same step, up to the order of
+sums (and to which of equal codes BatchTopK keeps where it cannot keep all). Every process reads every n-th window of
+the batch and computes its tokens' part of the loss. What the loss compares across the batch is sent: candidates for
+BatchTopK, high-level codes for InfoNCE, sums for means (`tsae.sae.loss`). Parts and gradients are added up. All
+processes then take the same optimizer step, so that weights and counters stay equal without being sent.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from tsae.errors import TsaeError
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one training; alone by default, where every method gives back what it was given."""
+    """The processes of one run; alone by default, where every method returns what it was given."""
 
     rank: int = 0
     size: int = 1
@@ -48,7 +51,7 @@ class Processes:
             except TsaeError as error:
                 refusal = error
         if not all(self.counts(int(refusal is None))):
-            raise refusal or TsaeError("the first process refused to train", fix="See its message.")
+            raise refusal or TsaeError("the first process refused", fix="See its message.")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Elementwise over the processes."""
@@ -83,6 +86,14 @@ class Processes:
             dist.all_gather(found, padded)
         return [part[:length] for part, length in zip(found, lengths, strict=True)]
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all processes, in the order of ranks."""
+        if self.size == 1:
+            return [text]
+        # As bytes in tensors: gathering objects would pickle them.
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        return [bytes(part.cpu().numpy()).decode() for part in self.gather(mine)]
+
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace every gradient by the sum over the processes, in which one without a gradient counts as zero."""
         if self.size > 1:
@@ -108,11 +119,12 @@ def first_process() -> bool:
 
 
 @contextmanager
-def join(device: str) -> Iterator[Processes]:
+def join(device: str, *, timeout: timedelta | None = None) -> Iterator[Processes]:
     """The processes that torchrun started, joined for the time of the block unless they were joined before.
 
     Args:
         device: "cuda" becomes the GPU of this process.
+        timeout: how long one process may wait for another; by default that of torch.distributed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         yield Processes(device=device)
@@ -123,7 +135,7 @@ def join(device: str) -> Iterator[Processes]:
         torch.cuda.set_device(device)
     joined_here = not dist.is_initialized()
     if joined_here:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), device)
     finally:
