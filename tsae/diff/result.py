@@ -30,20 +30,24 @@ class FeatureDiff:
     shifts: pd.DataFrame
     """One row a contrast and tested feature:
 
-    kind            shift or outcome
+    kind            shift, outcome or interaction
     checkpoint      whose shift, or whose trajectories
     run, step       of the checkpoint
-    part            shift: total, policy, representation, same_trajectories; outcome: success_minus_failure
-    band            all, easy, medium, hard
+    part            shift: total, policy, representation, same_trajectories; others: success_minus_failure
+    band            all, easy, medium, hard; of an interaction the two bands, such as hard-medium
     outcome         all, success, failure: trajectories counted
     feature         index
-    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures)
+    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures); of an
+                    interaction the outcome effects in the two bands
     difference      mean − reference, with its bootstrap interval low, high; in units of activation
-    d               paired effect size over problems
-    p, q            permutation p-value; Benjamini–Hochberg over the features of the contrast
+    d               effect size over problems: difference / standard deviation of the problems' differences
+    auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
+    p, q            permutation p-value; Benjamini–Hochberg (or -Yekutieli) over the features of the contrast
     """
     contrasts: pd.DataFrame
-    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, note (why it was refused)."""
+    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, detectable_d (the |d| that
+    is found 8 times in 10; infinite where too few problems or draws make that impossible, NaN where the contrast was
+    refused), note (why it was refused)."""
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
