@@ -54,7 +54,8 @@ def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, An
     return [
         {
             **{name: keys[name] for name in names}, "feature": feature, "mean": 1 + x, "reference": 1.0,
-            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "auroc": 0.5 + x / 9, "p": 0.001 if x else 0.9,
+            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "auroc": 0.5,
+            "p": 0.001 if x else 0.9,
             "q": 0.004 if x else 0.95,
         }
         for feature, x in enumerate(differences)

@@ -13,6 +13,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
+from tsae.diff.confounds import confound_table
 from tsae.diff.contrasts import (
     Contrast,
     Rows,
@@ -82,6 +83,7 @@ def feature_diff(
             confidence=config.confidence,
             seed=config.seed,
         ),
+        confounds=confound_table(features, rows, drawn, config),
         info={
             "config": asdict(config),
             "versions": versions(),

@@ -11,13 +11,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.diff.confounds import survival
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
 
-_TABLES = ("shifts", "contrasts", "features", "behaviours")
+_TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,15 @@ class FeatureDiff:
     stability (mean decoder cosine with the latents matched in them)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
+    confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     info: dict[str, Any] = field(default_factory=dict)
     """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
     def table(self, *, discoveries: bool = False, **keys: str) -> pd.DataFrame:
-        """Shifts and outcome effects joined with the features' descriptions.
+        """Shifts and outcome effects with what became of them under the controls, and the features' descriptions.
 
         Args:
             discoveries: only rows with q at most the config's.
@@ -73,7 +76,9 @@ class FeatureDiff:
             table = table[table[name] == value]
         if discoveries:
             table = table[table.q <= self.q]
-        return table.join(self.features, on="feature").reset_index(drop=True)
+        table = table.reset_index(drop=True)
+        controlled = table.join(survival(self.confounds, table))
+        return controlled.join(self.features, on="feature").reset_index(drop=True)
 
     @property
     def q(self) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.diff.confounds import SURVIVES, TOO_FEW
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
@@ -147,6 +148,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         )
     if stability_text(diff):
         lines.append(f"  stability: {stability_text(diff)}")
+    lines += survival_lines(diff)
     null = diff.info["null"]
     for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
         if f"{name}_discoveries" in null:
@@ -156,6 +158,22 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
             )
     lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
     return "\n".join(lines)
+
+
+def survival_lines(diff: FeatureDiff) -> list[str]:
+    """How many discoveries outlive each control, a line a contrast over all problems."""
+    table = diff.table(discoveries=True, band="all", outcome="all")
+    table = table[(table.part == "total") | ((table.kind == "outcome") & (table.checkpoint == diff.base))]
+    lines = []
+    for (kind, checkpoint), found in table.groupby(["kind", "checkpoint"], sort=False):
+        what = "success − failure" if kind == "outcome" else f"shift of {checkpoint}"
+        cells = []
+        for control, name in (("length", "like length"), ("position", "like position"), ("token", "token identity")):
+            verdict = found[f"survives_{control}"]
+            share = "too few problems" if (verdict == TOO_FEW).all() else f"{(verdict == SURVIVES).sum()}"
+            cells.append(f"{name} {share}")
+        lines.append(f"  {what}, of {len(found)} discoveries survive: {', '.join(cells)}")
+    return lines
 
 
 def _behaviour_cell(row: pd.Series) -> str:
