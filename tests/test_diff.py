@@ -19,11 +19,11 @@ from tsae.diff.contrasts import Rows, null_contrasts, outcome_contrasts, shift_c
 from tsae.diff.diff import feature_diff
 from tsae.diff.result import FeatureDiff
 from tsae.diff.statistics import (
-    benjamini_hochberg,
     bootstrap_interval,
     group_difference,
     outcome_inference,
     paired_inference,
+    q_values,
 )
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
@@ -39,9 +39,9 @@ def test_q_values_agree_with_scipy() -> None:
     rng = np.random.default_rng(0)
     for n in (1, 2, 7, 500):
         p = rng.uniform(size=n) ** 3
-        np.testing.assert_allclose(benjamini_hochberg(p), false_discovery_control(p), rtol=1e-12)
+        np.testing.assert_allclose(q_values(p), false_discovery_control(p), rtol=1e-12)
     ties = np.array([0.01, 0.01, 0.5, 0.5, 1.0])
-    np.testing.assert_allclose(benjamini_hochberg(ties), false_discovery_control(ties))
+    np.testing.assert_allclose(q_values(ties), false_discovery_control(ties))
 
 
 @pytest.mark.parametrize("n", [5, 9])
@@ -59,7 +59,7 @@ def test_sign_flips_approach_full_enumeration(n: int) -> None:
     assert exact[0] == 2 / 2**n
 
 
-def test_label_permutations_approach_full_enumeration() -> None:
+def test_the_outcome_test_approaches_full_enumeration() -> None:
     """Three problems of unequal size, one success of four in one of them."""
     rng = np.random.default_rng(1)
     success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
@@ -79,6 +79,10 @@ def test_label_permutations_approach_full_enumeration() -> None:
         arrangements.append(statistic(labels))
     assert len(arrangements) == 4 * 3 * 2
     exact = (np.abs(arrangements) >= np.abs(statistic(success)) - 1e-12).mean(0)
+    # And sign flips of the three differences; the larger p counts.
+    three = np.array([statistic_of(values, success, problem == i) for i in range(3)])
+    flips = np.array(list(itertools.product((1, -1), repeat=3))) @ three / 3
+    exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
     found = outcome_inference(
@@ -428,7 +432,7 @@ def test_the_diff_reproduces(diff: FeatureDiff) -> None:
 
 
 def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
-    numbers = diff.shifts[["mean", "reference", "difference", "low", "high", "d", "p", "q"]]
+    numbers = diff.shifts[["mean", "reference", "difference", "low", "high", "d", "auroc", "p", "q"]]
     assert np.isfinite(numbers.to_numpy()).all()
     assert (diff.shifts.p > 0).all()
     assert (diff.shifts.q >= diff.shifts.p - 1e-12).all()
@@ -440,7 +444,9 @@ def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
         contrast = diff.contrasts.set_index(["kind", "checkpoint", "part", "band", "outcome"]).loc[keys]
         assert contrast.n_tested == len(group)
         assert contrast.n_discoveries == (group.q <= 0.05).sum()
-    assert set(diff.contrasts.band) == {"all", "easy", "medium", "hard"}
+    plain = diff.contrasts[diff.contrasts.kind != "interaction"]
+    assert set(plain.band) == {"all", "easy", "medium", "hard"}
+    assert set(diff.contrasts.band) - set(plain.band) == {"medium-easy", "hard-easy", "hard-medium"}
     assert diff.info["causally_tested"] is False
     assert diff.checkpoints == ["run"]
 

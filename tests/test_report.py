@@ -43,7 +43,7 @@ def reader(id: str, run: str | None, fve: float | None = 0.9) -> dict[str, Any]:
 
 
 def contrast(kind: str, checkpoint: str, part: str, band: str, outcome: str = "all", **more: Any) -> dict[str, Any]:
-    counts = {"n_problems": 30, "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "note": ""}
+    counts = {"n_problems": 30, "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "detectable_d": 0.4, "note": ""}
     keys = {"kind": kind, "checkpoint": checkpoint, "run": checkpoint, "step": 10, "part": part, "band": band}
     return {**keys, "outcome": outcome, **counts, **more}
 
@@ -54,7 +54,8 @@ def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, An
     return [
         {
             **{name: keys[name] for name in names}, "feature": feature, "mean": 1 + x, "reference": 1.0,
-            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "p": 0.001 if x else 0.9,
+            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "auroc": 0.5,
+            "p": 0.001 if x else 0.9,
             "q": 0.004 if x else 0.95,
         }
         for feature, x in enumerate(differences)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from tsae.errors import TsaeError
 
+FalseDiscoveries = Literal["bh", "by"]
+
 
 @dataclass(frozen=True)
 class DiffConfig:
@@ -23,7 +25,9 @@ class DiffConfig:
     confidence: float = 0.95
     """Of the intervals."""
     q: float = 0.05
-    """False-discovery rate (Benjamini–Hochberg) at which a feature counts as a discovery."""
+    """False-discovery rate at which a feature counts as a discovery."""
+    fdr: FalseDiscoveries = "bh"
+    """q-values over the features of a contrast: Benjamini–Hochberg, or Benjamini–Yekutieli (any dependence)."""
     min_problems: int = 5
     """A contrast with fewer problems is refused; a feature active in fewer problems of a contrast is not tested."""
     min_fve: float = 0.5

@@ -12,19 +12,34 @@ only problems that have such trajectories of both checkpoints count, in all thre
 
 *Outcome*: success − failure within problem, on what a checkpoint reads of its own trajectories (of all trajectories,
 where it sampled none). Problems where all rollouts agree carry no contrast and are counted.
+
+*Interaction*: is the outcome effect another in hard than in medium problems? The mean outcome effect of one band's
+problems − that of another's, for every two bands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.statistics import Inference, group_difference, outcome_inference, paired_inference, side_means
+from tsae.diff.power import detectable_d
+from tsae.diff.statistics import (
+    Inference,
+    group_difference,
+    interaction_inference,
+    outcome_inference,
+    paired_inference,
+    side_means,
+    within_problem_auroc,
+)
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
@@ -78,7 +93,7 @@ class Contrast:
     """One contrast over all features, or the reason why it was not drawn."""
 
     kind: str
-    """"shift" or "outcome"."""
+    """"shift", "outcome" or "interaction"."""
     checkpoint: str
     part: str
     band: str
@@ -93,6 +108,11 @@ class Contrast:
     """(n_tested,) mean of the first side: the checkpoint, or successes."""
     mean_b: np.ndarray | None = None
     """(n_tested,) mean of the second side: the base, or failures."""
+    auroc: np.ndarray | None = None
+    """(n_tested,) chance that a trajectory of the first side has the larger mean activation than one of the second, of
+    the same problem; of an interaction that a problem of the first band has the larger outcome effect."""
+    detectable_d: float = np.nan
+    """The |d| that is found 8 times in 10 (`tsae.diff.power`)."""
     note: str = ""
 
 
@@ -168,26 +188,16 @@ def _paired(
         return _refused(empty, "no feature is active in enough problems")
     values = sp.csr_array(rows.values[:, feature])
     differences = group_difference(values, a, b, rows.problem, both)
-    inference = paired_inference(
-        differences,
-        n_bootstrap=config.n_bootstrap,
-        n_permutations=config.n_permutations,
-        confidence=config.confidence,
-        seed=config.seed,
-    )
+    inference = paired_inference(differences, **_draws(config))
     mean_b = side_means(values, b, rows.problem, both).mean(0)
-    return Contrast(
-        "shift",
-        checkpoint,
-        part,
-        band,
-        outcome,
-        len(both),
-        left_out,
-        feature,
-        inference,
-        mean_b + inference.difference,
-        mean_b,
+    return replace(
+        empty,
+        feature=feature,
+        inference=inference,
+        mean_a=mean_b + inference.difference,
+        mean_b=mean_b,
+        auroc=within_problem_auroc(values, a, b, rows.problem, both),
+        detectable_d=_detectable(inference, (len(both),), config),
     )
 
 
@@ -228,28 +238,104 @@ def outcome_contrast(
         return _refused(empty, "no feature is active in enough problems")
     values = np.asarray(rows.values[picked][:, feature].todense(), dtype=np.float64)
     code = np.searchsorted(both, rows.problem[picked])
-    inference = outcome_inference(
-        values,
-        success,
-        code,
-        n_bootstrap=config.n_bootstrap,
-        n_permutations=config.n_permutations,
-        confidence=config.confidence,
-        seed=config.seed,
+    inference = outcome_inference(values, success, code, **_draws(config))
+    sides, problems, sparse = (
+        (np.flatnonzero(success), np.flatnonzero(~success)),
+        np.arange(len(both)),
+        sp.csr_array(values),
     )
-    mean_b = side_means(sp.csr_array(values), np.flatnonzero(~success), code, np.arange(len(both))).mean(0)
-    return Contrast(
-        "outcome",
+    mean_b = side_means(sparse, sides[1], code, problems).mean(0)
+    return replace(
+        empty,
+        feature=feature,
+        inference=inference,
+        mean_a=mean_b + inference.difference,
+        mean_b=mean_b,
+        auroc=within_problem_auroc(sparse, *sides, code, problems),
+        detectable_d=_detectable(inference, (len(both),), config),
+    )
+
+
+def interaction_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+    """The outcome effect in the harder − in the easier of every two bands, for every reader."""
+    for reader in features.readers:
+        policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
+        for easier, harder in combinations(contrast_bands(features, config)[1:], 2):
+            yield _interaction(rows, policy, config, reader, harder, easier)
+
+
+def _interaction(
+    rows: Rows, policy: str | None, config: DiffConfig, checkpoint: str, harder: str, easier: str
+) -> Contrast:
+    mixed, left_out, picked = [], 0, {}
+    for band in (harder, easier):
+        success, failure = (rows.pick(checkpoint, policy, band, outcome) for outcome in ("success", "failure"))
+        both = np.intersect1d(rows.problem[success], rows.problem[failure])
+        left_out += len(np.union1d(rows.problem[success], rows.problem[failure])) - len(both)
+        mixed.append(both)
+        picked[band] = (success, failure)
+    sizes = (len(mixed[0]), len(mixed[1]))
+    empty = Contrast(
+        "interaction",
         checkpoint,
         "success_minus_failure",
-        band,
+        f"{harder}-{easier}",
         "all",
-        len(both),
+        sum(sizes),
         left_out,
-        feature,
-        inference,
-        mean_b + inference.difference,
-        mean_b,
+        np.empty(0, dtype=int),
+    )
+    for band, size in zip((harder, easier), sizes, strict=True):
+        if size < config.min_problems:
+            return _refused(
+                empty, f"{size} problems of the band {band} have both outcomes; {config.min_problems} are needed"
+            )
+    feature = _active_features(
+        rows, np.concatenate([*picked[harder], *picked[easier]]), np.sort(np.concatenate(mixed)), config
+    )
+    if not len(feature):
+        return _refused(empty, "no feature is active in enough problems")
+    values = sp.csr_array(rows.values[:, feature])
+    a, b = (
+        group_difference(values, *picked[band], rows.problem, both)
+        for band, both in zip((harder, easier), mixed, strict=True)
+    )
+    inference = interaction_inference(a, b, **_draws(config))
+    return replace(
+        empty,
+        feature=feature,
+        inference=inference,
+        mean_a=a.mean(0),
+        mean_b=b.mean(0),
+        auroc=_auroc_between(a, b),
+        detectable_d=_detectable(inference, sizes, config),
+    )
+
+
+def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """(n_features,) Mann–Whitney U of the problems of a against those of b / (n_a · n_b)."""
+    ranks = rankdata(np.concatenate([a, b]), axis=0)
+    return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
+
+
+def _draws(config: DiffConfig) -> dict[str, Any]:
+    return {
+        "n_bootstrap": config.n_bootstrap,
+        "n_permutations": config.n_permutations,
+        "confidence": config.confidence,
+        "seed": config.seed,
+        "method": config.fdr,
+    }
+
+
+def _detectable(inference: Inference, sizes: tuple[int, ...], config: DiffConfig) -> float:
+    return detectable_d(
+        sizes,
+        q=config.q,
+        n_tested=len(inference.q),
+        n_discoveries=int((inference.q <= config.q).sum()),
+        n_permutations=config.n_permutations,
+        method=config.fdr,
     )
 
 
@@ -300,4 +386,4 @@ def _active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, confi
 
 
 def _refused(empty: Contrast, note: str) -> Contrast:
-    return Contrast(**{**empty.__dict__, "note": note})
+    return replace(empty, note=note)

@@ -13,7 +13,16 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, contrast_bands, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.confounds import confound_table
+from tsae.diff.contrasts import (
+    Contrast,
+    Rows,
+    contrast_bands,
+    interaction_contrasts,
+    null_contrasts,
+    outcome_contrasts,
+    shift_contrasts,
+)
 from tsae.diff.result import FeatureDiff
 from tsae.features.annotations import Annotator, annotate_tokens, responds_to, top_tokens
 from tsae.features.table import FeatureTable
@@ -54,7 +63,9 @@ def feature_diff(
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
     stream: Iterator[Contrast] = chain(
-        shift_contrasts(features, rows, config), outcome_contrasts(features, rows, config)
+        shift_contrasts(features, rows, config),
+        outcome_contrasts(features, rows, config),
+        interaction_contrasts(features, rows, config),
     )
     for contrast in tqdm(stream, desc="diff", unit="contrast", disable=not progress):
         drawn.append(contrast)
@@ -72,6 +83,7 @@ def feature_diff(
             confidence=config.confidence,
             seed=config.seed,
         ),
+        confounds=confound_table(features, rows, drawn, config),
         info={
             "config": asdict(config),
             "versions": versions(),
@@ -108,16 +120,16 @@ def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:
 def _shift_table(features: FeatureTable, drawn: list[Contrast]) -> pd.DataFrame:
     parts = []
     for c in drawn:
-        if c.inference is None or c.mean_a is None or c.mean_b is None:
+        if c.inference is None or c.mean_a is None or c.mean_b is None or c.auroc is None:
             continue
         i = c.inference
         keys = {"kind": c.kind, "checkpoint": c.checkpoint, **_run_of(features, c.checkpoint)}
         keys |= {"part": c.part, "band": c.band, "outcome": c.outcome}
         columns = {"feature": c.feature, "mean": c.mean_a, "reference": c.mean_b, "difference": i.difference}
-        columns |= {"low": i.low, "high": i.high, "d": i.d, "p": i.p, "q": i.q}
+        columns |= {"low": i.low, "high": i.high, "d": i.d, "auroc": c.auroc, "p": i.p, "q": i.q}
         parts.append(pd.DataFrame({**keys, **columns}))
     names = ["kind", "checkpoint", "run", "step", "part", "band", "outcome", "feature", "mean", "reference"]
-    names += ["difference", "low", "high", "d", "p", "q"]
+    names += ["difference", "low", "high", "d", "auroc", "p", "q"]
     return pd.concat(parts, ignore_index=True)[names] if parts else pd.DataFrame(columns=names)
 
 
@@ -135,6 +147,7 @@ def _contrast_table(features: FeatureTable, drawn: list[Contrast], config: DiffC
                 "n_left_out": c.n_left_out,
                 "n_tested": len(c.feature),
                 "n_discoveries": 0 if c.inference is None else int((c.inference.q <= config.q).sum()),
+                "detectable_d": c.detectable_d,
                 "note": c.note,
             }
             for c in drawn

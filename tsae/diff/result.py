@@ -11,13 +11,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.diff.confounds import survival
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
 
-_TABLES = ("shifts", "contrasts", "features", "behaviours")
+_TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds")
 
 
 @dataclass(frozen=True)
@@ -30,33 +31,39 @@ class FeatureDiff:
     shifts: pd.DataFrame
     """One row a contrast and tested feature:
 
-    kind            shift or outcome
+    kind            shift, outcome or interaction
     checkpoint      whose shift, or whose trajectories
     run, step       of the checkpoint
-    part            shift: total, policy, representation, same_trajectories; outcome: success_minus_failure
-    band            all, easy, medium, hard
+    part            shift: total, policy, representation, same_trajectories; others: success_minus_failure
+    band            all, easy, medium, hard; of an interaction the two bands, such as hard-medium
     outcome         all, success, failure: trajectories counted
     feature         index
-    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures)
+    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures); of an
+                    interaction the outcome effects in the two bands
     difference      mean − reference, with its bootstrap interval low, high; in units of activation
-    d               paired effect size over problems
-    p, q            permutation p-value; Benjamini–Hochberg over the features of the contrast
+    d               effect size over problems: difference / standard deviation of the problems' differences
+    auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
+    p, q            permutation p-value; Benjamini–Hochberg (or -Yekutieli) over the features of the contrast
     """
     contrasts: pd.DataFrame
-    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, note (why it was refused)."""
+    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, detectable_d (the |d| that
+    is found 8 times in 10; infinite where too few problems or draws make that impossible, NaN where the contrast was
+    refused), note (why it was refused)."""
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
     stability (mean decoder cosine with the latents matched in them)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
+    confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     info: dict[str, Any] = field(default_factory=dict)
     """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
     def table(self, *, discoveries: bool = False, **keys: str) -> pd.DataFrame:
-        """Shifts and outcome effects joined with the features' descriptions.
+        """Shifts and outcome effects with what became of them under the controls, and the features' descriptions.
 
         Args:
             discoveries: only rows with q at most the config's.
@@ -69,7 +76,9 @@ class FeatureDiff:
             table = table[table[name] == value]
         if discoveries:
             table = table[table.q <= self.q]
-        return table.join(self.features, on="feature").reset_index(drop=True)
+        table = table.reset_index(drop=True)
+        controlled = table.join(survival(self.confounds, table))
+        return controlled.join(self.features, on="feature").reset_index(drop=True)
 
     @property
     def q(self) -> float:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.diff.confounds import SURVIVES, TOO_FEW
+from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
 from tsae.report.views import has_stability, stability_text
@@ -21,6 +23,9 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(opposed_text(diff, up, down, n))
     print()
     print(outcome_text(diff, n))
+    if (diff.contrasts.kind == "interaction").any():
+        print()
+        print(interaction_text(diff, n))
     print()
     print(gates_text(diff, evaluation))
 
@@ -98,11 +103,31 @@ def outcome_text(diff: FeatureDiff, n: int) -> str:
         if contrast.note:
             lines.append(f"  {contrast.band}: {contrast.note} ({counted})")
             continue
-        lines.append(
-            f"  {contrast.band}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q} ({counted})"
-        )
+        lines += [
+            f"  {contrast.band}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q} ({counted})",
+            f"    {power_text(contrast.n_problems, contrast.detectable_d)}",
+        ]
         top = diff.top(n, kind="outcome", checkpoint=base, band=contrast.band)
         for row in top.itertuples():
+            effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
+    return "\n".join(lines)
+
+
+def interaction_text(diff: FeatureDiff, n: int) -> str:
+    """Whether the outcome effect on the base's trajectories is another in one band than in another."""
+    contrasts = diff.contrasts[(diff.contrasts.kind == "interaction") & (diff.contrasts.checkpoint == diff.base)]
+    lines = [f"Outcome effect in one band − in another, read by {diff.base} (mean activation, interval, q)"]
+    for contrast in contrasts.itertuples():
+        bands = contrast.band.replace("-", " − ")
+        if contrast.note:
+            lines.append(f"  {bands}: {contrast.note}")
+            continue
+        lines += [
+            f"  {bands}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q}",
+            f"    {power_text(contrast.n_problems, contrast.detectable_d)}",
+        ]
+        for row in diff.top(n, kind="interaction", checkpoint=diff.base, band=contrast.band).itertuples():
             effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
             lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
     return "\n".join(lines)
@@ -125,6 +150,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         )
     if stability_text(diff):
         lines.append(f"  stability: {stability_text(diff)}")
+    lines += survival_lines(diff)
     null = diff.info["null"]
     for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
         if f"{name}_discoveries" in null:
@@ -134,6 +160,22 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
             )
     lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
     return "\n".join(lines)
+
+
+def survival_lines(diff: FeatureDiff) -> list[str]:
+    """How many discoveries outlive each control, a line a contrast over all problems."""
+    table = diff.table(discoveries=True, band="all", outcome="all")
+    table = table[(table.part == "total") | ((table.kind == "outcome") & (table.checkpoint == diff.base))]
+    lines = []
+    for (kind, checkpoint), found in table.groupby(["kind", "checkpoint"], sort=False):
+        what = "success − failure" if kind == "outcome" else f"shift of {checkpoint}"
+        cells = []
+        for control, name in (("length", "like length"), ("position", "like position"), ("token", "token identity")):
+            verdict = found[f"survives_{control}"]
+            share = "too few problems" if (verdict == TOO_FEW).all() else f"{(verdict == SURVIVES).sum()}"
+            cells.append(f"{name} {share}")
+        lines.append(f"  {what}, of {len(found)} discoveries survive: {', '.join(cells)}")
+    return lines
 
 
 def _behaviour_cell(row: pd.Series) -> str:

@@ -1,0 +1,207 @@
+"""Does an effect survive what else differs between the two sides?
+
+Three controls, each a difference per problem again, so that intervals are those of every contrast:
+
+- *length*: trajectories are compared with those of the same problem and of like length (same half-octave);
+- *position*: tokens are compared with those of the same problem at like positions in the response (same half-octave);
+- *token*: every feature minus its mean given the token's id, estimated on the other half of the problems. What is left
+  is not lexical. Ids that the other half lacks are expected to have the feature's mean over all tokens.
+
+Where matched, a problem's cells count by the smaller of their two sides; cells with one side only are left out, and
+problems without a common cell. An effect survives where the controlled interval leaves out 0 on the side of the effect
+and at least half of the effect is left: like lengths are not equal lengths, and a clear feature shows what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Contrast, Rows
+from tsae.diff.statistics import bootstrap_interval
+from tsae.features.table import FeatureTable
+
+CONTROLS = ("length", "position", "token")
+SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
+COLUMNS = ("kind", "checkpoint", "part", "band", "outcome", "feature", "control", "difference", "low", "high")
+
+
+def confound_table(
+    features: FeatureTable, rows: Rows, contrasts: Sequence[Contrast], config: DiffConfig
+) -> pd.DataFrame:
+    """Every control of the total shifts and of the outcome effects, over all features that were tested there.
+
+    Returns:
+        the contrast's keys, feature, control, the controlled difference with its interval (NaN where too few problems
+        are comparable), n_problems that are, kept (controlled / plain difference, 0 where that is 0) and verdict.
+    """
+    tokens = _Tokens.of(features, config)
+    parts = []
+    for contrast in contrasts:
+        if contrast.inference is None or contrast.outcome != "all" or contrast.part not in _CONTROLLED:
+            continue
+        a, b = _sides(rows, contrast, features.readers[0])
+        plain = contrast.inference.difference
+        for control in CONTROLS:
+            differences = _controlled(features, rows, tokens, a, b, control, config.seed)
+            parts.append(_rows_of(contrast, control, differences[:, contrast.feature], plain, config))
+    empty = pd.DataFrame(columns=[*COLUMNS, "n_problems", "kept", "verdict"])
+    return pd.concat(parts, ignore_index=True) if parts else empty
+
+
+_KEPT = 0.5
+_CONTROLLED = ("total", "success_minus_failure")
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens that count."""
+
+    index: np.ndarray
+    row: np.ndarray
+    position: np.ndarray
+    """Half-octave of the place among the row's counted tokens."""
+    length: np.ndarray
+    """(n_rows,) how many tokens of a row count."""
+    id_code: np.ndarray
+
+    @classmethod
+    def of(cls, features: FeatureTable, config: DiffConfig) -> _Tokens:
+        index = np.flatnonzero(features.span_mask(config.span))
+        row = features.row_of_token[index]
+        length = np.bincount(row, minlength=features.n_rows)
+        place = np.arange(len(row)) - (length.cumsum() - length)[row]
+        codes = np.unique(features.token_ids[index], return_inverse=True)[1]
+        return cls(index, row, _half_octave(place + 1), length, codes)
+
+
+def _half_octave(n: np.ndarray) -> np.ndarray:
+    return np.floor(2 * np.log2(np.maximum(n, 1))).astype(int)
+
+
+def _sides(rows: Rows, contrast: Contrast, base: str) -> tuple[np.ndarray, np.ndarray]:
+    reader, band = contrast.checkpoint, contrast.band
+    if contrast.kind == "shift":
+        return rows.pick(reader, reader, band, "all"), rows.pick(base, base, band, "all")
+    policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
+    return rows.pick(reader, policy, band, "success"), rows.pick(reader, policy, band, "failure")
+
+
+def _controlled(
+    features: FeatureTable, rows: Rows, tokens: _Tokens, a: np.ndarray, b: np.ndarray, control: str, seed: int
+) -> np.ndarray:
+    """(n_problems, n_features) differences of the problems in which the two sides are comparable."""
+    if control == "length":
+        weights = _matching(a, b, rows.problem, _half_octave(tokens.length))
+        return np.asarray((weights @ rows.values).todense())
+    on_a, on_b = (np.flatnonzero(np.isin(tokens.row, side)) for side in (a, b))
+    problem = rows.problem[tokens.row]
+    codes = sp.csr_array(features.codes[tokens.index])
+    if control == "position":
+        return np.asarray((_matching(on_a, on_b, problem, tokens.position) @ codes).todense())
+    return _without_tokens(codes, tokens, (on_a, on_b), problem, seed)
+
+
+def _matching(a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray) -> sp.csr_array:
+    """(n_problems, n_units): a's units positive, b's negative, a problem's cells by the smaller of their two sides."""
+    cell = problem * (int(stratum.max(initial=0)) + 1) + stratum
+    size = int(cell.max()) + 1
+    n_a, n_b = np.bincount(cell[a], minlength=size), np.bincount(cell[b], minlength=size)
+    common = np.minimum(n_a, n_b)
+    problem_of_cell = np.arange(size) // (int(stratum.max(initial=0)) + 1)
+    total = np.bincount(problem_of_cell, weights=common)
+    problems = np.flatnonzero(total)
+    parts = []
+    for sign, units, n in ((1.0, a, n_a), (-1.0, b, n_b)):
+        units = units[common[cell[units]] > 0]
+        weight = sign * common[cell[units]] / n[cell[units]] / total[problem[units]]
+        where = np.searchsorted(problems, problem[units])
+        parts.append(sp.csr_array((weight, (where, units)), shape=(len(problems), len(problem))))
+    return sp.csr_array(parts[0] + parts[1])
+
+
+def _without_tokens(
+    codes: sp.csr_array, tokens: _Tokens, places: tuple[np.ndarray, ...], problem: np.ndarray, seed: int
+) -> np.ndarray:
+    problems = np.intersect1d(*(problem[side] for side in places))
+    weights = sp.csr_array((len(problems), len(problem)))
+    for sign, side in zip((1.0, -1.0), places, strict=True):
+        side = side[np.isin(problem[side], problems)]
+        where = np.searchsorted(problems, problem[side])
+        row = tokens.row[side]
+        n_rows = np.bincount(where, weights=1 / tokens.length[row], minlength=len(problems))
+        weight = sign / tokens.length[row] / n_rows[where]
+        weights = weights + sp.csr_array((weight, (where, side)), shape=weights.shape)
+    plain = np.asarray((weights @ codes).todense())
+    n, n_ids = len(problem), int(tokens.id_code.max()) + 1
+    identity = sp.csr_array((np.ones(n), (np.arange(n), tokens.id_code)), shape=(n, n_ids))
+    frequency = sp.csr_array(weights @ identity)  # (n_problems, n_ids): how much more often one side has the token
+    half = np.random.default_rng([seed, 6]).permutation(len(problems)) % 2
+    used = np.concatenate(places)
+    of_half = np.full(int(problem.max()) + 1, -1)
+    of_half[problems] = half
+    expected = np.zeros_like(plain)
+    for other in (0, 1):
+        seen = used[of_half[problem[used]] == other]
+        count = np.bincount(tokens.id_code[seen], minlength=n_ids)
+        averaging = sp.csr_array((1 / count[tokens.id_code[seen]], (tokens.id_code[seen], seen)), shape=(n_ids, n))
+        mine = np.flatnonzero(half != other)
+        expected[mine] = np.asarray((frequency[mine] @ (averaging @ codes)).todense())
+        overall = codes[seen].sum(0) / max(len(seen), 1)
+        unseen = np.asarray(frequency[mine] @ (count == 0).astype(float))
+        expected[mine] += unseen[:, None] * overall
+    return plain - expected
+
+
+def _rows_of(
+    contrast: Contrast, control: str, differences: np.ndarray, plain: np.ndarray, config: DiffConfig
+) -> pd.DataFrame:
+    n, nothing = len(differences), np.full(len(plain), np.nan)
+    keys = {"kind": contrast.kind, "checkpoint": contrast.checkpoint, "part": contrast.part, "band": contrast.band}
+    keys |= {"outcome": contrast.outcome}
+    if n < config.min_problems:
+        numbers = {"difference": nothing, "low": nothing, "high": nothing, "n_problems": n, "kept": nothing}
+        return pd.DataFrame({**keys, "feature": contrast.feature, "control": control, **numbers, "verdict": TOO_FEW})
+    low, high = bootstrap_interval(differences, config.n_bootstrap, config.confidence, config.seed)
+    mean = differences.mean(0)
+    kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
+    survives = np.where(plain > 0, low > 0, high < 0) & (kept >= _KEPT)
+    return pd.DataFrame(
+        {
+            **keys,
+            "feature": contrast.feature,
+            "control": control,
+            "difference": mean,
+            "low": low,
+            "high": high,
+            "n_problems": n,
+            "kept": kept,
+            "verdict": np.where(survives, SURVIVES, FAILS),
+        }
+    )
+
+
+def survival(confounds: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
+    """The verdict of every control on given effects.
+
+    Args:
+        confounds: what `confound_table` gave.
+        found: rows of FeatureDiff.shifts.
+
+    Returns:
+        indexed as found: one column a control, such as survives_length; "not measured" where that was not.
+    """
+    keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+    verdict = confounds.set_index([*keys, "control"]).verdict if len(confounds) else pd.Series(dtype=object)
+    columns = {}
+    for control in CONTROLS:
+        known = verdict.xs(control, level="control") if len(verdict) else verdict
+        index = pd.MultiIndex.from_frame(found[keys])
+        values = known.reindex(index) if len(known) else pd.Series([None] * len(found), dtype=object)
+        columns[f"survives_{control}"] = values.astype(object).fillna(NOT_MEASURED).to_numpy()
+    return pd.DataFrame(columns, index=found.index)

@@ -1,0 +1,73 @@
+"""Which effects a contrast would have found: power of a t-test at the p-value that counted as a discovery.
+
+Permutation tests of means have the power of Student's t in large samples. The level is that of the
+Benjamini–Hochberg step: q · max(discoveries, 1) / features tested. With more discoveries smaller effects are found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import chi2, norm
+from scipy.stats import t as student
+
+from tsae.diff.config import FalseDiscoveries
+
+POWER = 0.8
+_POINTS = 1000
+
+
+def power(d: float, n_problems: Sequence[int], level: float) -> float:
+    """Chance that a two-sided t-test at `level` finds an effect of size d, on the right side.
+
+    Args:
+        d: mean / standard deviation of the differences; between two groups of problems difference / pooled deviation.
+        n_problems: of one group of paired differences, or of two groups.
+        level: p-value up to which the test rejects.
+    """
+    df = sum(n_problems) - len(n_problems)
+    shift = abs(d) / math.sqrt(sum(1 / n for n in n_problems))
+    # The mean over the estimated deviation, by its quantiles: scipy's noncentral t gives NaN far out.
+    deviation = np.sqrt(chi2.ppf((np.arange(_POINTS) + 0.5) / _POINTS, df) / df)
+    return float(norm.sf(student.isf(level / 2, df) * deviation - shift).mean())
+
+
+def detectable_d(
+    n_problems: Sequence[int],
+    *,
+    q: float,
+    n_tested: int,
+    n_discoveries: int,
+    n_permutations: int,
+    method: FalseDiscoveries = "bh",
+) -> float:
+    """The |d| that is found 8 times in 10; infinite where the draws cannot give a p-value that small.
+
+    Args:
+        n_problems: of one group of paired differences, or of two groups.
+        q: false-discovery rate.
+        n_tested: features tested.
+        n_discoveries: features found.
+        n_permutations: draws; no p-value is below 1 / (n_permutations + 1), nor below 2 / the number of arrangements.
+        method: of the q-values.
+    """
+    level = q * max(n_discoveries, 1) / n_tested
+    if method == "by":
+        level /= sum(1 / k for k in range(1, n_tested + 1))
+    arrangements = 2 ** min(n_problems[0], 60) if len(n_problems) == 1 else math.comb(sum(n_problems), n_problems[0])
+    if level < 1 / (n_permutations + 1) or level < 2 / arrangements:
+        return math.inf
+    top = 1.0
+    while power(top, n_problems, level) < POWER:
+        top *= 2
+    return float(brentq(lambda d: power(d, n_problems, level) - POWER, 0, top, xtol=1e-4))
+
+
+def power_text(n_problems: int, d: float) -> str:
+    """“with these 180 problems an effect of d = 0.25 is found 8 times in 10”."""
+    if math.isinf(d):
+        return f"with these {n_problems} problems and draws no p-value is small enough for a single feature to be found"
+    return f"with these {n_problems} problems an effect of d = {d:.2f} is found 8 times in 10"
