@@ -359,14 +359,24 @@ def test_a_diff_of_the_same_sae_takes_note(found: Intervention) -> None:
 # -- controls
 
 
-def test_scales_are_counted_as_a_loop_counts_them(decided_features: tsae.FeatureTable) -> None:
-    scales = FeatureScales.of(decided_features, "base")
-    span = decided_features.span_mask("response")
-    dense = decided_features.codes.toarray()[span]
-    assert scales.rate == pytest.approx((dense > 0).mean(0))
-    assert scales.mean == pytest.approx(dense.mean(0), rel=1e-5)
-    for feature in range(dense.shape[1]):
-        fired = dense[dense[:, feature] > 0, feature]
+@pytest.mark.parametrize("tokens", ["response", "first", "predicting", "all"])
+def test_scales_are_counted_as_a_loop_counts_them(decided_features: tsae.FeatureTable, tokens: Any) -> None:
+    scales = FeatureScales.of(decided_features, "base", tokens)
+    codes, response, edited = decided_features.codes.toarray(), [], []
+    for row in range(decided_features.n_rows):
+        prompt, reply = decided_features.rollouts.tokens(int(decided_features.trajectory[row]))
+        start = int(decided_features.row_offsets[row])
+        answered = [start + len(prompt) + i for i, id in enumerate(reply) if id != EOS]
+        asked = [start + i for i in range(1, len(prompt))]
+        response += answered
+        edited += {"response": answered, "first": asked[-1:], "predicting": asked[-1:] + answered}.get(
+            tokens, asked + answered
+        )
+    assert scales.n_tokens == len(edited)
+    assert scales.rate == pytest.approx((codes[edited] > 0).mean(0))
+    assert scales.mean == pytest.approx(codes[edited].mean(0), rel=1e-5)
+    for feature in range(codes.shape[1]):
+        fired = codes[response][codes[response][:, feature] > 0, feature]
         assert scales.typical[feature] == pytest.approx(fired.mean() if len(fired) else 0.0, rel=1e-5)
     assert not FeatureScales.of(decided_features, "stranger").own
 
@@ -377,15 +387,15 @@ def test_random_features_are_near_and_others() -> None:
     with torch.no_grad():
         sae.W_dec.copy_(torch.nn.functional.normalize(torch.randn(200, 4), dim=1))
     rate, typical = 10 ** rng.uniform(-4, -1, 200), 10 ** rng.uniform(-1, 1, 200)
-    rate[:50] = 0.0
-    scales = FeatureScales(rate=rate, mean=rate * typical, typical=typical, own=True)
+    typical[:50] = 0.0
+    scales = FeatureScales(rate=rate, mean=rate * typical, typical=typical, n_tokens=10**9, own=True)
     chosen, exclude = [60, 61, 62], [70, 71]
     sets = matched_features(chosen, scales, sae, 20, 0, exclude=exclude)
     assert sets == matched_features(chosen, scales, sae, 20, 0, exclude=exclude)
     assert len(set(sets)) > 15
     place = np.log(np.stack([rate[50:], typical[50:]], axis=1))
     others = np.setdiff1d(np.arange(50, 200), [*chosen, *exclude])
-    place = np.log(np.stack([np.maximum(rate, 1e-9), typical], axis=1)) / place[others - 50].std(0)
+    place = np.log(np.stack([rate, np.maximum(typical, 1e-9)], axis=1)) / place[others - 50].std(0)
     for ids in sets:
         assert len(set(ids)) == 3
         assert set(ids) <= set(others.tolist())
@@ -393,7 +403,7 @@ def test_random_features_are_near_and_others() -> None:
             distance = ((place[others] - place[feature]) ** 2).sum(1)
             assert (distance < ((place[match] - place[feature]) ** 2).sum()).sum() < 12
     with pytest.raises(TsaeError, match="too few"):
-        matched_features(list(range(50, 110)), scales, sae, 1, 0)
+        matched_features(list(range(50, 130)), scales, sae, 1, 0)
 
 
 def test_the_mean_difference_is_between_own_responses(store: Any, rollouts: Any) -> None:

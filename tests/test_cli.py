@@ -261,6 +261,11 @@ def test_features_are_tested_causally(pipeline: Path, tmp_path: Path, capsys: py
     assert found.summary("accuracy") in said
     assert json.loads((tmp_path / "out" / "causal.json").read_text())["record"]["features"] == [feature]
 
+    run("report", "--diff", pipeline / "diff", "--to", tmp_path / "r.html", "--causal", tmp_path / "out")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert f"Steering (+3 × typical) feature {feature} in run-5" in page
+    assert "1 feature causally tested, the others not" in page
+
     raised = ("--checkpoint", "base", "--diff", pipeline / "diff", "--raised", "base", "--lowered", "run-5")
     assert "no feature was raised by base" in fails(capsys, *causal, *raised, "--to", tmp_path / "no")
     assert "no features chosen" in fails(capsys, *causal, "--checkpoint", "base", "--to", tmp_path / "no")

@@ -366,12 +366,17 @@ class Report:
     """Folder that `tsae encode` wrote, for examples."""
     title: str | None = None
     """Title of the page."""
+    causal: tuple[Path, ...] = ()
+    """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
 
     def run(self) -> None:
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
-        _wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
+        diff = tsae.FeatureDiff.load(self.diff, features=features)
+        for folder in self.causal:
+            diff = tsae.Intervention.load(folder).mark(diff)
+        _wrote(diff.to_html(self.to, title=self.title))
 
 
 @dataclass(frozen=True)

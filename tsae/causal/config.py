@@ -9,22 +9,25 @@ from typing import Literal
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
+Where = Literal["predicting", "first", "response", "all"]
+
 
 @dataclass(frozen=True)
 class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
     mode: Literal["ablate", "mean", "clamp", "steer"] = "ablate"
-    """ablate: to 0; mean: to the feature's mean over the checkpoint's own tokens; clamp: to amount × the feature's
+    """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
     typical activation; steer: amount × the typical activation is added."""
     amount: float = 1.0
-    """For clamp and steer, in units of the feature's mean activation where it fires; negative steers the other way."""
-    tokens: Literal["predicting", "first", "response", "all"] = "predicting"
+    """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
+    other way."""
+    tokens: Where = "predicting"
     """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
     takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
     are never edited."""
     n_random: int = 5
-    """Sets of random features to compare with, matched on firing rate and magnitude."""
+    """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude."""
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: float = 0.95

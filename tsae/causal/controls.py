@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, span_mask
+from tsae.causal.config import Where
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.sae.model import TemporalSAE
@@ -18,36 +19,53 @@ _NEAREST = 10
 
 @dataclass(frozen=True)
 class FeatureScales:
-    """How often and how strongly every feature fires on response tokens; each (d_sae,)."""
+    """How often and how strongly every feature fires; each (d_sae,)."""
 
     rate: np.ndarray
-    """Share of the checkpoint's own tokens where it fires; of all readers' tokens where it is not among them."""
+    """Share of the checkpoint's own tokens where it fires, of those that are to be edited; of all readers' tokens where
+    the checkpoint is not among them."""
     mean: np.ndarray
     """Mean activation over the same tokens."""
     typical: np.ndarray
-    """Mean activation where it fires, over all readers' tokens; 0 where it never fires."""
+    """Mean activation where it fires, over all readers' response tokens; 0 where it never fires."""
+    n_tokens: int
+    """Tokens of rate and mean."""
     own: bool
-    """Whether rate and mean are of the checkpoint's own tokens."""
+    """Whether they are the checkpoint's own."""
 
     @classmethod
-    def of(cls, features: FeatureTable, checkpoint: str) -> FeatureScales:
-        span = features.span_mask("response")
-        own = span
-        if checkpoint in features.readers and checkpoint in features.rollouts.policies:
+    def of(cls, features: FeatureTable, checkpoint: str, tokens: Where = "response") -> FeatureScales:
+        """Counted over a table; `tokens` as in `InterventionConfig`."""
+        d_sae, response = features.n_features, features.span_mask("response")
+        everywhere = features.codes[np.flatnonzero(response)]
+        fired = np.bincount(everywhere.indices[everywhere.data > 0], minlength=d_sae)
+        total = np.bincount(everywhere.indices, weights=everywhere.data, minlength=d_sae)
+        edited = _edited(features, response, tokens)
+        own = checkpoint in features.readers and checkpoint in features.rollouts.policies
+        if own:
             rows = np.zeros(features.n_rows, dtype=bool)
             rows[features.rows(reader=checkpoint, policy=checkpoint)] = True
-            own = span & rows[features.row_of_token]
-        everywhere = features.codes[np.flatnonzero(span)]
-        fired = np.bincount(everywhere.indices, minlength=features.n_features)
-        total = np.bincount(everywhere.indices, weights=everywhere.data, minlength=features.n_features)
-        mine = features.codes[np.flatnonzero(own)]
-        n = max(1, int(own.sum()))
+            edited &= rows[features.row_of_token]
+        mine, n = features.codes[np.flatnonzero(edited)], max(1, int(edited.sum()))
         return cls(
-            rate=np.bincount(mine.indices, minlength=features.n_features) / n,
-            mean=np.bincount(mine.indices, weights=mine.data, minlength=features.n_features) / n,
+            rate=np.bincount(mine.indices[mine.data > 0], minlength=d_sae) / n,
+            mean=np.bincount(mine.indices, weights=mine.data, minlength=d_sae) / n,
             typical=total / np.maximum(fired, 1),
-            own=own is not span,
+            n_tokens=n,
+            own=own,
         )
+
+
+def _edited(features: FeatureTable, response: np.ndarray, tokens: Where) -> np.ndarray:
+    """(n_tokens,) bool: what an intervention on these tokens would edit."""
+    if tokens == "response":
+        return response.copy()
+    if tokens == "all":
+        return features.span_mask("all")
+    last = np.zeros_like(response)
+    last[features.row_offsets[:-1] + features.rollouts.lengths("prompt_ids")[features.trajectory] - 1] = True
+    last &= features.span_mask("prompt")
+    return last if tokens == "first" else last | response
 
 
 def matched_features(
@@ -76,7 +94,7 @@ def matched_features(
         TsaeError: where fewer features fire than are needed.
     """
     norm = sae.W_dec.detach().norm(dim=1).cpu().numpy()
-    alive = (scales.typical > 0) & (scales.rate > 0)
+    alive = scales.typical > 0
     alive[list(chosen)] = alive[list(exclude)] = False
     pool = np.flatnonzero(alive)
     if len(pool) < 2 * len(chosen):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from tsae.causal.config import Where
 from tsae.checkpoints.hooks import during_generation
 from tsae.sae.model import TemporalSAE
 
@@ -66,7 +67,7 @@ class FeatureEdit:
         return replace(self, sign=-self.sign)
 
     def hook(
-        self, rewriting: Callable[[PreTrainedModel], Rewriting], tokens: str, special_ids: tuple[int, ...]
+        self, rewriting: Callable[[PreTrainedModel], Rewriting], tokens: Where, special_ids: tuple[int, ...]
     ) -> Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], AbstractContextManager[None]]:
         """For `tsae.sample(hook=…)`: puts the edit in place for one batch.
 

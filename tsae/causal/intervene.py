@@ -83,7 +83,7 @@ def intervene(
     sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(device)
     chosen = tuple(int(feature) for feature in chosen)
     _check_sae(sae, features)
-    scales = FeatureScales.of(features, checkpoint.id)
+    scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_features(chosen, scales, features.n_features)
     _check_features(tuple(exclude), None, features.n_features)
     asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
@@ -261,4 +261,9 @@ def _matching(chosen: tuple[int, ...], sets: list[tuple[int, ...]], scales: Feat
     def total(values: np.ndarray) -> dict[str, Any]:
         return {"features": float(values[list(chosen)].sum()), "random": [float(values[list(s)].sum()) for s in sets]}
 
-    return {"rate": total(scales.rate), "typical": total(scales.typical), "own_tokens": scales.own}
+    return {
+        "rate": total(scales.rate),
+        "typical": total(scales.typical),
+        "n_tokens": scales.n_tokens,
+        "own": scales.own,
+    }
