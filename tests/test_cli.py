@@ -39,6 +39,7 @@ COMMANDS = [
     ["evaluate"],
     ["encode"],
     ["diff"],
+    ["causal"],
     ["report"],
 ]
 SITE = "blocks.1.hook_resid_post"
@@ -256,6 +257,37 @@ def test_difficulty_is_measured_along_the_run(
     run("rollouts", "bands", "--rollouts", pipeline / "raw.parquet", "--to", tmp_path / "b.parquet",
         "--reference", "base", "--shares", 0.1, 0.1)  # fmt: skip
     assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.1, "hard": 0.1}
+
+
+def test_features_are_tested_causally(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    features = tsae.FeatureTable.load(pipeline / "features")
+    fired = np.asarray(features.codes[np.flatnonzero(features.span_mask("response"))].sum(axis=0)).ravel()
+    feature = int(fired.argmax())
+    causal = ("causal", "--series", pipeline / "series", "--sae", pipeline / "sae", "--features", pipeline / "features",
+              "--verifier", "test_cli:lucky", "--n-samples", 2, "--max-new-tokens", 6, "--n-random", 2)  # fmt: skip
+    capsys.readouterr()
+    options = ("--checkpoint", "run-5", "--choose", feature, "--problems", pipeline / "problems.jsonl")
+    run(*causal, *options, "--store", pipeline / "acts", "--raised", "run-5", "--lowered", "base",
+        "--mode", "steer", "--amount", 3, "--to", tmp_path / "out")  # fmt: skip
+    said = capsys.readouterr().out
+    found = tsae.Intervention.load(tmp_path / "out")
+    assert found.info["features"] == [feature]
+    assert {"features", "random", "same_norm", "wrong_sign", "mean_difference"} < set(found.outcomes.condition)
+    assert f"Steering (+3 × typical) feature {feature} in run-5" in said
+    assert found.summary("accuracy") in said
+    assert json.loads((tmp_path / "out" / "causal.json").read_text())["record"]["features"] == [feature]
+
+    run("report", "--diff", pipeline / "diff", "--to", tmp_path / "r.html", "--causal", tmp_path / "out")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert f"Steering (+3 × typical) feature {feature} in run-5" in page
+    assert "1 feature causally tested, the others not" in page
+
+    raised = ("--checkpoint", "base", "--diff", pipeline / "diff", "--raised", "base", "--lowered", "run-5")
+    assert "no feature was raised by base" in fails(capsys, *causal, *raised, "--to", tmp_path / "no")
+    assert "no features chosen" in fails(capsys, *causal, "--checkpoint", "base", "--to", tmp_path / "no")
+    lacking = (*causal, "--checkpoint", "base", "--choose", feature, "--store", pipeline / "acts")
+    assert "only with --raised and --lowered" in fails(capsys, *lacking, "--to", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 def two_steps(prompt: str, answer: str) -> int:

@@ -17,12 +17,13 @@ import torch
 from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
+from tsae.checkpoints.hooks import rewritten
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.evaluation import evaluate
 from tsae.sae.model import TemporalSAE
 from tsae.sae.smoothness import smoothness
-from tsae.sae.splice import loss_recovered, rewritten
+from tsae.sae.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"
 

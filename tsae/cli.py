@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
-from tsae.commands import Bands, Behaviours, Difficulty, Drift
+from tsae.commands import Bands, Behaviours, Causal, Difficulty, Drift
 from tsae.commands import load_series as _series
 from tsae.commands import say_wrote as _wrote
 from tsae.demo import DemoConfig
@@ -373,12 +373,17 @@ class Report:
     """Folder that `tsae encode` wrote, for examples."""
     title: str | None = None
     """Title of the page."""
+    causal: tuple[Path, ...] = ()
+    """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
 
     def run(self) -> None:
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
-        _wrote(tsae.FeatureDiff.load(self.diff, features=features).to_html(self.to, title=self.title))
+        diff = tsae.FeatureDiff.load(self.diff, features=features)
+        for folder in self.causal:
+            diff = tsae.Intervention.load(folder).mark(diff)
+        _wrote(diff.to_html(self.to, title=self.title))
 
 
 @dataclass(frozen=True)
@@ -404,6 +409,7 @@ Command = (
     | Annotated[Export, subcommand("export", prefix_name=False)]
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
+    | Annotated[Causal, subcommand("causal", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
 )
 
@@ -430,7 +436,7 @@ def main(args: Sequence[str] | None = None) -> None:
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
-runs them all on shipped checkpoints. `tsae drift` needs none of them."""
+runs them all on shipped checkpoints. `tsae drift` needs none of them; `tsae causal` tests what a diff found."""
 
 
 def _start_as_default(args: Sequence[str]) -> Train | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import OmitArgPrefixes
 
+from tsae.causal.config import InterventionConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 
@@ -138,6 +139,102 @@ class Behaviours:
         print(f"\n{format_text(format_table(found, reference=reference))}")
         if self.to is not None:
             say_wrote(found.write(self.to), found)
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Ablate, clamp or steer features while a checkpoint generates, beside matched random features and other controls.
+
+    Features are chosen by number, or as those that one checkpoint raised and another lowered.
+    """
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
+    checkpoint: str
+    """Id of the checkpoint that generates."""
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    features: Path
+    """Folder that `tsae encode` wrote with this SAE: how often and how strongly features fire."""
+    to: Path
+    """Folder for outcomes.parquet, rollouts.parquet and causal.json."""
+    choose: tuple[int, ...] = ()
+    """Features by number."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. Those
+    of them that are not chosen are no random features either."""
+    raised: str | None = None
+    """Checkpoint id."""
+    lowered: str | None = None
+    """Checkpoint id."""
+    top: int | None = None
+    """Only the clearest this many of them."""
+    store: Path | None = None
+    """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised."""
+    problems: Path | None = None
+    """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default those that
+    the features were encoded on. Fresh ones are the fairer test."""
+    verifier: str = "last_number"
+    """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
+    describe: str | None = None
+    """module:function of your own Rollouts -> Rollouts that adds columns and names them as behaviours."""
+    config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.causal.controls import mean_difference
+        from tsae.plugins import find_function
+        from tsae.report.terminal import behaviour_text
+        from tsae.rollouts.checking import find_verifier
+        from tsae.rollouts.problems import read_problems
+
+        family = self._family()
+        verify = find_verifier(self.verifier)
+        fix = "Give module:function for your own Rollouts -> Rollouts."
+        describe = None if self.describe is None else find_function(self.describe, where="describe", fix=fix)
+        problems: Any = None
+        if self.problems is not None:
+            as_lines = self.problems.suffix == ".jsonl"
+            problems = read_problems(self.problems) if as_lines else tsae.Rollouts.read(self.problems)
+        sae, direction = tsae.TemporalSAE.load(self.sae), None
+        if self.store is not None:
+            if self.raised is None or self.lowered is None:
+                raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
+            direction = mean_difference(tsae.ActivationStore(self.store), sae.site, self.raised, self.lowered)
+        found = tsae.intervene(
+            load_series(*self.series)[self.checkpoint],
+            sae,
+            self.features,
+            self.choose or family[: self.top],
+            self.config,
+            problems=problems,
+            verify=verify,
+            direction=direction,
+            exclude=family,
+            describe=describe,
+        )
+        print(behaviour_text(found.outcomes.rename(columns={"condition": "policy"})))
+        for behaviour in found.measured:
+            print(f"\n{found.summary(behaviour)}")
+        say_wrote(found.save(self.to))
+
+    def _family(self) -> list[int]:
+        """Features that one checkpoint raised and another lowered; none where they are chosen by number alone."""
+        import tsae
+
+        if self.diff is None and self.choose:
+            return []
+        if self.diff is None or self.raised is None or self.lowered is None:
+            raise TsaeError(
+                "no features chosen",
+                where="tsae causal",
+                fix="Give --choose with numbers, or --diff with --raised and --lowered.",
+            )
+        found = tsae.FeatureDiff.load(self.diff).opposed(self.raised, self.lowered)
+        if found.empty:
+            raise TsaeError(f"no feature was raised by {self.raised} and lowered by {self.lowered}", where=self.diff)
+        return [int(feature) for feature in found.index]
 
 
 def load_series(*sources: str | Path) -> CheckpointSeries:

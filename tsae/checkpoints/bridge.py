@@ -7,7 +7,8 @@ explicitly: left padding without them is silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from tsae.checkpoints.hooks import check_sites, positions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from tsae.checkpoints.series import Checkpoint
 
 Intervention = Callable[[torch.Tensor], torch.Tensor]
@@ -76,6 +79,19 @@ class TransformerLensReader:
         check_sites(list(interventions or {}) or [self.sites[0].name], int(self.bridge.cfg.n_layers), "interventions")
         hooks = [(name, lambda value, hook, f=f: f(value)) for name, f in (interventions or {}).items()]
         return self._run(input_ids, attention_mask, hooks)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model that the bridge is wrapped around: its generate goes through the bridge's hooks."""
+        model: PreTrainedModel = self.bridge.original_model
+        return model
+
+    @contextmanager
+    def rewritten(self, site: str, change: Intervention) -> Iterator[None]:
+        """As `tsae.checkpoints.hooks.rewritten`, for passes of the bridge and of `model`."""
+        check_sites([site], int(self.bridge.cfg.n_layers), "rewritten")
+        with self.bridge.hooks(fwd_hooks=[(site, lambda value, hook: change(value))]):
+            yield
 
     def _run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]]) -> Any:
         input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)

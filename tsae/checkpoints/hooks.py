@@ -1,4 +1,4 @@
-"""Sites in a Hugging Face model, and hooks that read the residual stream there.
+"""Sites in a Hugging Face model, and hooks that read or rewrite the residual stream there.
 
 A site is named as TransformerLens names it, whatever the backend:
 
@@ -11,7 +11,8 @@ Hooks read what the Hugging Face module computes: nothing is folded, centred or 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,62 @@ class HuggingFaceReader:
         if unread:
             raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
         return found
+
+
+@contextmanager
+def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within it the residual stream (B, T, d_model) at a site is what `change` makes of it.
+
+    Raises:
+        TsaeError: where the site does not exist.
+    """
+    blocks = decoder_blocks(model)
+    (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
+
+    def after(_module: Any, _inputs: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    block = blocks[place.layer]
+    if place.point == "post":
+        handle = block.register_forward_hook(after)
+    else:
+        handle = block.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def during_generation(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], prompt: torch.Tensor, *, generated: bool = True
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A change for `rewritten` around one call of generate, with or without a cache of keys and values.
+
+    Args:
+        change: (hidden (B, T, d_model), where (B, T) bool) -> hidden.
+        prompt: (B, width) bool, the positions of the padded prompts that are changed.
+        generated: whether those of generated tokens are.
+    """
+    seen = 0
+
+    def at(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        n = hidden.shape[1]
+        # With a cache every pass after the prompt's brings one token; without one, everything from the start again.
+        if n != (seen + 1 if seen else prompt.shape[1]) and not (seen and n == 1):
+            raise RuntimeError(f"a pass over {n} tokens after {seen} is neither the prompt's nor the next token's")
+        start = seen if seen and n == 1 else 0
+        seen = start + n
+        where = torch.full((len(hidden), seen), generated, device=hidden.device)
+        where[:, : prompt.shape[1]] = prompt.to(hidden.device)
+        return change(hidden, where[:, start:])
+
+    return at
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:

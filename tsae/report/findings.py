@@ -205,10 +205,11 @@ def _belief(diff: FeatureDiff) -> Finding:
     if flagged:
         sentences.append(f"Flagged for bad reconstruction: {listed(flagged)}.")
     sentences += null_sentences(diff)
+    tested = {feature for test in diff.info.get("causally_tested") or [] for feature in test["features"]}
     sentences.append(
-        "Correlation throughout: not causally tested."
-        if not diff.info.get("causally_tested")
-        else "Causal checks: see the diff."
+        f"{count(len(tested), 'feature')} causally tested, the others not: correlation."
+        if tested
+        else "Correlation throughout: not causally tested."
     )
     return Finding("How far to believe it", tuple(sentences), "gates")
 

@@ -19,6 +19,8 @@ _STABILITY = (
     f"again”: below {FOUND_AGAIN:g}, so that it may be of this one dictionary."
 )
 _MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
+_TESTED = ("direct_answer", "accuracy")
+"""Behaviours whose change under an intervention the report states."""
 
 
 def table(caption: str, head: Sequence[str], body: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
@@ -68,12 +70,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
         ("Statistics", html_text(_statistics_text(diff))),
         ("Temporal SAE", html_text(_sae_text(diff))),
         *([("Stability", html_text(f"{stable}."))] if (stable := views.stability_text(diff)) else []),
-        (
-            "Causality",
-            "Not causally tested. What a feature responds to is not thereby what it does."
-            if not info.get("causally_tested")
-            else "Causally tested.",
-        ),
+        ("Causality", html_text(_causality_text(diff))),
         (
             "Rollouts",
             f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)",
@@ -83,6 +80,14 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     ]
     listing = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
     return f"{readers}<dl>{listing}</dl>"
+
+
+def _causality_text(diff: FeatureDiff) -> str:
+    tests = diff.info.get("causally_tested") or []
+    shown = [test["summaries"][name] for test in tests for name in _TESTED if name in test["summaries"]]
+    if not shown:
+        return "Not causally tested. What a feature responds to is not thereby what it does."
+    return f"{' '.join(shown)} All other features are not causally tested."
 
 
 def _listed(versions: dict[str, str]) -> str:

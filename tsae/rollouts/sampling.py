@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,10 +14,13 @@ from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tsae.checkpoints.loading import ModelLoader
     from tsae.checkpoints.series import Checkpoint
+
+    Around = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
 
 
 def tokenize(
@@ -66,6 +70,8 @@ def sample(
     *,
     verify: Callable[[str, str], bool] | None = None,
     loader: ModelLoader | None = None,
+    model: PreTrainedModel | None = None,
+    around: Around | None = None,
     progress: bool = True,
 ) -> Rollouts:
     """Sample responses of a checkpoint to problems.
@@ -76,6 +82,9 @@ def sample(
         config: defaults of `SamplingConfig`.
         verify: (response text, reference answer) -> right or not; without it outcomes are unknown and rewards null.
         loader: keeps the base of adapters loaded from one call to the next.
+        model: the checkpoint's, where it is loaded already.
+        around: (model, prompt ids (B, T), attention mask (B, T)), both padded on the left -> a context in which that
+            batch is generated, such as one that rewrites the residual stream.
         progress: show a bar.
 
     Returns:
@@ -89,13 +98,13 @@ def sample(
 
     config = config or SamplingConfig()
     tokenizer = checkpoint.load_tokenizer()
-    model: Any = (loader or ModelLoader(device=config.device)).load(checkpoint)
-    eos = _end_tokens(model, tokenizer, checkpoint.path)
+    policy: Any = model if model is not None else (loader or ModelLoader(device=config.device)).load(checkpoint)
+    eos = _end_tokens(policy, tokenizer, checkpoint.path)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     # A checkpoint may ship top_p, top_k or a repetition penalty; rollouts are samples of the policy itself.
-    model.generation_config = type(model.generation_config)()
+    policy.generation_config = type(policy.generation_config)()
     prompts = [encode_prompt(tokenizer, p.prompt, config.prompt_format, f"problem {p.id}") for p in problems]
-    _check_lengths(model, prompts, problems, config.max_new_tokens)
+    _check_lengths(policy, prompts, problems, config.max_new_tokens)
 
     # Short prompts with short ones, so that little is padded.
     requests = [
@@ -111,15 +120,17 @@ def sample(
             for row, (i, _) in enumerate(batch):
                 ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
                 mask[row, width - len(prompts[i]) :] = 1
+            ids, mask = ids.to(config.device), mask.to(config.device)
             with (
                 torch.random.fork_rng(devices=[config.device] if config.device != "cpu" else []),
                 torch.no_grad(),
+                nullcontext() if around is None else around(policy, ids, mask),
             ):
                 torch.manual_seed(config.seed * 1_000_003 + start)
                 try:
-                    output = model.generate(
-                        input_ids=ids.to(config.device),
-                        attention_mask=mask.to(config.device),
+                    output = policy.generate(
+                        input_ids=ids,
+                        attention_mask=mask,
                         do_sample=True,
                         temperature=config.temperature,
                         top_k=0,

@@ -15,15 +15,14 @@ itself, and a loss that the model never minded says little about what it lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan, span_mask
+from tsae.checkpoints.hooks import rewritten
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
@@ -182,37 +181,6 @@ def spliced_losses(
         columns.append((loss.double() * has_next).sum(1))
     columns += [replaced.double().sum(1), (kl.double() * replaced).sum(1)]
     return torch.stack(columns, dim=1)
-
-
-@contextmanager
-def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within it the residual stream (B, T, d_model) at a site is what `change` makes of it.
-
-    Raises:
-        TsaeError: where the site does not exist.
-    """
-    from tsae.checkpoints.hooks import check_sites, decoder_blocks
-
-    blocks = decoder_blocks(model)
-    (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
-
-    def after(_module: Any, _inputs: Any, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-    block = blocks[place.layer]
-    if place.point == "post":
-        handle = block.register_forward_hook(after)
-    else:
-        handle = block.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""The testbed's story, tested causally: what the features do that hard training raised and medium training lowered.
+
+On fresh problems, which no feature was chosen on: ablate them in the hard run's last checkpoint (are scratchpads
+restored?), and steer with them in the base (do direct answers appear?), each beside matched random features, the wrong
+sign and the mean difference between the two runs. Reads what `tsae demo --to demo` wrote:
+
+    python scripts/causal_testbed.py --demo demo --to runs/causal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+
+import tsae
+from tsae.causal.controls import mean_difference
+from tsae.testbed.annotate import describe_response
+from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+from tsae.testbed.problems import LEVELS
+
+UP, DOWN = "hard-150", "medium-150"
+Tests = list[tuple[str, Literal["ablate", "steer"], float, Literal["predicting", "first"]]]
+
+
+@dataclass(frozen=True)
+class Story:
+    """Size and seeds."""
+
+    demo: Path
+    """Folder that `tsae demo` wrote."""
+    to: Path
+    """Folder for one result each."""
+    problems: int = 60
+    """Fresh problems of each level."""
+    samples: int = 2
+    """Responses per problem and condition."""
+    n_random: int = 5
+    """Sets of matched random features."""
+    deciding: float = 0.1
+    """Beside all of them, those that fire on at least this share of the hard run's last prompt tokens, where the first
+    token of the response is drawn."""
+    alphas: tuple[float, ...] = (0.5, 1.0)
+    """Steering, in units of a feature's typical activation."""
+    seed: int = 2000
+    """Of problems, sampling and controls; the demo's is 0."""
+
+
+def main() -> None:
+    story = tyro.cli(Story)
+    series = tsae.testbed.series().final()
+    features = tsae.FeatureTable.load(story.demo / "features")
+    sae = tsae.TemporalSAE.load(story.demo / "sae")
+    store = tsae.ActivationStore(story.demo / "activations")
+    family = [int(f) for f in tsae.FeatureDiff.load(story.demo / "diff").opposed(UP, DOWN).index]
+    deciding = [f for f in family if last_prompt_rate(features, UP)[f] >= story.deciding]
+    sets = {"all": family, "deciding": deciding}
+    for name, chosen in sets.items():
+        print(f"{name}: {', '.join(map(str, chosen))}")
+    sampling = tsae.SamplingConfig(
+        n_samples=story.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=story.seed
+    )
+    problems = fresh_problems(features, story)
+    # Bands on responses of their own, as in the demo.
+    for_bands = replace(sampling, n_samples=24, seed=story.seed + 1)
+    measured = tsae.sample(series.base, problems, for_bands, verify=tsae.testbed.verify, progress=False)
+    banded = measured.with_bands(series.base)
+    direction = mean_difference(store, sae.site, UP, DOWN)
+    plan: Tests = [(UP, "ablate", 1.0, "predicting"), (UP, "ablate", 1.0, "first")]
+    plan += [("base", "steer", alpha, "first") for alpha in story.alphas]
+    plan += [("base", "steer", alpha, "predicting") for alpha in story.alphas[:1]]
+    for name, chosen in sets.items():
+        for checkpoint, mode, amount, tokens in plan:
+            found = tsae.intervene(
+                series[checkpoint],
+                sae,
+                features,
+                chosen,
+                tsae.InterventionConfig(
+                    mode=mode, amount=amount, tokens=tokens, n_random=story.n_random, sampling=sampling
+                ),
+                problems=banded,
+                verify=tsae.testbed.verify,
+                direction=direction,
+                exclude=family,
+                describe=with_styles,
+                progress=False,
+            )
+            found.save(story.to / f"{checkpoint}-{mode}-{amount:g}-{tokens}-{name}")
+            table = found.table(band="all")
+            table = table[table.behaviour.isin(["direct", "scratchpad", "neither", "accuracy"])]
+            table = table[~table.condition.str.contains(r"_\d$")]
+            print(
+                f"\n{name}: {mode} {amount:g} in {checkpoint}, {tokens}; "
+                f"no-op identical: {found.info['no_op_identical']}; matching: {found.info['matching']}"
+            )
+            cells = table["mean"].map("{:.2f} ".format) + table.change.map("{:+.2f} ".format)
+            cells += "[" + table.change_low.map("{:+.2f}, ".format) + table.change_high.map("{:+.2f}]".format)
+            shown = table.assign(cell=cells).pivot(index="condition", columns="behaviour", values="cell")
+            print(shown.loc[table.condition.unique()].to_string(), flush=True)
+
+
+def last_prompt_rate(features: tsae.FeatureTable, checkpoint: str) -> np.ndarray:
+    """(n_features,) share of a checkpoint's own trajectories where a feature fires on the last prompt token."""
+    rows = features.rows(reader=checkpoint, policy=checkpoint)
+    last = features.row_offsets[rows] + features.rollouts.lengths("prompt_ids")[features.trajectory[rows]] - 1
+    return np.asarray((features.codes[last] > 0).mean(axis=0)).ravel()
+
+
+def fresh_problems(features: tsae.FeatureTable, story: Story) -> list[tsae.Problem]:
+    """Of every level, problems that the demo did not have."""
+    known = set(features.rollouts.table["prompt"].to_pylist())
+    drawn = [p for p in tsae.testbed.eval_problems(2 * story.problems, seed=story.seed) if p.prompt not in known]
+    return [p for level in LEVELS for p in [p for p in drawn if p.level == level][: story.problems]]
+
+
+def with_styles(rollouts: tsae.Rollouts) -> tsae.Rollouts:
+    """Every response is one of: an answer alone; valid steps and then one answer; or neither, which is broken text."""
+    frame = rollouts.frame
+    direct = frame.response.str.fullmatch(r"#\d").to_numpy()
+    facts = [describe_response(p, r) for p, r in zip(frame.prompt, frame.response, strict=True)]
+    answered_once = frame.response.str.fullmatch(r"[^#]+#\d").to_numpy()
+    scratchpad = answered_once & np.array([f.n_steps_valid > 0 for f in facts])
+    shares = {"direct": direct, "scratchpad": scratchpad, "neither": ~direct & ~scratchpad}
+    for name, share in shares.items():
+        rollouts = rollouts.with_column(name, share.astype(float))
+    return tsae.Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(shares)}, rollouts.origin)
+
+
+if __name__ == "__main__":
+    main()

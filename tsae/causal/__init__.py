@@ -1,0 +1,1 @@
+"""Interventions on chosen SAE features while a checkpoint generates, with their controls."""

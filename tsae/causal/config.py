@@ -1,0 +1,57 @@
+"""Config of a causal test. Imports nothing heavy: the CLI builds its options from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import SamplingConfig
+
+Where = Literal["predicting", "first", "response", "all"]
+
+
+@dataclass(frozen=True)
+class InterventionConfig:
+    """What is done to features while a checkpoint generates."""
+
+    mode: Literal["ablate", "mean", "clamp", "steer"] = "ablate"
+    """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
+    typical activation; steer: amount × the typical activation is added."""
+    amount: float = 1.0
+    """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
+    other way."""
+    tokens: Where = "predicting"
+    """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
+    takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
+    are never edited."""
+    n_random: int = 5
+    """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude."""
+    backend: Literal["huggingface", "transformer_lens"] = "huggingface"
+    """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Every condition draws with the same seed, so that problems and random numbers are paired."""
+
+    def __post_init__(self) -> None:
+        where = "InterventionConfig"
+        if not isfinite(self.amount):
+            raise TsaeError(f"amount={self.amount} is not finite", where=where)
+        if self.mode == "clamp" and self.amount < 0:
+            raise TsaeError(
+                f"amount={self.amount} with mode clamp: activations are not negative",
+                where=where,
+                fix='Use mode "steer" to push below zero.',
+            )
+        if self.mode == "steer" and self.amount == 0:
+            raise TsaeError("amount=0 with mode steer changes nothing", where=where)
+        if self.n_random < 1:
+            raise TsaeError(
+                f"n_random={self.n_random}: without random features an effect cannot be told from that of any edit",
+                where=where,
+                fix="Give at least 1.",
+            )
+        if not 0 < self.confidence < 1:
+            raise TsaeError(f"confidence={self.confidence} must lie between 0 and 1", where=where)

@@ -1,0 +1,163 @@
+"""What chosen features are compared with: random features that are alike, and the plain mean difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tsae.activations.store import ActivationStore, span_mask
+from tsae.causal.config import Where
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.sae.model import TemporalSAE
+
+_NEAREST = 10
+
+
+@dataclass(frozen=True)
+class FeatureScales:
+    """How often and how strongly every feature fires; each (d_sae,)."""
+
+    rate: np.ndarray
+    """Share of the checkpoint's own tokens where it fires, of those that are to be edited; of all readers' tokens where
+    the checkpoint is not among them."""
+    mean: np.ndarray
+    """Mean activation over the same tokens."""
+    typical: np.ndarray
+    """Mean activation where it fires, over all readers' response tokens; 0 where it never fires."""
+    n_tokens: int
+    """Tokens of rate and mean."""
+    own: bool
+    """Whether they are the checkpoint's own."""
+
+    @classmethod
+    def of(cls, features: FeatureTable, checkpoint: str, tokens: Where = "response") -> FeatureScales:
+        """Counted over a table; `tokens` as in `InterventionConfig`."""
+        d_sae, response = features.n_features, features.span_mask("response")
+        everywhere = features.codes[np.flatnonzero(response)]
+        fired = np.bincount(everywhere.indices[everywhere.data > 0], minlength=d_sae)
+        total = np.bincount(everywhere.indices, weights=everywhere.data, minlength=d_sae)
+        edited = _edited(features, response, tokens)
+        own = checkpoint in features.readers and checkpoint in features.rollouts.policies
+        if own:
+            rows = np.zeros(features.n_rows, dtype=bool)
+            rows[features.rows(reader=checkpoint, policy=checkpoint)] = True
+            edited &= rows[features.row_of_token]
+        mine, n = features.codes[np.flatnonzero(edited)], max(1, int(edited.sum()))
+        return cls(
+            rate=np.bincount(mine.indices[mine.data > 0], minlength=d_sae) / n,
+            mean=np.bincount(mine.indices, weights=mine.data, minlength=d_sae) / n,
+            typical=total / np.maximum(fired, 1),
+            n_tokens=n,
+            own=own,
+        )
+
+
+def _edited(features: FeatureTable, response: np.ndarray, tokens: Where) -> np.ndarray:
+    """(n_tokens,) bool: what an intervention on these tokens would edit."""
+    if tokens == "response":
+        return response.copy()
+    if tokens == "all":
+        return features.span_mask("all")
+    last = np.zeros_like(response)
+    last[features.row_offsets[:-1] + features.rollouts.lengths("prompt_ids")[features.trajectory] - 1] = True
+    last &= features.span_mask("prompt")
+    return last if tokens == "first" else last | response
+
+
+def matched_features(
+    chosen: Sequence[int],
+    scales: FeatureScales,
+    sae: TemporalSAE,
+    n_sets: int,
+    seed: int,
+    *,
+    exclude: Sequence[int] = (),
+) -> list[tuple[int, ...]]:
+    """Random features that fire about as often and move the residual stream about as far as the chosen ones.
+
+    For every chosen feature one of the 10 nearest others by log firing rate and log of typical activation × decoder
+    norm, each in standard deviations; no feature comes twice in a set.
+
+    Args:
+        chosen: the features.
+        scales: of all features.
+        sae: for the norms of decoder rows.
+        n_sets: sets to draw.
+        seed: of the draws.
+        exclude: further features that are not taken.
+
+    Raises:
+        TsaeError: where fewer features fire than are needed.
+    """
+    norm = sae.W_dec.detach().norm(dim=1).cpu().numpy()
+    alive = scales.typical > 0
+    alive[list(chosen)] = alive[list(exclude)] = False
+    pool = np.flatnonzero(alive)
+    if len(pool) < 2 * len(chosen):
+        raise TsaeError(
+            f"{len(pool)} other features fire, too few to match {len(chosen)} with",
+            where="intervene",
+            fix="Choose fewer features, or exclude fewer.",
+        )
+    floor = max(
+        float(scales.rate[pool].min()), 1e-12
+    )  # A chosen feature may never fire in the checkpoint's own tokens.
+    place = np.stack([np.log(np.maximum(scales.rate, floor)), np.log(np.maximum(scales.typical * norm, 1e-12))], axis=1)
+    place /= np.maximum(place[pool].std(0), 1e-12)
+    rng = np.random.default_rng(seed)
+    sets = []
+    for _ in range(n_sets):
+        taken: dict[int, int] = {}
+        for feature in rng.permutation(np.array(chosen)).tolist():
+            free = pool[~np.isin(pool, list(taken.values()))]
+            nearest = free[np.argsort(((place[free] - place[feature]) ** 2).sum(1), kind="stable")[:_NEAREST]]
+            taken[feature] = int(rng.choice(nearest))
+        sets.append(tuple(taken[feature] for feature in chosen))
+    return sets
+
+
+def mean_difference(store: ActivationStore, site: str, up: str, down: str) -> torch.Tensor:
+    """The unit direction from what one reader computes on its own responses to what another does on its own.
+
+    Args:
+        store: has both readers' own trajectories.
+        site: where.
+        up: reader that the direction points to.
+        down: reader that it points from.
+
+    Returns:
+        (d_model,) mean over `up`'s response tokens − mean over `down`'s, scaled to norm 1.
+
+    Raises:
+        TsaeError: where a reader or its own trajectories are missing, or the means are equal.
+    """
+    means = []
+    policies = np.array(store.rollouts.table["policy"].to_pylist())
+    prompts = store.rollouts.lengths("prompt_ids")
+    for reader in (up, down):
+        store.reader_info(reader)
+        total, n = np.zeros(store.d_model(site)), 0
+        for shard in store.shards(reader):
+            own = np.repeat(policies[shard.trajectory] == reader, np.diff(shard.offsets))
+            of_response = span_mask(
+                shard.token_ids, shard.offsets, prompts[shard.trajectory], "response", store.special_ids
+            )
+            rows = np.flatnonzero(own & of_response)
+            if len(rows):
+                total += shard.read(site, rows).sum(0, dtype=np.float64)
+                n += len(rows)
+        if n == 0:
+            raise TsaeError(
+                f"holds no response tokens that {reader} both sampled and read",
+                where=store.path,
+                fix="Name two readers that sampled rollouts themselves.",
+            )
+        means.append(total / n)
+    difference = torch.from_numpy(means[0] - means[1]).float()
+    if not difference.norm() > 0:
+        raise TsaeError(f"{up} and {down} have the same mean activation", where=store.path)
+    return difference / difference.norm()

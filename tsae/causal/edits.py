@@ -1,0 +1,89 @@
+"""Edits of the residual stream that move chosen features and leave all else, the SAE's error too, where it is.
+
+    x ← x + Σ_i (f'_i − f_i) W_dec[i]      f' = 0, the mean, a clamped value, or f + α · typical activation
+
+Adding the difference, and not decoding f', keeps the reconstruction error and all other features' contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tsae.causal.config import Where
+from tsae.checkpoints.hooks import during_generation
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Rewriting = Callable[[str, Callable[[torch.Tensor], torch.Tensor]], AbstractContextManager[None]]
+"""(site, change): within the context the residual stream at the site is what `change` makes of it."""
+
+
+@dataclass(frozen=True)
+class FeatureEdit:
+    """What happens to chosen features of every token."""
+
+    sae: TemporalSAE
+    features: tuple[int, ...]
+    mode: Literal["ablate", "mean", "clamp", "steer"]
+    level: tuple[float, ...]
+    """For every feature, in units of activation: what it is set to, or what is added when steering."""
+    sign: float = 1.0
+    """−1 moves every feature by as much the other way; 0 encodes, and changes nothing."""
+    direction: torch.Tensor | None = None
+    """(d_model,) unit vector: every token moves along it instead, as far as the features' edit would move it, forward
+    where that raises the features and backward where it lowers them."""
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) float32 -> (n, d_model): what is added."""
+        chosen = list(self.features)
+        level = x.new_tensor(self.level)
+        moved = level.expand(len(x), -1) if self.mode == "steer" else level - self.sae.encode(x)[:, chosen]
+        moved = moved * self.sign
+        by_features = moved @ self.sae.W_dec.detach()[chosen]
+        if self.direction is None:
+            return by_features
+        way = moved.sum(1, keepdim=True).sign()
+        return way * by_features.norm(dim=1, keepdim=True) * self.direction.to(x)
+
+    def change(self, hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """(B, T, d_model) edited at `where` (B, T), except tokens beyond the norm limit of the SAE's training."""
+        x = hidden.float()
+        limit = self.sae.norm_limit
+        if limit is not None:
+            where = where & (x.norm(dim=-1) <= limit)
+        edited = hidden.clone()
+        picked = x[where]
+        edited[where] = (picked + self.delta(picked)).to(hidden.dtype)
+        return edited
+
+    def reversed(self) -> FeatureEdit:
+        return replace(self, sign=-self.sign)
+
+    def hook(
+        self, rewriting: Callable[[PreTrainedModel], Rewriting], tokens: Where, special_ids: tuple[int, ...]
+    ) -> Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], AbstractContextManager[None]]:
+        """For `tsae.sample(hook=…)`: puts the edit in place for one batch.
+
+        Args:
+            rewriting: gives a model's way of rewriting its residual stream.
+            tokens: see `InterventionConfig.tokens`.
+            special_ids: prompt tokens that are never edited.
+        """
+
+        def around(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> AbstractContextManager[None]:
+            where = mask.bool() & ~torch.isin(ids, ids.new_tensor(special_ids))
+            if tokens in ("predicting", "first"):
+                where[:, :-1] = False  # Prompts are padded on the left.
+            elif tokens == "response":
+                where[:] = False
+            change = during_generation(self.change, where, generated=tokens != "first")
+            return rewriting(model)(self.sae.site, change)
+
+        return around

@@ -1,0 +1,269 @@
+"""`intervene`: what chosen features do, by changing them while a checkpoint generates.
+
+One set of problems is answered under every condition with the same random numbers:
+
+1. none: the model as it is; and no_op, with hooks that encode and change nothing, which has to give the same tokens;
+2. features: the edit of the chosen features;
+3. random_1 … random_n: the same edit of features matched on firing rate and magnitude; "random" pools them;
+4. same_norm_1 … same_norm_n: every token moves exactly as far as under 2, along the decoder rows of those random
+   features, as matching is never perfect; "same_norm" pools them;
+5. wrong_sign: every token moves by as much the other way;
+6. mean_difference, where a direction is given: every token moves as far as under 2, along that direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tsae.causal.config import InterventionConfig
+from tsae.causal.controls import FeatureScales, matched_features
+from tsae.causal.edits import FeatureEdit, Rewriting
+from tsae.causal.result import Intervention, outcome_table
+from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.provenance import versions
+from tsae.rollouts.behaviours import with_behaviours
+from tsae.rollouts.problems import Problem
+from tsae.rollouts.sampling import encode_prompt, sample
+from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tsae.checkpoints.series import Checkpoint
+
+
+def intervene(
+    checkpoint: Checkpoint,
+    sae: TemporalSAE | str | Path,
+    features: FeatureTable | str | Path,
+    chosen: Sequence[int],
+    config: InterventionConfig | None = None,
+    *,
+    problems: Rollouts | Sequence[Problem] | None = None,
+    verify: Callable[[str, str], bool] | None = None,
+    direction: torch.Tensor | None = None,
+    exclude: Sequence[int] = (),
+    describe: Callable[[Rollouts], Rollouts] | None = None,
+    progress: bool = True,
+) -> Intervention:
+    """Change features during generation, and measure what that does beside what controls do.
+
+    Args:
+        checkpoint: generates.
+        sae: or its folder; the one that `features` was encoded with.
+        features: or its folder: says how often and how strongly features fire, for units and controls.
+        chosen: feature indices, changed together.
+        config: defaults of `InterventionConfig`.
+        problems: to answer; those of a Rollouts table with their bands, by default the one of `features`. Problems on
+            which the features were not chosen are the fairer test.
+        verify: (response text, reference answer) -> right or not; without it accuracy is not measured.
+        direction: (d_model,) for the condition mean_difference; see `tsae.causal.controls.mean_difference`.
+        exclude: features that are not drawn as random ones, such as others of the same family.
+        describe: adds behaviours of one's own (columns named in ``info["behaviours"]``) to those that are read off the
+            texts, such as `tsae.testbed.classes.with_behaviours`.
+        progress: show bars.
+
+    Raises:
+        TsaeError: where features are out of range, come twice or never fire; the SAE is not the table's, or does not
+            fit the checkpoint's width, blocks or tokenizer; or prompts are tokenised to other ids than the table's.
+    """
+    config = config or InterventionConfig()
+    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    device = config.sampling.device
+    sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(device)
+    chosen = tuple(int(feature) for feature in chosen)
+    _check_sae(sae, features)
+    scales = FeatureScales.of(features, checkpoint.id, config.tokens)
+    _check_features(chosen, scales, features.n_features)
+    _check_features(tuple(exclude), None, features.n_features)
+    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
+    model, rewriting = _load(checkpoint, config)
+    _check_model(model, sae, checkpoint, features)
+    seed = config.sampling.seed
+    sets = matched_features(chosen, scales, sae, config.n_random, seed, exclude=exclude)
+
+    def edit(ids: tuple[int, ...], **changes: Any) -> FeatureEdit:
+        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), **changes)
+
+    main = edit(chosen)
+    conditions: dict[str, FeatureEdit | None] = {
+        "none": None,
+        "no_op": replace(main, sign=0.0),
+        "features": main,
+        **{f"random_{i}": edit(ids) for i, ids in enumerate(sets, 1)},
+        **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(sets, 1)},
+        "wrong_sign": main.reversed(),
+    }
+    if direction is not None:
+        conditions["mean_difference"] = replace(main, direction=_unit(direction, sae).to(device))
+    special = tuple(features.info["special_ids"])
+    parts = []
+    for name, change in conditions.items():
+        around = None if change is None else change.hook(rewriting, config.tokens, special)
+        drawn = sample(checkpoint, asked, config.sampling, verify=verify, model=model, around=around, progress=progress)
+        parts.append(drawn.with_column("policy", [name] * len(drawn)))
+    rollouts = Rollouts.concat(parts)
+    if bands:
+        rollouts = rollouts.with_column("band", [bands.get(id) for id in rollouts.table["problem_id"].to_pylist()])
+    rollouts = with_behaviours(rollouts if describe is None else describe(rollouts), reference="none")
+    same = parts[0].table["response_ids"].to_pylist() == parts[1].table["response_ids"].to_pylist()
+    quality = [reader["fve"] for reader in features.info["readers"] if reader["id"] == checkpoint.id]
+    return Intervention(
+        outcomes=outcome_table(rollouts, confidence=config.confidence, seed=seed),
+        rollouts=rollouts,
+        info={
+            "checkpoint": checkpoint.id,
+            "features": list(chosen),
+            "config": asdict(config),
+            "sae": features.info["sae"],
+            "fve": quality[0] if quality else None,
+            "n_problems": len(asked),
+            "no_op_identical": same,
+            "random": [list(ids) for ids in sets],
+            "matching": _matching(chosen, sets, scales),
+            "features_encoded_with": features.rollouts.fingerprint,
+            "same_problems": problems is None,
+            "versions": versions(),
+        },
+    )
+
+
+def _check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
+    expected = features.info["sae"].get("weights")
+    if expected != sae.fingerprint:
+        raise TsaeError(
+            f"the features were encoded with another SAE ({expected}) than the one given ({sae.fingerprint})",
+            where=features.origin,
+            fix="Give the SAE that `tsae encode` took, or encode again.",
+        )
+
+
+def _check_features(chosen: tuple[int, ...], scales: FeatureScales | None, n_features: int) -> None:
+    if scales is not None and not chosen:
+        raise TsaeError("no features chosen", where="intervene", fix="Give at least one.")
+    outside = [feature for feature in chosen if not 0 <= feature < n_features]
+    if outside:
+        raise TsaeError(f"no feature {outside[0]}; there are 0 to {n_features - 1}", where="intervene")
+    if scales is None:
+        return
+    if len(set(chosen)) < len(chosen):
+        raise TsaeError("a feature comes twice", where="intervene", fix="Give every feature once.")
+    silent = [feature for feature in chosen if not scales.typical[feature] > 0]
+    if silent:
+        raise TsaeError(
+            f"feature {silent[0]} fires on no response token of the table, so that its typical activation is unknown",
+            where="intervene",
+            fix="Leave it out.",
+        )
+
+
+def _check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
+    from tsae.checkpoints.loading import tokenizer_fingerprint
+
+    check_sites([sae.site], model.config.get_text_config().num_hidden_layers, checkpoint.path)
+    width = model.config.get_text_config().hidden_size
+    if width != sae.d_model:
+        raise TsaeError(
+            f"has d_model {width}, the SAE expects {sae.d_model}",
+            where=checkpoint.path,
+            fix="Use an SAE trained on this model.",
+        )
+    found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), features.rollouts.info.get("tokenizer")
+    if expected not in (found, None):
+        raise TsaeError(
+            f"its tokenizer ({found}) is not that of the features ({expected})",
+            where=checkpoint.path,
+            fix="Give a checkpoint of the series that the features were captured from.",
+        )
+
+
+def _problems(
+    given: Rollouts | Sequence[Problem], checkpoint: Checkpoint, config: InterventionConfig
+) -> tuple[list[Problem], dict[str, str]]:
+    """The problems, each once, and their bands."""
+    if not isinstance(given, Rollouts):
+        return list(given), {}
+    tokenizer = checkpoint.load_tokenizer()
+    asked: dict[str, Problem] = {}
+    bands: dict[str, str] = {}
+    columns = given.table.select(["problem_id", "prompt", "answer", "level", "band", "prompt_ids"]).to_pylist()
+    for row in columns:
+        id = row["problem_id"]
+        if id in asked:
+            continue
+        if row["prompt"] is None:
+            raise TsaeError(f"problem {id} has no prompt text", where=given.origin, fix="Give problems by themselves.")
+        found = encode_prompt(tokenizer, row["prompt"], config.sampling.prompt_format, f"problem {id}")
+        if found != row["prompt_ids"]:
+            raise TsaeError(
+                f"the prompt of problem {id} is tokenised to other ids than the table has",
+                where=given.origin,
+                fix="Set prompt_format as the rollouts were sampled with, or give problems by themselves.",
+            )
+        asked[id] = Problem(id=id, prompt=row["prompt"], answer=row["answer"] or "", level=row["level"])
+        if row["band"] is not None:
+            bands[id] = row["band"]
+    return list(asked.values()), bands
+
+
+def _load(
+    checkpoint: Checkpoint, config: InterventionConfig
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel], Rewriting]]:
+    """The model, and how its residual stream is rewritten."""
+    device = config.sampling.device
+    if config.backend == "huggingface":
+        model = checkpoint.load_model(device=device)
+        decoder_blocks(model)
+        return model, lambda model: partial(rewritten, model)
+    from tsae.checkpoints.bridge import TransformerLensReader
+
+    reader = TransformerLensReader(checkpoint, ["blocks.0.hook_resid_post"], device=device)
+    return reader.model, lambda _model: reader.rewritten
+
+
+def _levels(ids: tuple[int, ...], scales: FeatureScales, config: InterventionConfig) -> tuple[float, ...]:
+    if config.mode == "ablate":
+        return (0.0,) * len(ids)
+    if config.mode == "mean":
+        return tuple(scales.mean[list(ids)].tolist())
+    return tuple((config.amount * scales.typical[list(ids)]).tolist())
+
+
+def _summed(ids: tuple[int, ...], scales: FeatureScales, sae: TemporalSAE) -> torch.Tensor:
+    """(d_model,) unit vector: the features' decoder rows, each as long as the feature is typically active."""
+    rows = sae.W_dec.detach()[list(ids)]
+    return torch.nn.functional.normalize(rows.new_tensor(scales.typical[list(ids)]) @ rows, dim=0)
+
+
+def _unit(direction: torch.Tensor, sae: TemporalSAE) -> torch.Tensor:
+    if direction.shape != (sae.d_model,) or not torch.isfinite(direction).all() or not direction.norm() > 0:
+        raise TsaeError(
+            f"the direction has shape {tuple(direction.shape)} and norm {float(direction.norm()):.3g}, expected "
+            f"({sae.d_model},) and a finite norm above 0",
+            where="intervene",
+        )
+    return direction.float() / direction.float().norm()
+
+
+def _matching(chosen: tuple[int, ...], sets: list[tuple[int, ...]], scales: FeatureScales) -> dict[str, Any]:
+    """How alike the random features are: sums over a set, the chosen set's and each random one's."""
+
+    def total(values: np.ndarray) -> dict[str, Any]:
+        return {"features": float(values[list(chosen)].sum()), "random": [float(values[list(s)].sum()) for s in sets]}
+
+    return {
+        "rate": total(scales.rate),
+        "typical": total(scales.typical),
+        "n_tokens": scales.n_tokens,
+        "own": scales.own,
+    }
