@@ -62,12 +62,12 @@ def capture(
     config, to = config or CaptureConfig(), Path(to)
     tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
     for checkpoint in series:
-        _check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
+        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
     loader = ModelLoader(device=config.device, dtype=config.model_dtype)
     model = loader.load(series.base)
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
-    _check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
     from tsae.checkpoints.hooks import check_sites
 
@@ -210,7 +210,7 @@ def _read_shard(
     offsets = np.concatenate([[0], lengths.cumsum()])
     stored = getattr(torch, dtype)
     found: dict[str, torch.Tensor] = {}
-    for batch in _batches(lengths, config.batch_tokens):
+    for batch in batches(lengths, config.batch_tokens):
         width = int(lengths[batch].max())
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -236,7 +236,7 @@ def _read_shard(
     return np.concatenate(texts), offsets, found
 
 
-def _batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
+def batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
     """Trajectories of similar length together; a batch holds at most batch_tokens with padding, or one trajectory."""
     order = np.argsort(lengths, kind="stable")
     start = 0
@@ -267,7 +267,8 @@ def _raise_not_finite(
     )
 
 
-def _check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
+def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
+    """Refuse rollouts that were tokenised with another tokenizer than the checkpoint's."""
     expected = rollouts.info.get("tokenizer")
     if expected is not None and expected != fingerprint:
         raise TsaeError(
@@ -277,7 +278,8 @@ def _check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollout
         )
 
 
-def _check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:
+def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:
+    """Refuse rollouts with trajectories longer than the context, or token ids outside the vocabulary."""
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     longest = int(lengths.argmax())
     if context is not None and lengths[longest] > context:
