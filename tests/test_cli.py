@@ -40,6 +40,8 @@ COMMANDS = [
     ["encode"],
     ["diff"],
     ["causal"],
+    ["reinforcement"],
+    ["influence"],
     ["report"],
 ]
 SITE = "blocks.1.hook_resid_post"
@@ -202,6 +204,39 @@ def test_training_says_what_it_mixed_and_what_ends_a_step(
     assert json.loads((tmp_path / "c" / "training.json").read_text())["mixture"] == [
         {"tokens": info["tokens_in_store"], "weight": 1.0}
     ]
+
+
+def test_samples_that_push_features_are_named(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    run("reinforcement", "--features", pipeline / "features", "--diff", pipeline / "diff", "--to", tmp_path / "found",
+        "--n-permutations", 100, "--n-bootstrap", 100)  # fmt: skip
+    said = capsys.readouterr().out
+    expected = tsae.reinforcement(pipeline / "features", tsae.DiffConfig(n_permutations=100, n_bootstrap=100))
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "found" / "reinforcement.parquet"), expected.table)
+    compared = expected.compare(tsae.FeatureDiff.load(pipeline / "diff"))
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "found" / "predicted.parquet"), compared)
+    whole = compared[(compared.predicted_on == "all") & (compared.part == "policy")].iloc[0]
+    assert f"{whole.rho:+.2f} [{whole.low:+.2f}, {whole.high:+.2f}]" in said
+    assert "group mixed" in said
+
+    feature = str(expected.table.feature.iloc[0])
+    given = ("--series", pipeline / "series", "--sae", pipeline / "sae", "--features", feature)
+    run("influence", *given, "--rollouts", pipeline / "rollouts.parquet", "--to", tmp_path / "pushed")
+    said = capsys.readouterr().out
+    found = tsae.Influence.load(tmp_path / "pushed")
+    assert len(found.table) == 24 * 6
+    assert set(found.table.policy) == {"base"}
+    assert f"feature {feature}, mean" in said
+    assert f"total {found.table.total.sum():+.4g}" in said
+    assert f"row {found.top(int(feature), 1).trajectory.item()}, chain:" in said
+    message = fails(capsys, "influence", *given, "--rollouts", pipeline / "rollouts.parquet", "--checkpoint", "other")
+    assert "no checkpoint 'other'" in message
+    tsae.Rollouts.read(pipeline / "rollouts.parquet").where(policy="run-5").write(tmp_path / "run.parquet")
+    assert "holds nothing that base sampled; policies are run-5" in fails(
+        capsys, "influence", *given, "--rollouts", tmp_path / "run.parquet"
+    )
 
 
 def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.activations.config import CaptureConfig
-from tsae.commands import Bands, Behaviours, Causal, Difficulty, Drift
+from tsae.commands import Bands, Behaviours, Causal, Difficulty, Drift, Influence, Reinforcement
 from tsae.commands import load_series as _series
 from tsae.commands import say_wrote as _wrote
 from tsae.demo import DemoConfig
@@ -410,6 +410,8 @@ Command = (
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
     | Annotated[Causal, subcommand("causal", prefix_name=False)]
+    | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
+    | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
 )
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import OmitArgPrefixes
 
 from tsae.causal.config import InterventionConfig
+from tsae.diff.config import DiffConfig, InfluenceConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import CheckpointSeries
+    from tsae.rollouts.table import Rollouts
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,89 @@ class Causal:
         if found.empty:
             raise TsaeError(f"no feature was raised by {self.raised} and lowered by {self.lowered}", where=self.diff)
         return [int(feature) for feature in found.index]
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """Which features the base's rollouts reinforce, by band and outcome, and whether the runs then moved like that."""
+
+    features: Path
+    """Folder that `tsae encode` wrote; its rollouts carry advantages."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote from them: compare predicted with realised shifts."""
+    to: Path | None = None
+    """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
+    policy: str | None = None
+    """Whose rollouts count; by default the base's."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.report.reinforcement import prediction_text, reinforcement_text
+
+        found = tsae.reinforcement(self.features, self.config, policy=self.policy)
+        tables = {"reinforcement": found.table, "groups": found.groups}
+        print(reinforcement_text(found))
+        if self.diff is not None:
+            tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
+            print(f"\n{prediction_text(tables['predicted'])}")
+        if self.to is not None:
+            self.to.mkdir(parents=True, exist_ok=True)
+            for name, table in tables.items():
+                table.to_parquet(self.to / f"{name}.parquet", index=False)
+            say_wrote(self.to)
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Which training samples push a feature: the exact first order of one policy-gradient step, for small models."""
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or one checkpoint."""
+    rollouts: Path
+    """Parquet file with advantages."""
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    features: tuple[int, ...]
+    """Indices of the features."""
+    checkpoint: str | None = None
+    """Id of the checkpoint at which the step is taken, whose rollouts are its batch; by default the base."""
+    on: Path | None = None
+    """Other rollouts of that checkpoint, over which features are averaged; by default the batch."""
+    to: Path | None = None
+    """Folder for influence.parquet, one row a sample and feature."""
+    config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.report.reinforcement import influence_text
+
+        series = load_series(*self.series)
+        checkpoint = series.base if self.checkpoint is None else series[self.checkpoint]
+        rollouts = own_rollouts(self.rollouts, checkpoint.id)
+        on = None if self.on is None else own_rollouts(self.on, checkpoint.id)
+        found = tsae.influence(checkpoint, rollouts, self.sae, self.features, on=on, config=self.config)
+        print(influence_text(found))
+        if self.to is not None:
+            say_wrote(found.save(self.to), found)
+
+
+def own_rollouts(path: Path, policy: str) -> Rollouts:
+    """What a policy sampled.
+
+    Raises:
+        TsaeError: where it sampled nothing.
+    """
+    import tsae
+
+    rollouts = tsae.Rollouts.read(path)
+    if policy not in rollouts.policies:
+        raise TsaeError(
+            f"holds nothing that {policy} sampled; policies are {', '.join(rollouts.policies)}",
+            where=path,
+            fix="Give rollouts of that checkpoint, or another --checkpoint.",
+        )
+    return rollouts.where(policy=policy)
 
 
 def load_series(*sources: str | Path) -> CheckpointSeries:

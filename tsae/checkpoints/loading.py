@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tsae.checkpoints.series import Checkpoint
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
 class ModelLoader:
@@ -26,7 +26,7 @@ class ModelLoader:
 
     Args:
         device: a torch device.
-        dtype: "auto" keeps the precision of the file; or float32, bfloat16, float16.
+        dtype: "auto" keeps the precision of the file; or float32, float64, bfloat16, float16.
         attention: Hugging Face's attn_implementation.
     """
 

@@ -45,3 +45,38 @@ class DiffConfig:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
+
+
+@dataclass(frozen=True)
+class InfluenceConfig:
+    """The policy-gradient step whose first order is taken, and over what."""
+
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """How the trainer normalises: over all response tokens of the batch (dapo, TRL's default), over every response's
+    own tokens (grpo), or by max_completion_length (dr_grpo)."""
+    max_completion_length: int | None = None
+    """The trainer's, for dr_grpo."""
+    temperature: float = 1.0
+    """Of the trainer's sampling, by which it divides logits."""
+    parts: tuple[Literal["representation", "policy"], ...] = ("representation", "policy")
+    """How a feature's mean depends on the weights; a part left out counts 0."""
+    batch_tokens: int = 4096
+    """Tokens per forward pass, padding included."""
+    device: str = "cpu"
+    """A torch device."""
+    model_dtype: Literal["auto", "float32", "float64"] = "float32"
+    """Precision of the weights and of the differentiation; auto keeps that of the file."""
+
+    def __post_init__(self) -> None:
+        if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
+            raise TsaeError(
+                f"loss_type={self.loss_type} and max_completion_length={self.max_completion_length} do not go together",
+                where="InfluenceConfig",
+                fix="Give max_completion_length for dr_grpo, and only there.",
+            )
+        if self.temperature <= 0 or self.batch_tokens < 1 or (self.max_completion_length or 1) < 1:
+            raise TsaeError(
+                "temperature, batch_tokens and max_completion_length must be positive", where="InfluenceConfig"
+            )
+        if not self.parts or set(self.parts) - {"representation", "policy"} or len(set(self.parts)) < len(self.parts):
+            raise TsaeError(f"parts={self.parts} are not representation, policy or both", where="InfluenceConfig")

@@ -63,7 +63,7 @@ def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"]
             where=rollouts.origin,
             fix="Fill rewards, or drop the rows.",
         )
-    return rollouts.with_column("advantage", group_advantages(rewards.to_numpy(), _groups(rollouts.frame), kind))
+    return rollouts.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(rollouts.frame), kind))
 
 
 def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> pd.DataFrame:
@@ -84,7 +84,7 @@ def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "
     frame = frame[rewarded] if rewarded.any() else frame
     right = (frame.outcome == "success").astype(float)
     rewards = frame.reward if rewarded.any() else right
-    _, group = np.unique(_groups(frame), return_inverse=True)
+    _, group = np.unique(group_names(frame), return_inverse=True)
     _, first = np.unique(group, return_index=True)
     n, successes = np.bincount(group), np.bincount(group, weights=right).astype(int)
     advantages = group_advantages(rewards.to_numpy(), group, kind)
@@ -126,7 +126,8 @@ def group_summary(groups: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _groups(frame: pd.DataFrame) -> np.ndarray:
+def group_names(frame: pd.DataFrame) -> np.ndarray:
+    """(n,) the group of every trajectory: policy, problem and, where there is one, step."""
     names = frame.policy + "\0" + frame.problem_id
     return (names + "\0" + frame["step"].astype(str) if "step" in frame.columns else names).to_numpy()
 
