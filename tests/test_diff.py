@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,12 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
     np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
     outcome = contrasts["base", "success_minus_failure", "all", "all"]
     assert outcome.n_problems + outcome.n_left_out == 30
+
+    # Nor is the base's half all there is where other checkpoints, which read nothing, sampled the rest.
+    others = np.where(table.rollouts.frame.policy == "run", "step 7", "base")
+    renamed = replace(table, rollouts=table.rollouts.with_column("policy", others))
+    found = drawn(renamed)["run", "same_trajectories", "all", "all"]
+    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
 
     # With enough problems in common, each side has its own trajectories again.
     shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 5)

@@ -305,10 +305,9 @@ def _is_pooled(
     problem: np.ndarray,
     config: DiffConfig,
 ) -> bool:
-    """Whether all readers read the same trajectories, some of them their own, and none of these can be paired."""
+    """Whether all readers read the same trajectories, and none can be paired as the base's and a checkpoint's own."""
     base, *others = features.readers
-    sampled = any(len(by_reader[reader, reader]) for reader in others)
-    if not sampled or len(np.unique(problem)) < config.min_problems:
+    if len(np.unique(problem)) < config.min_problems:
         return False
     read = np.sort(features.trajectory[by_reader[base, None]])
     for reader in others:
