@@ -22,6 +22,7 @@ from tsae.cli import main
 from tsae.rollouts.problems import Problem, write_problems
 
 COMMANDS = [
+    ["run"],
     [],
     ["demo"],
     ["rollouts"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,31 @@ def test_unknown_outcomes_are_left_out() -> None:
     np.testing.assert_allclose(
         contrast.inference.difference, np.mean([right[p] - wrong[p] for p in both], axis=0), rtol=1e-5
     )
+
+
+def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
+    """As in a trainer's log: the base answered the first half of the problems, the run the second."""
+    drop = lambda policy, problem: (policy == "base") == (problem >= 15)  # noqa: E731
+    table = world(n_features=5, shift=np.array([0, 0, 2.0, 0, 0]), drop=drop)
+    contrasts = drawn(table)
+    assert {part for _, part, _, _ in contrasts} == {"same_trajectories", "success_minus_failure"}
+    found = contrasts["run", "same_trajectories", "all", "all"]
+    means = {reader: mean_of(table, reader, "base") | mean_of(table, reader, "run") for reader in ("base", "run")}
+    assert found.n_problems == len(means["base"]) == 30
+    expected = np.mean([means["run"][p] - means["base"][p] for p in means["base"]], axis=0)
+    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
+    outcome = contrasts["base", "success_minus_failure", "all", "all"]
+    assert outcome.n_problems + outcome.n_left_out == 30
+
+    # Nor is the base's half all there is where other checkpoints, which read nothing, sampled the rest.
+    others = np.where(table.rollouts.frame.policy == "run", "step 7", "base")
+    renamed = replace(table, rollouts=table.rollouts.with_column("policy", others))
+    found = drawn(renamed)["run", "same_trajectories", "all", "all"]
+    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
+
+    # With enough problems in common, each side has its own trajectories again.
+    shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 5)
+    assert drawn(shared)["run", "total", "all", "all"].n_problems == 5
 
 
 def test_special_and_prompt_tokens_do_not_count() -> None:

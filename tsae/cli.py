@@ -21,6 +21,7 @@ from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.helptext import join_lines
 from tsae.rollouts.config import ImportConfig, SamplingConfig
+from tsae.run import RunConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.store_commands import StoreCommand
 
@@ -387,6 +388,23 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Run:
+    """The whole pipeline on what a trainer left: from the checkpoints and the rollout log of a run to a report.
+
+    Every stage is a folder and says what it decided; the same command goes on where it was interrupted.
+    """
+
+    config: Annotated[RunConfig, arg(name="")]
+
+    def run(self) -> None:
+        from tsae.report.terminal import print_findings
+        from tsae.run import analyze_run
+
+        print_findings(analyze_run(self.config))
+        print(f"\nReport: {(self.config.to / 'report.html').resolve()}")
+
+
+@dataclass(frozen=True)
 class Demo:
     """The whole pipeline on the shipped arithmetic checkpoints: a findings table and a report."""
 
@@ -400,6 +418,7 @@ class Demo:
 
 Command = (
     Annotated[Demo, subcommand("demo", prefix_name=False)]
+    | Annotated[Run, subcommand("run", prefix_name=False)]
     | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
     | Annotated[Drift, subcommand("drift", prefix_name=False)]
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
@@ -437,8 +456,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae demo`
-runs them all on shipped checkpoints. `tsae drift` needs none of them; `tsae causal` tests what a diff found."""
+The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
+runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae drift` needs none of them;
+`tsae causal` tests what a diff found."""
 
 
 def _start_as_default(args: Sequence[str]) -> Train | None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -44,37 +43,29 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         path of the report.
     """
     import tsae
-    from tsae.checkpoints.loading import token_strings
-    from tsae.diff.diff import feature_diff
-    from tsae.provenance import versions, write_json
-    from tsae.report import write_report
+    from tsae.pipeline import Choice, analyse, claim
+    from tsae.provenance import versions
     from tsae.report.terminal import print_findings
     from tsae.testbed.classes import token_classes
 
     config = config or DemoConfig()
     to = config.to
-    stamp = {"demo": {**asdict(config), "to": None}, "versions": versions()}
-    _claim(to, stamp)
+    claim(to, "demo.json", {"demo": {**asdict(config), "to": None}, "versions": versions()}, "a demo")
     series = tsae.testbed.series().final()
     rollouts = demo_rollouts(config, progress=progress)
     print(f"{rollouts}\n  read by {', '.join(c.id for c in series)}")
-    store = tsae.capture(series, rollouts, to=to / "activations", progress=progress)
-    training = replace(config.training, seed=config.seed)
-    sae = tsae.train(store, config.sae, to=to / "sae", training=training, progress=progress)
-    if (to / "features" / "run.json").is_file():
-        features = tsae.FeatureTable.load(to / "features")
-    else:
-        features = tsae.encode(sae, store, to=to / "features", progress=progress)
-    strings = token_strings(series.base.load_tokenizer())
-    diff = feature_diff(
-        features, tsae.DiffConfig(seed=config.seed), annotator=token_classes, token_strings=strings, progress=progress
+    diff, evaluation = analyse(
+        series,
+        rollouts,
+        to,
+        choose=lambda store: Choice(config.sae, replace(config.training, seed=config.seed)),
+        diffing=tsae.DiffConfig(seed=config.seed),
+        annotator=token_classes,
+        title="What easy, medium and hard training did to an arithmetic model",
+        progress=progress,
     )
-    diff.save(to / "diff")
-    report = write_report(
-        diff, to / "report.html", title="What easy, medium and hard training did to an arithmetic model"
-    )
-    print_findings(diff, tsae.evaluate(sae, store))
-    write_json(to / "demo.json", stamp)
+    print_findings(diff, evaluation)
+    report = to / "report.html"
     print(f"\nReport: {report.resolve()}")
     return report
 
@@ -101,22 +92,3 @@ def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
     rollouts = rollouts.with_bands(series.base, measured_on=measured_on)
     rollouts.write(path)
     return rollouts
-
-
-def _claim(to: Path, stamp: dict[str, Any]) -> None:
-    """Make the folder, or check that what is in it comes from the same config."""
-    import json
-
-    from tsae.provenance import write_json
-
-    file = to / "demo.json"
-    if to.is_dir() and any(to.iterdir()):
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        # Compared as JSON: tuples and lists, paths and strings are the same there.
-        if found != json.loads(json.dumps(stamp, default=str)):
-            raise TsaeError(
-                "holds something else than a demo of these settings and versions",
-                where=to,
-                fix="Delete that folder, or give another one with --to.",
-            )
-    write_json(file, stamp)

@@ -15,6 +15,10 @@ where it sampled none). Problems where all rollouts agree carry no contrast and 
 
 *Interaction*: is the outcome effect another in hard than in medium problems? The mean outcome effect of one band's
 problems − that of another's, for every two bands.
+
+A trainer's log has every problem from the policy of one step: the base and a checkpoint then share no problems, and
+their own trajectories cannot be set against each other. Where all readers read the same trajectories and no two share
+enough problems, all contrasts are drawn on everything that was read, whoever sampled it.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ class Rows:
     """(n_rows,) success, failure or unknown."""
     by_reader: dict[tuple[str, str | None], np.ndarray]
     """Rows of (reader, policy); of all policies under (reader, None)."""
+    pooled: bool
+    """Whether who sampled a trajectory makes no difference: readers share no problems, only what they read."""
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
@@ -71,13 +77,19 @@ class Rows:
             # The base reads what every run sampled; every other reader the base's trajectories and its own.
             for policy in features.readers if reader == features.readers[0] else (features.readers[0], reader):
                 by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
+        problem = pd.factorize(frame.problem_id)[0]
         return cls(
             values=features.row_means(config.span),
-            problem=pd.factorize(frame.problem_id)[0],
+            problem=problem,
             band=frame.band.to_numpy(dtype=object),
             outcome=frame.outcome.to_numpy(dtype=object),
             by_reader=by_reader,
+            pooled=_is_pooled(features, by_reader, problem, config),
         )
+
+    def own(self, reader: str) -> str | None:
+        """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
+        return reader if not self.pooled and len(self.by_reader[reader, reader]) else None
 
     def pick(self, reader: str, policy: str | None, band: str, outcome: str) -> np.ndarray:
         rows = self.by_reader[reader, policy]
@@ -144,8 +156,8 @@ def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> I
             "representation": ((reader, reader), (base, reader)),
             "same_trajectories": ((reader, base), (base, base)),
         }
-        if len(rows.by_reader[base, base]) == 0:
-            # Logs of other policies: there is only what all readers read.
+        if rows.own(base) is None:
+            # Logs of other policies, or of other problems: there is only what all readers read.
             sides = {"same_trajectories": ((reader, None), (base, None))}
         elif len(rows.by_reader[reader, reader]) == 0:
             sides = {"same_trajectories": sides["same_trajectories"]}
@@ -204,7 +216,7 @@ def _paired(
 def outcome_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
     """Success − failure within problem, for every reader and band."""
     for reader in features.readers:
-        policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
+        policy = rows.own(reader)
         for band in contrast_bands(features, config):
             picked = rows.pick(reader, policy, band, "all")
             yield outcome_contrast(rows, picked, rows.outcome[picked], config, reader, band)
@@ -348,7 +360,7 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
         mean number of discoveries at config.q over the repeats, and the number of features tested.
     """
     base = features.readers[0]
-    policy = base if len(rows.by_reader[base, base]) else None
+    policy = rows.own(base)
     own = rows.pick(base, policy, "all", "all")
     rng = np.random.default_rng([config.seed, 4])
     found: dict[str, list[int]] = {"shift": [], "outcome": []}
@@ -371,6 +383,26 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
             result[f"{name}_discoveries"] = float(np.mean(counts))
             result[f"{name}_tested"] = tested[name]
     return result
+
+
+def _is_pooled(
+    features: FeatureTable,
+    by_reader: dict[tuple[str, str | None], np.ndarray],
+    problem: np.ndarray,
+    config: DiffConfig,
+) -> bool:
+    """Whether all readers read the same trajectories, and none can be paired as the base's and a checkpoint's own."""
+    base, *others = features.readers
+    if len(np.unique(problem)) < config.min_problems:
+        return False
+    read = np.sort(features.trajectory[by_reader[base, None]])
+    for reader in others:
+        if not np.array_equal(np.sort(features.trajectory[by_reader[reader, None]]), read):
+            return False
+        both = np.intersect1d(problem[by_reader[reader, reader]], problem[by_reader[base, base]])
+        if len(both) >= config.min_problems:
+            return False
+    return True
 
 
 def _active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, config: DiffConfig) -> np.ndarray:

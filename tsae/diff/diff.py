@@ -184,7 +184,7 @@ def _describe(
 def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     """(n_features,) Spearman correlation of a trajectory's mean activation with its response length, on the base."""
     base = features.readers[0]
-    picked = rows.by_reader[base, base] if len(rows.by_reader[base, base]) else rows.by_reader[base, None]
+    picked = rows.by_reader[base, rows.own(base)]
     length = rankdata(features.rollouts.lengths("response_ids")[features.trajectory[picked]])
     values = rankdata(np.asarray(rows.values[picked].todense()), axis=0)
     length = length - length.mean()

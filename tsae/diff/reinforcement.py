@@ -27,7 +27,7 @@ from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows
-from tsae.diff.statistics import benjamini_hochberg, bootstrap_interval, group_difference
+from tsae.diff.statistics import bootstrap_interval, group_difference, q_values
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.advantages import KINDS, group_names
@@ -166,7 +166,7 @@ def reinforcement(
         d = np.divide(each.mean(0), deviation, out=np.zeros(len(tested)), where=deviation > 0)
         n_problems = len(np.unique(problem[masks[by, part] & (weights != 0)]))
         keys = {"by": by, "part": part, "n_problems": n_problems, "feature": tested, "reinforcement": observed[i]}
-        q = benjamini_hochberg(p[i]) if len(tested) else p[i]
+        q = q_values(p[i], config.fdr) if len(tested) else p[i]
         tables.append(pd.DataFrame({**keys, "low": low, "high": high, "d": d, "p": p[i], "q": q}))
     table = pd.concat(tables, ignore_index=True)
     return Reinforcement(table, groups, per_group, features, rows, picked, config)

@@ -47,7 +47,10 @@ def lead(diff: FeatureDiff) -> str:
     everything = table[table.band == "all"] if not table.empty else table
     size = ""
     if not everything.empty:
-        problems = int(everything.n_problems.max())
+        # In a trainer's log every policy answered other problems; contrasts know them all.
+        drawn = diff.contrasts
+        known = [] if drawn.empty else (drawn.n_problems + drawn.n_left_out)[drawn.band == "all"].tolist()
+        problems = max(int(everything.n_problems.max()), *known)
         trajectories = int(everything.drop_duplicates("policy").n_trajectories.sum())
         size = f" on {count(problems, 'problem')} and {count(trajectories, 'response')}"
     if not runs:
@@ -72,29 +75,32 @@ def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
 
 
 def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    base = diff.base
     sentences = []
-    accuracy = _accuracy_clauses(diff, base, checkpoint)
+    accuracy = _accuracy_clauses(diff, checkpoint)
     if accuracy:
         sentences.append(f"Accuracy {'; '.join(accuracy)}.")
     others = []
     for name in views.behaviours_of(diff):
-        before, after = (views.behaviour(diff, policy, "all", name) for policy in (base, checkpoint))
-        if name != "accuracy" and before is not None and after is not None:
-            others.append(f"{views.behaviour_name(name)} {_change(diff, name, before, after)}")
+        both = views.change_of(diff, checkpoint, "all", name)
+        if name != "accuracy" and both is not None:
+            others.append(f"{views.behaviour_name(name)} {_change(diff, name, *both)}")
     if others:
         text = "; ".join(others)
         sentences.append(text[0].upper() + text[1:] + ".")
+    sampled = [views.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
+    if not sentences and all(sampled):
+        sentences.append(f"It answered no problem that {diff.base} answered, so that what they wrote is not compared.")
     return sentences
 
 
-def _accuracy_clauses(diff: FeatureDiff, base: str, checkpoint: str) -> list[str]:
+def _accuracy_clauses(diff: FeatureDiff, checkpoint: str) -> list[str]:
     clauses: dict[int, list[str]] = {1: [], -1: [], 0: []}
     bands = [b for b in views.BANDS if views.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
     for band in bands:
-        before, after = (views.behaviour(diff, policy, band, "accuracy") for policy in (base, checkpoint))
-        if before is None or after is None:
+        both = views.change_of(diff, checkpoint, band, "accuracy")
+        if both is None:
             continue
+        before, after = both
         numbers = _from_to(diff, "accuracy", before, after)
         clauses[views.direction(after)].append(numbers if band == "all" else f"on {band} {numbers}")
     return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]

@@ -71,7 +71,7 @@ def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str,
             continue
         bands = [b for b in views.BANDS if views.behaviour(diff, base, b, name) is not None]
         for band in bands if name == "accuracy" and bands else ["all"]:
-            if any(views.behaviour(diff, run, band, name) is not None for run in runs):
+            if any(views.change_of(diff, run, band, name) is not None for run in runs):
                 label = views.behaviour_name(name) + ("" if band == "all" else f", {band}")
                 lines.append((label, name, band))
     return lines if any(views.behaviour(diff, base, band, name) is not None for _, name, band in lines) else []
@@ -124,8 +124,8 @@ def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: in
     # Beside each other the columns are wide enough for name and band on one line; stacked, on a narrow screen, not.
     between = "<br>" if columns == 1 else " · "
     lines = [f"<b>{figure_text(run, 28)}</b>" + (f"{between}trained on {figure_text(band, 16)}" if band else "")]
-    before, after = (views.behaviour(diff, p, "all", "response_length") for p in (diff.base, run))
-    if before is not None and after is not None:
+    if (both := views.change_of(diff, run, "all", "response_length")) is not None:
+        before, after = both
         lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
     part = views.main_part(diff, run) or "total"
     contrast = views.contrast(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")

@@ -10,7 +10,7 @@ from tsae.diff.confounds import SURVIVES, TOO_FEW
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
-from tsae.report.views import has_stability, stability_text
+from tsae.report.views import PART_NAMES, bands_of, contrast, has_stability, main_part, stability_text
 from tsae.sae.evaluation import Evaluation
 
 
@@ -18,9 +18,13 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
     print()
     print(behaviour_text(diff.behaviours))
-    for up, down in opposed_pairs(diff):
+    pairs = opposed_pairs(diff)
+    for up, down in pairs:
         print()
         print(opposed_text(diff, up, down, n))
+    for checkpoint in diff.checkpoints if not pairs else ():
+        print()
+        print(shift_text(diff, checkpoint, n))
     print()
     print(outcome_text(diff, n))
     if (diff.contrasts.kind == "interaction").any():
@@ -93,24 +97,39 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
     return "\n".join(lines)
 
 
+def shift_text(diff: FeatureDiff, checkpoint: str, n: int) -> str:
+    """The clearest shifts of one checkpoint against the base, over all problems and per band."""
+    part = main_part(diff, checkpoint)
+    lines = [f"Shifts of {checkpoint} against {diff.base}, {PART_NAMES.get(str(part), 'none')} (interval, q)"]
+    keys = {"kind": "shift", "checkpoint": checkpoint, "part": str(part)}
+    for band in ("all", *bands_of(diff)):
+        found = contrast(diff, **keys, band=band, outcome="all")
+        if found is None:
+            continue
+        if found.note:
+            lines.append(f"  {band}: {found.note}")
+            continue
+        counted = f"{found.n_problems} problems, {found.n_left_out} on one side only"
+        lines.append(f"  {band}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q} ({counted})")
+        lines += _effects(diff.top(n, **keys, band=band, outcome="all"))
+    return "\n".join(lines)
+
+
 def outcome_text(diff: FeatureDiff, n: int) -> str:
     """Success − failure within problem on the base's trajectories, over all problems and per band."""
     base = diff.base
     contrasts = diff.contrasts[(diff.contrasts.kind == "outcome") & (diff.contrasts.checkpoint == base)]
     lines = [f"Success − failure within problem, read by {base} (mean activation, interval, q)"]
-    for contrast in contrasts.itertuples():
-        counted = f"{contrast.n_problems} problems with both outcomes, {contrast.n_left_out} without"
-        if contrast.note:
-            lines.append(f"  {contrast.band}: {contrast.note} ({counted})")
+    for found in contrasts.itertuples():
+        counted = f"{found.n_problems} problems with both outcomes, {found.n_left_out} without"
+        if found.note:
+            lines.append(f"  {found.band}: {found.note} ({counted})")
             continue
         lines += [
-            f"  {contrast.band}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q} ({counted})",
-            f"    {power_text(contrast.n_problems, contrast.detectable_d)}",
+            f"  {found.band}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q} ({counted})",
+            f"    {power_text(found.n_problems, found.detectable_d)}",
         ]
-        top = diff.top(n, kind="outcome", checkpoint=base, band=contrast.band)
-        for row in top.itertuples():
-            effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
-            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
+        lines += _effects(diff.top(n, kind="outcome", checkpoint=base, band=found.band))
     return "\n".join(lines)
 
 
@@ -118,19 +137,26 @@ def interaction_text(diff: FeatureDiff, n: int) -> str:
     """Whether the outcome effect on the base's trajectories is another in one band than in another."""
     contrasts = diff.contrasts[(diff.contrasts.kind == "interaction") & (diff.contrasts.checkpoint == diff.base)]
     lines = [f"Outcome effect in one band − in another, read by {diff.base} (mean activation, interval, q)"]
-    for contrast in contrasts.itertuples():
-        bands = contrast.band.replace("-", " − ")
-        if contrast.note:
-            lines.append(f"  {bands}: {contrast.note}")
+    for found in contrasts.itertuples():
+        bands = found.band.replace("-", " − ")
+        if found.note:
+            lines.append(f"  {bands}: {found.note}")
             continue
         lines += [
-            f"  {bands}: {contrast.n_discoveries} of {contrast.n_tested} features at q <= {diff.q}",
-            f"    {power_text(contrast.n_problems, contrast.detectable_d)}",
+            f"  {bands}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q}",
+            f"    {power_text(found.n_problems, found.detectable_d)}",
         ]
-        for row in diff.top(n, kind="interaction", checkpoint=diff.base, band=contrast.band).itertuples():
-            effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
-            lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
+        lines += _effects(diff.top(n, kind="interaction", checkpoint=diff.base, band=found.band))
     return "\n".join(lines)
+
+
+def _effects(top: pd.DataFrame) -> list[str]:
+    """One line a feature."""
+    lines = []
+    for row in top.itertuples():
+        effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+        lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
+    return lines
 
 
 def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:

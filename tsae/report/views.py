@@ -155,6 +155,12 @@ def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series
     return None if found.empty else found.iloc[0]
 
 
+def change_of(diff: FeatureDiff, policy: str, band: str, name: str) -> tuple[pd.Series, pd.Series] | None:
+    """A behaviour of the base and of a policy, or None where they answered no problems in common to compare it on."""
+    before, after = (behaviour(diff, who, band, name) for who in (diff.base, policy))
+    return None if before is None or after is None or pd.isna(after["change"]) else (before, after)
+
+
 def direction(after: pd.Series) -> int:
     """1 where a behaviour rose against the base, −1 where it fell, 0 where the interval of its change holds 0.
 

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -113,6 +113,17 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: None stands for it."""
         return plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `as_dict`."""
+
+        def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: float("nan") if value is None else value for name, value in values.items()}
+
+        slices = tuple(Slice(**numbers(part)) for part in content["slices"])
+        losses = tuple(LossRecovered(**numbers(part)) for part in content["losses"])
+        return cls(**{**numbers(content), "slices": slices, "losses": losses})
 
     def __str__(self) -> str:
         lines = [f"{self.n_tokens:,} tokens of {self.n_trajectories:,} trajectories", ""]

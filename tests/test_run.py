@@ -1,0 +1,413 @@
+"""`tsae run`: what TRL left of a training run, from the folder to the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders import make_rollouts
+
+import tsae
+from tsae.cli import main
+from tsae.errors import TsaeError
+from tsae.run import RunConfig, analyze_run, band_problems, choose_sae, draw_problems, find_series
+
+SHIPPED = tsae.testbed.series_path()
+TINY = RunConfig(
+    Path("set by the test"),
+    tokens=12_000,
+    d_sae=32,
+    k=4,
+    training_tokens=20_000,
+    diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
+)
+STAGES = ["series", "rollouts", "bands", "activations", "sae", "evaluation", "features", "diff", "report"]
+
+
+@pytest.fixture(scope="module")
+def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The testbed's hard run as TRL leaves one: checkpoint-N folders and completions. Beside it, the base."""
+    folder = tmp_path_factory.mktemp("trl")
+    shutil.copytree(SHIPPED / "base", folder / "base")
+    for step in (25, 50, 100, 150):
+        shutil.copytree(SHIPPED / f"hard-{step:03d}", folder / "hard" / f"checkpoint-{step}")
+    shutil.copytree(SHIPPED / "logs" / "hard" / "completions", folder / "hard" / "completions")
+    return folder / "hard"
+
+
+@pytest.fixture(scope="module")
+def tiny(trl_run: Path) -> RunConfig:
+    return replace(TINY, path=trl_run, base=str(trl_run.parent / "base"))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Any]:
+    """(folder, lines, diff) of a whole analysis."""
+    out, lines = tmp_path_factory.mktemp("run") / "out", []
+    diff = analyze_run(replace(tiny, to=out), progress=False, say=lines.append)
+    return out, lines, diff
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but those that name the folder itself."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name != "stages.json"}
+
+
+def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any]) -> None:
+    out, lines, diff = finished
+    assert [line.partition(":")[0] for line in lines] == STAGES
+    said = json.loads((out / "stages.json").read_text())
+    assert list(said) == STAGES
+    assert "5 checkpoints" in said["series"]
+    assert "compared with it: hard-00150 (the last step of every run)" in said["series"]
+    assert "TRL completions, 1,792 trajectories of 112 problems" in said["rollouts"]
+    assert "correct is above 0 (the log's only reward)" in said["rollouts"]
+    assert "easy 10, medium 12, hard 90" in said["bands"]
+    assert "that of the policy of its step (16 responses; easy >= 0.75" in said["bands"]
+    assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
+    assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
+    for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
+        assert any((out / name).iterdir())
+    page = (out / "report.html").read_text()
+    rollouts = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
+    assert "What training changed: hard" in page
+    assert f"compared with base on {rollouts.n_problems} problems" in page
+    assert "answered no problem that base answered" in page
+
+    # Every response is one of the log, under its own problem and with its own reward.
+    logged = pd.concat(pd.read_parquet(f) for f in sorted((SHIPPED / "logs/hard/completions").glob("*.parquet")))
+    kept = logged[logged.problem_id.isin(rollouts.frame.problem_id)]
+    key = ["problem_id", "completion", "correct"]
+    found = rollouts.frame.rename(columns={"response": "completion", "reward": "correct"})[key]
+    pd.testing.assert_frame_equal(
+        found.sort_values(key, ignore_index=True), kept[key].sort_values(key, ignore_index=True), check_dtype=False
+    )
+    # Readers read all of it, and contrasts are over all of it, whoever sampled it.
+    assert [r["id"] for r in diff.info["readers"]] == ["base", "hard-00150"]
+    assert len({r["n_tokens"] for r in diff.info["readers"]}) == 1
+    shift = diff.contrasts[(diff.contrasts.kind == "shift") & (diff.contrasts.outcome == "all")].set_index("band")
+    assert set(diff.contrasts[diff.contrasts.kind == "shift"].part) == {"same_trajectories"}
+    assert shift.n_problems["all"] == rollouts.n_problems
+    assert shift.n_discoveries["all"] > 0
+
+
+def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any], tiny: RunConfig) -> None:
+    out, lines, diff = finished
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")}
+    report = (out / "report.html").stat().st_mtime_ns
+    again: list[str] = []
+    found = analyze_run(replace(tiny, to=out), progress=False, say=again.append)
+    assert again == [f"{line} [from disk]" for line in lines]
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")} == before
+    assert (out / "report.html").stat().st_mtime_ns == report
+    # The base has no run, which is missing in another way once it was read from a file.
+    for shifts in (found.shifts, diff.shifts):
+        assert shifts.run.isna().sum() == (shifts.checkpoint == "base").sum()
+    columns = diff.shifts.columns.drop("run")
+    pd.testing.assert_frame_equal(found.shifts[columns], diff.shifts[columns], check_dtype=False)
+    with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: run"):
+        analyze_run(replace(tiny, to=out, seed=1), progress=False)
+
+
+def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    for number in range(len(STAGES)):
+        lines: list[str] = []
+
+        def stop(line: str, lines: list[str] = lines, number: int = number) -> None:
+            lines.append(line)
+            if len(lines) > number:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            analyze_run(replace(tiny, to=tmp_path / "out"), progress=False, say=stop)
+        assert all(line.endswith("[from disk]") for line in lines[: number - 1])
+    assert contents(tmp_path / "out") == contents(finished[0])
+
+
+@pytest.mark.slow
+def test_killed_while_it_trains(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
+    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
+    command = [sys.executable, "-m", "tsae", "run", str(tiny.path), "--base", str(tiny.base), "--to", str(out)]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "activations" / "base").is_dir() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (out / "report.html").exists()
+    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    assert contents(out) == contents(finished[0])
+
+
+def test_the_command_says_what_it_decides(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lines, _ = finished
+    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
+    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
+    main(["run", str(tiny.path), "--base", str(tiny.base), "--to", str(out), *options])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{lines[0]} [from disk]\n")
+    assert "Shifts of hard-00150 against base, on the same trajectories" in printed
+    assert f"Report: {(out / 'report.html').resolve()}" in printed
+
+
+# --- which checkpoints
+
+
+def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -> None:
+    run, base = tmp_path / "hard", trl_run.parent / "base"
+    shutil.copytree(trl_run, run)
+    series, origin = find_series(RunConfig(run))
+    assert series.base.path == str((run / "checkpoint-25").resolve())
+    assert "hard-00025 stands in for the base" in origin
+
+    (run / "README.md").write_text(f"---\nlibrary_name: transformers\nbase_model: {base}\n---\n# hard\n")
+    series, origin = find_series(RunConfig(run))
+    assert (series.base.path, len(series)) == (str(base), 5)
+    assert origin.endswith("(by its model card)")
+    (run / "README.md").write_text("---\nlibrary_name: transformers\n---\nbase_model: elsewhere/model\n")
+    assert "stands in" in find_series(RunConfig(run))[1]
+
+    # Older transformers write where the weights came from; a resumed run names its own checkpoint.
+    for step, name in ((25, base), (50, run / "checkpoint-25")):
+        config = json.loads((run / f"checkpoint-{step}" / "config.json").read_text())
+        (run / f"checkpoint-{step}" / "config.json").write_text(json.dumps({**config, "_name_or_path": str(name)}))
+    assert find_series(RunConfig(run))[0].base.path == str(base)
+    shutil.rmtree(run / "checkpoint-25")
+    assert "stands in" in find_series(RunConfig(run))[1]
+
+    (run / "README.md").write_text(f"---\nbase_model: {tmp_path / 'gone'}\n---\n")
+    with pytest.raises(TsaeError, match=r"names .*gone as its base \(by its model card\).*--base"):
+        find_series(RunConfig(run))
+    assert find_series(RunConfig(run, base=str(base)))[1] == f"the base is {base} (as asked)"
+
+
+def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = trl_run.parent / "base"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+        model.save_pretrained(tmp_path / "lora" / "checkpoint-5")
+    series, origin = find_series(RunConfig(tmp_path / "lora"))
+    assert [(c.id, c.step) for c in series] == [("base", 0), ("lora-00005", 5)]
+    assert origin == f"the base is {base}"
+
+
+def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
+    def fails(config: RunConfig, match: str) -> None:
+        with pytest.raises(TsaeError, match=match):
+            analyze_run(replace(config, to=tmp_path / "out"), progress=False, say=lambda line: None)
+        assert not (tmp_path / "out").exists()
+
+    (tmp_path / "empty").mkdir()
+    fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoint-N folders.*output_dir")
+    fails(replace(tiny, base=str(tmp_path / "gone")), r"gone: no such folder")
+    fails(replace(tiny, checkpoints=("hard-00075",)), r"no checkpoint 'hard-00075'")
+    fails(replace(tiny, path=trl_run, log=tmp_path / "gone"), r"gone: no such log")
+
+    one = tmp_path / "one"
+    shutil.copytree(trl_run / "checkpoint-50", one / "checkpoint-50")
+    fails(replace(TINY, path=one), r"holds one checkpoint, .*\(--base\)")
+    fails(replace(tiny, path=one), r"holds no rollout log.*log_completions=True")
+
+    shutil.copytree(trl_run / "completions", one / "completions")
+    (one / "checkpoint-50" / "tokenizer.json").unlink()
+    with pytest.raises(TsaeError, match=r"checkpoint-50: holds no tokenizer"):
+        analyze_run(replace(tiny, path=one, to=tmp_path / "out"), progress=False, say=lambda line: None)
+
+
+def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
+    with pytest.raises(TsaeError, match=r"inside the folder that is searched"):
+        analyze_run(replace(tiny, to=tiny.path / "completions" / "out"))
+
+
+# --- which reward, which bands, which problems
+
+
+def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_path: Path) -> None:
+    source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00025.parquet")
+    place = source.column_names.index("correct")
+
+    def with_rewards(folder: str, *names: str) -> Path:
+        table = source.rename_columns([names[0] if n == "correct" else n for n in source.column_names])
+        for name in names[1:]:
+            table = table.add_column(place + 1, name, pa.array(np.zeros(len(table))))
+        (tmp_path / folder).mkdir()
+        pq.write_table(table, tmp_path / folder / "completions_00025.parquet")
+        return tmp_path / folder
+
+    log = with_rewards("two", "accuracy_reward", "think_format_reward")
+    config = replace(tiny, log=log, tokens=4_000, to=tmp_path / "out")
+    lines: list[str] = []
+    analyze_run(config, progress=False, say=lines.append)
+    assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
+    found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
+    np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
+
+    vague = with_rewards("vague", "quality", "length")
+    with pytest.raises(TsaeError, match=r"rewards quality, length.*--outcome"):
+        analyze_run(replace(config, log=vague, to=tmp_path / "vague-out"), progress=False)
+    lines.clear()
+    named = replace(tiny.importing, outcome="quality")
+    analyze_run(replace(config, log=vague, importing=named, to=tmp_path / "named"), progress=False, say=lines.append)
+    assert "quality is above 0 (as asked)" in lines[1]
+
+
+def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
+    source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00001.parquet")
+    place = source.column_names.index("correct")
+    (tmp_path / "log").mkdir()
+    failed = source.set_column(place, "correct", pa.array(np.zeros(len(source))))
+    pq.write_table(failed, tmp_path / "log" / "completions_00001.parquet")
+    lines: list[str] = []
+    config = replace(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "there is not one" in lines[1]
+    assert lines[2].startswith("bands:       none: 100% of the problems have the pass rate 0")
+    outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
+    assert set(outcome.note) == {"0 problems have both outcomes; 5 are needed"}
+    assert "not (too few problems): all, all success" in lines[7]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
+    rollouts = make_rollouts(n_problems=40, n_samples=4)
+    bands = ["easy"] * 4 + ["medium"] * 8 + ["hard"] * 28
+    problem = rollouts.frame.problem_id.str[1:].astype(int)
+    rollouts = rollouts.with_column("band", [bands[p] for p in problem])
+    length = rollouts.frame.prompt_length + rollouts.frame.response_length
+    assert draw_problems(rollouts, int(length.sum()), 0) is rollouts
+    budget = int(length.sum()) // 2
+    drawn = draw_problems(rollouts, budget, 0)
+    assert set(drawn.frame.groupby("problem_id").size()) == {4}
+    total = int((drawn.frame.prompt_length + drawn.frame.response_length).sum())
+    assert budget - 4 * 18 < total <= budget  # No further problem of 4 × at most 18 tokens fits.
+    counts = drawn.frame.drop_duplicates("problem_id").band.value_counts()
+    assert (counts["easy"], counts["medium"]) == (4, 8)  # The small bands are exhausted before the large one.
+    assert 4 <= counts["hard"] < 28
+    few = draw_problems(rollouts, budget // 3, 0).frame.drop_duplicates("problem_id").band.value_counts()
+    assert max(few) - min(few) <= 1
+    assert draw_problems(rollouts, budget, 0).fingerprint == drawn.fingerprint
+    assert draw_problems(rollouts, budget, 1).fingerprint != drawn.fingerprint
+    with pytest.raises(TsaeError, match="one problem alone has"):
+        draw_problems(rollouts, 5, 0)
+
+
+def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:
+    rollouts = make_rollouts(n_problems=18, n_samples=20)
+    problem = rollouts.frame.problem_id.str[1:].astype(int).to_numpy()
+    nth = np.arange(len(rollouts)) % 20
+    outcome = lambda successes: np.where(nth < successes[problem], "success", "failure")  # noqa: E731
+    even = rollouts.with_column("outcome", outcome(np.arange(18) + 1))  # pass rates .05, .10, … .90
+    by_cutoffs = band_problems(even, fewest=4)[1]
+    assert by_cutoffs.startswith("problems: easy 4, medium 9, hard 5")
+    assert "easy >= 0.75, hard <= 0.25)" in by_cutoffs
+    assert band_problems(even, fewest=5)[1].startswith("problems: easy 6, medium 6, hard 6")
+    middling = rollouts.with_column("outcome", outcome(np.arange(18) // 3 + 7))  # .35 to .60, three of each
+    banded, line = band_problems(middling)
+    assert line.startswith("problems: easy 6, medium 6, hard 6")
+    assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 5" in line
+    assert set(banded.where(band="easy").frame.problem_id) == {f"p{i:03d}" for i in range(12, 18)}
+
+
+def test_bands_of_one_response_each_are_none() -> None:
+    rollouts = make_rollouts(n_problems=12, n_samples=1)
+    banded, line = band_problems(rollouts)
+    assert banded is rollouts
+    assert line.startswith("none: ")
+
+
+def test_the_sae_by_what_there_is(store: Any) -> None:
+    tokens = sum(shard.n_tokens for shard in store.shards())
+    sae, training, why = choose_sae(store, TINY)
+    assert (sae.d_sae, sae.k, training.tokens, why) == (32, 4, 20_000, "")
+    sae, training, why = choose_sae(store, replace(TINY, d_sae=None, k=None, training_tokens=None))
+    # d_model 16: k = 4, the least; tokens · 4 / 1000 latents are fewer than the least width.
+    assert tokens * 4 // 1000 < 32
+    assert (sae.d_sae, sae.k, training.tokens, training.batch_tokens, why) == (
+        32,
+        4,
+        20 * tokens,
+        1024,
+        "width by data",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
+def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
+    """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo")]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    run = tmp_path / "grpo"
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
+
+    lines: list[str] = []
+    config = replace(TINY, path=run, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "grpo-00001 stands in for the base" in lines[0]
+    assert "TRL completions, 128 trajectories of 16 problems" in lines[1]
+    assert "correct is above 0 (the log's only reward)" in lines[1]
+    # Without token ids in the log, the texts are tokenised again, and give back what was sampled.
+    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert rollouts.frame.round_trip.all()
+    # checkpoint-1 sampled what step 2 logged; step 1's weights were not kept, and pass for those one update later.
+    assert rollouts.policies == ["grpo-00001"]
+    assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+    with_base = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "with-base")
+    diff = analyze_run(with_base, progress=False, say=lambda line: None)
+    rollouts = tsae.Rollouts.read(tmp_path / "with-base" / "rollouts" / "rollouts.parquet")
+    assert rollouts.policies == ["base", "grpo-00001"]
+    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+
+
+TRAIN = """
+import sys
+from datasets import Dataset
+from transformers import LlamaForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from tsae.testbed import make_tokenizer, verify
+from tsae.testbed.problems import generate_problems
+
+base, out = sys.argv[1:]
+problems = generate_problems("medium", 16, 0, "train")
+def correct(completions, answer, **_):
+    return [float(verify(text, right)) for text, right in zip(completions, answer)]
+trainer = GRPOTrainer(
+    model=LlamaForCausalLM.from_pretrained(base, dtype="float32"),
+    processing_class=make_tokenizer(),
+    reward_funcs=correct,
+    train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
+    args=GRPOConfig(
+        output_dir=out, max_steps=2, save_steps=1, save_strategy="steps", per_device_train_batch_size=64,
+        num_generations=8, max_completion_length=64, bf16=False, use_cpu=True, gradient_checkpointing=False,
+        dataloader_pin_memory=False, report_to="none", disable_tqdm=True, logging_steps=1, log_completions=True,
+    ),
+)
+trainer.train()
+"""

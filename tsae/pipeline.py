@@ -1,0 +1,160 @@
+"""From rollouts to the report: the stages that `tsae demo` and `tsae run` share, each a folder of its own.
+
+A stage leaves its last file when it is finished: that stage is then read from disk. Capture and training go on where
+they were interrupted; the others begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+
+if TYPE_CHECKING:
+    from tsae.activations.config import CaptureConfig
+    from tsae.activations.store import ActivationStore
+    from tsae.checkpoints.series import CheckpointSeries
+    from tsae.diff.config import DiffConfig
+    from tsae.diff.result import FeatureDiff
+    from tsae.features.annotations import Annotator
+    from tsae.rollouts.table import Rollouts
+    from tsae.sae.config import SAEConfig, TrainingConfig
+    from tsae.sae.evaluation import Evaluation
+
+
+class Choice(NamedTuple):
+    """An SAE to train."""
+
+    sae: SAEConfig
+    training: TrainingConfig
+    why: str = ""
+    """What decided on its size, in a few words."""
+
+
+def quiet(stage: str, line: str) -> None:
+    """Says nothing of what a stage decided."""
+
+
+def analyse(
+    series: CheckpointSeries,
+    rollouts: Rollouts,
+    to: Path,
+    *,
+    choose: Callable[[ActivationStore], Choice],
+    sites: Sequence[str] = (),
+    capturing: CaptureConfig | None = None,
+    diffing: DiffConfig | None = None,
+    annotator: Annotator | None = None,
+    title: str | None = None,
+    say: Callable[[str, str], None] = quiet,
+    progress: bool = True,
+) -> tuple[FeatureDiff, Evaluation]:
+    """Capture, train, evaluate, encode, diff and report, all below one folder.
+
+    Args:
+        series: the readers.
+        rollouts: what they read, with outcomes and, where known, bands.
+        to: folder for activations, sae, evaluation, features, diff and report.html.
+        choose: decides on the SAE and its training, by what the store holds.
+        sites: one TransformerLens name; by default the output of the middle block.
+        capturing: defaults of `CaptureConfig`.
+        diffing: defaults of `DiffConfig`.
+        annotator: names the class of every response token.
+        title: of the report.
+        say: called with the name of every finished stage and a line on what it did.
+        progress: show bars.
+
+    Returns:
+        the diff, with the features as its source, and the evaluation on held-out problems.
+    """
+    import tsae
+    from tsae.checkpoints.loading import token_strings
+    from tsae.report import write_report
+    from tsae.sae.evaluation import Evaluation
+
+    store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)
+    site = next(iter(store.manifest["sites"]))
+    tokens = sum(shard.n_tokens for shard in store.shards())
+    block = "the middle block" if not sites else "as asked"
+    say(
+        "activations",
+        f"{site} ({block}), {tokens:,} tokens of {len(store.readers)} readers, d_model {store.d_model(site)}",
+    )
+
+    config, training, why = choose(store)
+    sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
+    passes = training.tokens / max(tokens, 1)
+    say(
+        "sae",
+        f"{config.d_sae:,} latents, k {config.k}, trained on {training.tokens:,} tokens, {passes:.1f} times the store"
+        f"{f' ({why})' if why else ''}; {sae.training_info['norms']['outlier_share']:.2%} left out by their norm",
+    )
+
+    file = to / "evaluation" / "evaluation.json"
+    if file.is_file():
+        evaluation = Evaluation.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    else:
+        evaluation = tsae.evaluate(sae, store)
+        write_json(file, evaluation.as_dict())
+    say(
+        "evaluation",
+        f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
+    )
+
+    if (to / "features" / "run.json").is_file():
+        features = tsae.FeatureTable.load(to / "features")
+    else:
+        features = tsae.encode(sae, store, to=to / "features", progress=progress)
+    say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")
+
+    if (to / "diff" / "diff.json").is_file():
+        diff = tsae.FeatureDiff.load(to / "diff", features=features)
+    else:
+        strings = token_strings(series.base.load_tokenizer())
+        diff = tsae.feature_diff(features, diffing, annotator=annotator, token_strings=strings, progress=progress)
+        diff.save(to / "diff")
+    say("diff", _drawn(diff))
+
+    report = to / "report.html"
+    if not report.is_file():
+        write_report(diff, report, title=title)
+    say("report", str(report))
+    return diff, evaluation
+
+
+def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
+    """Make the folder and stamp it, or check that what is in it was begun with the same stamp.
+
+    Raises:
+        TsaeError: where it holds something else, naming what differs.
+    """
+    file = folder / name
+    # A kill while the stamp was first written leaves its temporary file alone.
+    if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        # Compared as JSON: tuples and lists, paths and strings are the same there.
+        wanted = json.loads(json.dumps(stamp, default=str))
+        if found != wanted:
+            differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
+            raise TsaeError(
+                f"holds something else than {what} of these settings and versions"
+                + (f" (differing: {', '.join(differing)})" if differing else ""),
+                where=folder,
+                fix="Delete that folder, or give another one with --to.",
+            )
+    write_json(file, json.loads(json.dumps(stamp, default=str)))
+
+
+def _drawn(diff: FeatureDiff) -> str:
+    """How many contrasts were drawn, which were not, and why."""
+    table = diff.contrasts
+    refused = table[table.note.astype(bool)]
+    text = f"{len(table) - len(refused)} contrasts drawn"
+    if len(refused):
+        cells = refused.band + refused.outcome.where(refused.outcome != "all", "").radd(" ").str.rstrip()
+        text += f", {len(refused)} not (too few problems): {', '.join(dict.fromkeys(cells))}"
+    return text

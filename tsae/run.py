@@ -1,0 +1,389 @@
+"""`tsae run`: from the folder that a trainer left, checkpoints and rollout log, to the report.
+
+What nobody says is decided here, and said: which checkpoints are compared, which reward means success, where bands
+begin, how much is read, how wide the SAE is. Everything decided is an option.
+
+1. series: the checkpoints of the folder, and the model that training started from.
+2. rollouts: the log is imported; problems get bands by the pass rates that the log shows; of a log beyond the token
+   budget whole problems are drawn, as many from every band, since the unit of all statistics is the problem.
+3. From there `tsae.pipeline.analyse`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from tsae.diff.config import DiffConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig, Unfit
+
+if TYPE_CHECKING:
+    from tsae.activations.store import ActivationStore
+    from tsae.checkpoints.series import CheckpointSeries
+    from tsae.diff.result import FeatureDiff
+    from tsae.pipeline import Choice
+    from tsae.rollouts.table import Rollouts
+
+_FIRINGS = 1000
+"""Times that a latent fires in one pass over the store, on average; rarer ones are hardly learnt, and never compared
+over enough problems."""
+_PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What of a training run is analysed."""
+
+    path: Positional[Path]
+    """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
+    to: Path = Path("analysis")
+    """Folder for rollouts, activations, SAE, evaluation, features, diff and report; one that was begun is gone on
+    with."""
+    base: str | None = None
+    """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
+    configuration of the checkpoints or their model card name; else the earliest checkpoint stands in for it."""
+    log: Path | None = None
+    """The rollout log; by default the folder completions of the run, or else what the folder holds."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    site: str | None = None
+    """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
+    tokens: int = 1_000_000
+    """Tokens that every reader reads, at most: of a longer log whole problems are drawn, as many from every band. The
+    store has about this many times the readers times d_model numbers."""
+    d_sae: int | None = None
+    """Width of the SAE; by default the largest power of two up to 8 · d_model, of whose latents each fires 1,000 times
+    in the store on average."""
+    k: int | None = None
+    """Latents active per token; by default one in 12 dimensions of the residual stream, at least 4, at most 20."""
+    training_tokens: int | None = None
+    """Tokens to train the SAE on; by default 4 times the store, of small stores up to 20 times, until 1 M."""
+    device: str = "cpu"
+    """A torch device, for capture and training."""
+    seed: int = 0
+    """Of everything random."""
+    importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
+    """How the log is read. Trajectories that do not fit are left out and counted (skip)."""
+    diff: DiffConfig = field(default_factory=DiffConfig)
+    """Which contrasts are drawn; its seed is the run's."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "d_sae", "k", "training_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")
+
+
+def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
+    """Analyse a training run from the folder that its trainer left.
+
+    Args:
+        config: which run, and what is not to be decided here.
+        progress: show bars.
+        say: called with one line a stage: what was decided, and why. They are kept in stages.json.
+
+    Returns:
+        the diff; the report is ``report.html`` in `RunConfig.to`.
+
+    Raises:
+        TsaeError: for a folder without checkpoints or rollout log, a base that is not there, a single checkpoint with
+            nothing to compare it with, rewards of which none is known to mean success, or a folder `to` that holds
+            something else. Before anything is computed, where that can be known.
+    """
+    from tsae.activations.config import CaptureConfig
+    from tsae.pipeline import analyse, claim
+    from tsae.provenance import versions
+    from tsae.rollouts.logs.detect import find_log
+
+    series, origin = find_series(config)
+    readers = series.select(config.checkpoints) if config.checkpoints else series.final()
+    log = _log(config)
+    form, files = find_log(log, config.importing)
+    importing, success = _with_outcome(form.read(files[0], config.importing), config.importing, log)
+    settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
+    stamp = {
+        "run": {**settings, "path": config.path.resolve()},
+        "series": [[c.id, c.path] for c in series],
+        "log": [[file.path.relative_to(log).as_posix() if log.is_dir() else log.name, file.path.stat().st_size]
+                for file in files],
+        "versions": versions(),
+    }  # fmt: skip
+    claim(config.to, "run.json", stamp, "an analysis")
+    stages = _Stages(config.to / "stages.json", say)
+    which = "as asked" if config.checkpoints else "the last step of every run"
+    others = ", ".join(c.id for c in list(readers)[1:])
+    stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
+    rollouts = _rollouts(config, series, log, importing, success, progress)
+    for stage in ("rollouts", "bands"):
+        stages.say(stage, rollouts.info["stages"][stage])
+    analysed, _ = analyse(
+        readers,
+        rollouts,
+        config.to,
+        choose=lambda store: choose_sae(store, config),
+        sites=(config.site,) if config.site else (),
+        # Every reader reads everything: a log has most problems from one policy only.
+        capturing=CaptureConfig(device=config.device, plan="all"),
+        diffing=replace(config.diff, seed=config.seed),
+        title=f"What training changed: {series.name}",
+        say=stages.say,
+        progress=progress,
+    )
+    return analysed
+
+
+class _Stages:
+    """Says what a stage decided, marks what an earlier call finished, and keeps the lines."""
+
+    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
+        self.file, self.print = file, say
+        self.before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.lines: dict[str, str] = dict(self.before)
+
+    def say(self, stage: str, line: str) -> None:
+        from tsae.provenance import write_json
+        from tsae.report.text import visible
+
+        done = " [from disk]" if stage in self.before else ""
+        # Names come from the log and from folders, and do not get at the terminal's controls.
+        self.print(f"{stage + ':':<13}{visible(line)}{done}")
+        self.lines[stage] = line
+        write_json(self.file, self.lines)
+
+
+def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
+    """The checkpoints of a run, and a few words on what the base is and who says so.
+
+    Raises:
+        TsaeError: where there are none, the base is not there, or nothing can be compared with it.
+    """
+    from tsae.checkpoints.series import CheckpointSeries
+
+    path, named = config.path, None
+    if config.base is not None:
+        base, told = config.base, "as asked"
+    else:
+        found = CheckpointSeries.load(path)
+        if found.base.step == 0 and len(found) > 1:
+            return found, f"the base is {found.base.path}"
+        named = _named_base(found, path)
+        if named is None:
+            return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
+        base, told = named
+    try:
+        series = CheckpointSeries.load(base, path)
+        series.base.load_tokenizer()
+    except TsaeError as error:
+        if named is None:
+            raise
+        raise TsaeError(
+            f"names {base} as its base ({told}), which cannot be used: {error}",
+            where=path,
+            fix="Give the model that training started from (--base).",
+        ) from error
+    return _comparable(series, path), f"the base is {base} ({told})"
+
+
+def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
+    """The SAE that a store can train, and how long: see `RunConfig`."""
+    from tsae.pipeline import Choice
+    from tsae.sae.config import SAEConfig, TrainingConfig
+
+    d_model = store.d_model(next(iter(store.manifest["sites"])))
+    tokens = sum(shard.n_tokens for shard in store.shards())
+    k = config.k or min(SAEConfig().k, max(4, d_model // 12))
+    by_data, by_model = tokens * k // _FIRINGS, 8 * d_model
+    d_sae = config.d_sae or max(32, 1 << (max(1, min(by_data, by_model)).bit_length() - 1))
+    why = "" if config.d_sae else f"width by {'data' if by_data < by_model else 'd_model'}"
+    training = config.training_tokens or max(_PASSES * tokens, min(_FEWEST_TOKENS, _MOST_PASSES * tokens))
+    # About a thousand steps where that is possible, with batches large enough for BatchTopK and InfoNCE.
+    batch = 2048 if training >= 2_000_000 else 1024
+    return Choice(
+        SAEConfig(d_sae=d_sae, k=min(k, d_sae)),
+        TrainingConfig(tokens=max(training, batch), batch_tokens=batch, seed=config.seed, device=config.device),
+        why,
+    )
+
+
+def draw_problems(rollouts: Rollouts, tokens: int, seed: int) -> Rollouts:
+    """Whole problems at random up to a number of tokens, in turn from every band; all where there are no more."""
+    import numpy as np
+    import pandas as pd
+
+    frame = rollouts.frame
+    cost = (frame.prompt_length + frame.response_length).groupby(frame.problem_id).sum()
+    if cost.sum() <= tokens:
+        return rollouts
+    rng = np.random.default_rng(seed)
+    order = pd.Series(rng.permutation(len(cost)), index=cost.index)
+    band = frame.groupby("problem_id").band.first().fillna("none")
+    turn = order.groupby(band).rank()
+    ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
+    kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]
+    if not len(kept):
+        raise TsaeError(
+            f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read",
+            where=rollouts.origin,
+            fix="Allow more (--tokens).",
+        )
+    return rollouts.select(frame.problem_id.isin(kept).to_numpy())
+
+
+def band_problems(rollouts: Rollouts, fewest: int = DiffConfig.min_problems) -> tuple[Rollouts, str]:
+    """Bands by the pass rates that the log itself shows, and a line on them.
+
+    By the usual cut-offs, or by thirds where these leave a band with fewer than `fewest` problems, too few for a
+    contrast, and thirds do not; none where neither tells easy from hard.
+    """
+    from tsae.rollouts.config import BandCutoffs, BandQuantiles
+    from tsae.rollouts.table import BANDS
+
+    found, refused = [], ""
+    for cutoffs in (BandCutoffs(), BandQuantiles()):
+        try:
+            banded = rollouts.with_bands(None, cutoffs=cutoffs)
+        except TsaeError as error:
+            refused = error.what
+            continue
+        counts = banded.frame.drop_duplicates("problem_id").band.value_counts()
+        found.append((bool(counts.min() >= fewest), cutoffs, banded, counts))
+    if not found:
+        return rollouts, f"none: {refused}"
+    _, cutoffs, banded, counts = max(found, key=lambda item: item[0])  # The first, where both are as good.
+    used, frame = banded.info["bands"], rollouts.frame
+    by_problem = frame[frame.outcome != "unknown"].groupby("problem_id").policy
+    who = "the policy of its step" if (by_problem.nunique() == 1).all() else "all policies"
+    thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {fewest} problems"
+    return banded, (
+        f"problems: {', '.join(f'{band} {counts[band]:,}' for band in BANDS)}; by each one's pass rate in the log, "
+        f"that of {who} ({by_problem.size().median():.0f} responses; easy >= {used['easy']:g}, hard <= "
+        f"{used['hard']:g}{thirds if isinstance(cutoffs, BandQuantiles) else ''}), not from separate rollouts"
+    )
+
+
+def _rollouts(
+    config: RunConfig,
+    series: CheckpointSeries,
+    log: Path,
+    importing: ImportConfig,
+    success: str,
+    progress: bool,
+) -> Rollouts:
+    """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them."""
+    import tsae
+    from tsae.rollouts.importing import import_log
+
+    folder = config.to / "rollouts"
+    file = folder / "rollouts.parquet"
+    if file.is_file():
+        return tsae.Rollouts.read(file)
+    if not (folder / "log.parquet").is_file():
+        import_log(log, folder / "log.parquet", series, importing, progress=progress)
+    rollouts = tsae.Rollouts.read(folder / "log.parquet")
+    logged = rollouts.info["log"]
+    left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
+    banded, bands = band_problems(rollouts, config.diff.min_problems)
+    drawn = draw_problems(banded, config.tokens, config.seed)
+    if not (drawn.frame.outcome == "success").any():
+        success += " (there is not one, so that successes and failures are not compared)"
+    part = (
+        "all of them are read"
+        if drawn is banded
+        else f"{len(drawn):,} of {drawn.n_problems:,} problems are read, drawn as many from every band up to "
+        f"{config.tokens:,} tokens"
+    )
+    drawn.info["stages"] = {
+        "rollouts": f"{logged['format']}, {len(rollouts):,} trajectories of {rollouts.n_problems:,} problems{left}; "
+        f"{part}; success: {success}",
+        "bands": bands,
+    }
+    drawn.write(file)
+    return drawn
+
+
+def _log(config: RunConfig) -> Path:
+    """Where the rollout log lies."""
+    from tsae.rollouts.logs.files import find_files
+
+    completions = config.path / "completions"
+    log = config.log or (completions if completions.is_dir() else config.path)
+    if config.to.resolve().is_relative_to(log.resolve()):
+        raise TsaeError(
+            "lies inside the folder that is searched for the rollout log", where=config.to, fix="Give another --to."
+        )
+    if config.log is None:
+        try:
+            find_files(log)
+        except TsaeError as error:
+            raise TsaeError(
+                f"holds no rollout log ({error.what})",
+                where=log,
+                fix="Say where it is (--log); TRL writes one with log_completions=True. Without any, sample rollouts "
+                "(tsae rollouts sample) and go on with tsae capture",
+            ) from error
+    return log
+
+
+def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
+    """Which reward means success, where the log leaves a choice: the only one that is named for it."""
+    from tsae.rollouts.logs.entry import Entry
+
+    if importing.verifier is not None:
+        return importing, f"the answer is right ({importing.verifier})"
+    first = next((entry for entry in entries if isinstance(entry, Entry)), None)
+    above = f"is above {importing.success_above:g}"
+    if importing.outcome is not None:
+        return importing, f"{importing.outcome} {above} (as asked)"
+    if first is None or first.correct is not None:
+        return importing, "the log says so"
+    names = tuple(importing.rewards or first.rewards)
+    if first.decides or len(names) <= 1:
+        return importing, f"{first.decides or ''.join(names) or 'the reward'} {above} (the log's only reward)"
+    telling = [name for name in names if re.search("accura|correct", name.lower())]
+    if len(telling) != 1:
+        raise TsaeError(
+            f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
+            where=log,
+            fix="Name it (--outcome), or check the answers anew (--verifier).",
+        )
+    return replace(importing, outcome=telling[0]), f"{telling[0]} {above} (of {', '.join(names)}, by its name)"
+
+
+def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
+    """The base that a configuration or a model card names, and which of them."""
+    folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
+    for folder in folders:
+        file = folder / "config.json"
+        if file.is_file():
+            try:
+                name = json.loads(file.read_text(encoding="utf-8")).get("_name_or_path")
+            except (ValueError, AttributeError):
+                continue  # Loading the checkpoint says what is wrong with it.
+            # A resumed run names its own checkpoint.
+            if name and not Path(name).resolve().is_relative_to(run.resolve()):
+                return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
+    for folder in folders:
+        card = folder / "README.md"
+        if card.is_file():
+            head = card.read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
+            match = re.search(r"^base_model:[ \t]*[\"']?([^\s\"'\[]+)", head, re.MULTILINE)
+            if match and not Path(match[1]).resolve().is_relative_to(run.resolve()):
+                return match[1], "by its model card"
+    return None
+
+
+def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:
+    if len(series) < 2:
+        raise TsaeError(
+            "holds one checkpoint, and nothing says which model training started from",
+            where=path,
+            fix="Give that model (--base).",
+        )
+    return series
