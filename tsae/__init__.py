@@ -27,6 +27,7 @@ _HOMES = {
     "feature_diff": "tsae.diff.diff",
     "sample": "tsae.rollouts.sampling",
     "train": "tsae.sae.training",
+    "trajectory_statistics": "tsae.activations.statistics",
 }
 
 __all__ = [*_HOMES, "testbed"]

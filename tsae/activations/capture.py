@@ -2,7 +2,8 @@
 
 1. Plan: which reader reads which trajectories (`CaptureConfig.plan`), cut into shards of whole trajectories.
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks; one
-   forward pass that stops after the last site; padding never reaches the store.
+   forward pass that stops after the last site, or goes through the model's head where token statistics are wanted
+   (`tsae.checkpoints.predictions`); padding never reaches the store.
 3. A shard is written under a temporary name, renamed, then entered in the manifest. A rerun skips entered shards, so
    that an interrupted capture goes on where it stopped and ends with the same bytes.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsae.activations.config import CaptureConfig
-from tsae.activations.store import DTYPES, FORMAT, VERSION, ActivationStore, read_manifest, write_shard
+from tsae.activations.store import DTYPES, FORMAT, STATISTICS, VERSION, ActivationStore, read_manifest, write_shard
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 
@@ -128,10 +129,10 @@ def capture(
                 reader = _reader(checkpoint, sites, config)
                 for number, rows in enumerate(pieces[done:], done):
                     file = f"{checkpoint.id}/{number:05d}.h5"
-                    token_ids, offsets, found = _read_shard(
+                    token_ids, offsets, found, statistics = _read_shard(
                         reader, checkpoint, rollouts, rows, d_model, dtype, config, bar
                     )
-                    write_shard(to / file, found, dtype, token_ids, offsets, rows)
+                    write_shard(to / file, found, dtype, token_ids, offsets, rows, statistics)
                     record["shards"].append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
                     write_json(to / "manifest.json", manifest)
         inputs = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint, "series": series.name}
@@ -199,8 +200,8 @@ def _read_shard(
     dtype: str,
     config: CaptureConfig,
     bar: Any,
-) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
-    """(token_ids, offsets, {site: (n_tokens, d_model)}) of one shard."""
+) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """(token_ids, offsets, {site: (n_tokens, d_model)}, {statistic: (n_tokens,)}) of one shard."""
     import torch
 
     texts = [np.concatenate(rollouts.tokens(int(row))) for row in rows]
@@ -208,6 +209,7 @@ def _read_shard(
     offsets = np.concatenate([[0], lengths.cumsum()])
     stored = getattr(torch, dtype)
     found: dict[str, torch.Tensor] = {}
+    statistics = {name: np.empty(offsets[-1], np.float32) for name in STATISTICS if config.token_statistics}
     for batch in _batches(lengths, config.batch_tokens):
         width = int(lengths[batch].max())
         ids = torch.zeros((len(batch), width), dtype=torch.long)
@@ -215,7 +217,16 @@ def _read_shard(
         for i, t in enumerate(batch):
             ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
             mask[i, : lengths[t]] = 1
-        values = reader.read(ids.to(config.device), mask.to(config.device))
+        ids, mask = ids.to(config.device), mask.to(config.device)
+        if config.token_statistics:
+            values, predicted = reader.read_and_predict(ids, mask)
+            for name, of_batch in zip(statistics, predicted, strict=True):
+                for i, t in enumerate(batch):
+                    values_of_text = of_batch[i, : lengths[t]].cpu().numpy()
+                    _check_predictions(values_of_text[1:], name, checkpoint, rollouts, int(rows[t]))
+                    statistics[name][offsets[t] : offsets[t + 1]] = values_of_text
+        else:
+            values = reader.read(ids, mask)
         for site, value in values.items():
             if value.shape[-1] != d_model:
                 raise TsaeError(
@@ -231,7 +242,7 @@ def _read_shard(
                     _raise_not_finite(value[i, : lengths[t]], checkpoint, rollouts, int(rows[t]), site, dtype)
                 found[site][offsets[t] : offsets[t + 1]] = piece.cpu()
         bar.update(int(lengths[batch].sum()))
-    return np.concatenate(texts), offsets, found
+    return np.concatenate(texts), offsets, found, statistics
 
 
 def _batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
@@ -263,6 +274,17 @@ def _raise_not_finite(
         where=checkpoint.path,
         fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
     )
+
+
+def _check_predictions(values: np.ndarray, name: str, checkpoint: Checkpoint, rollouts: Rollouts, row: int) -> None:
+    if np.isnan(values).any():
+        problem = rollouts.table["problem_id"][row].as_py()
+        raise TsaeError(
+            f"the {name} of a token is not a number while reader {checkpoint.id} reads trajectory {row} "
+            f"(problem {problem})",
+            where=checkpoint.path,
+            fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+        )
 
 
 def _check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:

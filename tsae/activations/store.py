@@ -10,6 +10,7 @@
         /token_ids            (n_tokens,) int32
         /offsets              (n_trajectories + 1,) int64
         /trajectory           (n_trajectories,) int64, row ids into the rollouts
+        /entropy, /logprob    (n_tokens,) float32, where `CaptureConfig.token_statistics` asked for them
 
 Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest only once it is whole
 and checked.
@@ -39,6 +40,9 @@ VERSION = 1
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
 
+STATISTICS = ("entropy", "logprob")
+"""Of tokens, beside their activations; see `Shard`."""
+
 TokenSpan = Literal["response", "prompt", "all"]
 
 
@@ -67,6 +71,18 @@ class Shard:
     def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
         """(…, d_model) float32 rows of a site."""
         return as_float32(self.raw(site)[index], self.dtype)
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """(n_tokens,) float32: nats of the distribution from which the reader was to predict each token; NaN for the
+        first of a trajectory. Only where the store `has_token_statistics`."""
+        return _mapped(self.path, "entropy")
+
+    @property
+    def logprob(self) -> np.ndarray:
+        """(n_tokens,) float32: log-probability in nats that the reader gave each token, at temperature 1; NaN for the
+        first of a trajectory. Only where the store `has_token_statistics`."""
+        return _mapped(self.path, "logprob")
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
         """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
@@ -137,6 +153,11 @@ class ActivationStore:
     @property
     def special_ids(self) -> frozenset[int]:
         return frozenset(self.manifest["special_ids"])
+
+    @property
+    def has_token_statistics(self) -> bool:
+        """Whether its shards hold entropies and log-probabilities."""
+        return bool(self.manifest.get("config", {}).get("token_statistics"))
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -219,6 +240,7 @@ def write_shard(
     token_ids: np.ndarray,
     offsets: np.ndarray,
     trajectory: np.ndarray,
+    statistics: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write one shard under a temporary name, flush it to disk, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,6 +253,8 @@ def write_shard(
             file.create_dataset("token_ids", data=token_ids.astype(np.int32))
             file.create_dataset("offsets", data=offsets.astype(np.int64))
             file.create_dataset("trajectory", data=trajectory.astype(np.int64))
+            for name, values in (statistics or {}).items():
+                file.create_dataset(name, data=values.astype(np.float32))
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(partial, path)
