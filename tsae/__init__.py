@@ -14,6 +14,8 @@ _HOMES = {
     "DiffConfig": "tsae.diff.config",
     "FeatureDiff": "tsae.diff.result",
     "FeatureTable": "tsae.features.table",
+    "LiveConfig": "tsae.activations.config",
+    "LiveSource": "tsae.activations.live",
     "Problem": "tsae.rollouts.problems",
     "Rollouts": "tsae.rollouts.table",
     "SAEConfig": "tsae.sae.config",

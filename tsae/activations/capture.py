@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, ReadingConfig
 from tsae.activations.store import DTYPES, FORMAT, STATISTICS, VERSION, ActivationStore, read_manifest, write_shard
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
@@ -146,7 +146,7 @@ def capture(
     return ActivationStore(to)
 
 
-def _plan(series: CheckpointSeries, rollouts: Rollouts, config: CaptureConfig) -> dict[str, np.ndarray]:
+def _plan(series: CheckpointSeries, rollouts: Rollouts, config: ReadingConfig) -> dict[str, np.ndarray]:
     """Row ids of the trajectories that each reader reads."""
     policy = np.array(rollouts.table["policy"].to_pylist())
     ids = {checkpoint.id for checkpoint in series}
@@ -181,7 +181,7 @@ def _cut(rows: np.ndarray, lengths: np.ndarray, shard_tokens: int) -> Iterator[n
     yield rows[start:]
 
 
-def _reader(checkpoint: Checkpoint, sites: list[str], config: CaptureConfig) -> Any:
+def _reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Any:
     if config.backend == "transformer_lens":
         from tsae.checkpoints.bridge import TransformerLensReader
 

@@ -36,7 +36,8 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
 
     Args:
         store: captured with `token_statistics=True`. The policy's and the base's log-probabilities are those that they
-            gave as readers.
+            gave as readers. Of a subset, its readers and trajectories are rows; thresholds are those of the whole
+            store, so that a choice point is one in any subset.
         quantile: entropies above it are choice points.
 
     Returns:
@@ -67,20 +68,23 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
         raise TsaeError(f"quantile={quantile} is not between 0 and 1", where="trajectory_statistics")
     prompts = store.rollouts.lengths("prompt_ids")
     read: dict[tuple[str, int], _Response] = {}
-    for shard in store.shards():
+    for shard in store.whole.shards():
         entropy, logprob = shard.entropy, shard.logprob
         starts, ends = shard.offsets[:-1] + prompts[shard.trajectory], shard.offsets[1:]
         for row, start, end in zip(shard.trajectory.tolist(), starts.tolist(), ends.tolist(), strict=True):
             read[shard.reader, row] = _Response(entropy[start:end], logprob[start:end])
-    run_of = {id: store.reader_info(id)["run"] or id for id in store.readers}
+    infos = [store.whole.reader_info(id) for id in store.whole.readers]
+    run_of = {info["id"]: info["run"] or info["id"] for info in infos}
     thresholds = {}
     for run in dict.fromkeys(run_of[reader] for reader, _ in read):
         entropies = [response.entropy for (reader, _), response in read.items() if run_of[reader] == run]
         thresholds[run] = float(np.quantile(np.concatenate(entropies), quantile))
     columns = [store.rollouts.table[name].to_pylist() for name in ("problem_id", "policy", "band", "outcome")]
-    base = next((id for id in store.readers if store.reader_info(id)["run"] is None), "")
+    base = next((info["id"] for info in infos if info["run"] is None), "")
     records = []
     for (reader, row), response in read.items():
+        if reader not in store.readers or not store.rows[row]:
+            continue
         problem, policy, band, outcome = (column[row] for column in columns)
         unknown = np.full(len(response.logprob), np.nan)
         of_policy, of_base = (

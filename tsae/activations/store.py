@@ -29,11 +29,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import h5py
 import numpy as np
 
+from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     import torch
+
+    from tsae.activations.windows import Windows
 
 FORMAT = "tsae-activations"
 VERSION = 1
@@ -113,7 +116,7 @@ def span_mask(
     return wanted & ~np.isin(token_ids, list(special_ids))
 
 
-class ActivationStore:
+class ActivationStore(Source):
     """Activations of (reader, trajectory, site), read through memory maps.
 
     Args:
@@ -124,35 +127,18 @@ class ActivationStore:
     """
 
     def __init__(self, path: str | Path) -> None:
+        if isinstance(path, Source):
+            raise TsaeError(
+                "keeps no activations, but a store is needed here",
+                where=type(path).__name__,
+                fix="Capture a store, of some of the trajectories if disk is short (`tsae capture`).",
+            )
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
             raise TsaeError(
                 "its capture did not finish", where=self.path, fix="Run the same capture again; it goes on."
             )
-
-    def __repr__(self) -> str:
-        return f"ActivationStore({str(self.path)!r}: {', '.join(self.readers)} at {', '.join(self.sites)})"
-
-    @property
-    def sites(self) -> list[str]:
-        return list(self.manifest["sites"])
-
-    @property
-    def readers(self) -> list[str]:
-        """Reader ids, the base first."""
-        return [reader["id"] for reader in self.manifest["readers"]]
-
-    def reader_info(self, reader: str) -> Mapping[str, Any]:
-        """id, run, step and trained_on of a reader."""
-        for record in self.manifest["readers"]:
-            if record["id"] == reader:
-                return record
-        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where=self.path)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self.manifest["special_ids"])
 
     @property
     def has_token_statistics(self) -> bool:
@@ -172,21 +158,17 @@ class ActivationStore:
             raise TsaeError("these are not the rollouts that were captured", where=file, fix="Capture again.")
         return rollouts
 
-    def d_model(self, site: str) -> int:
-        if site not in self.manifest["sites"]:
-            raise TsaeError(
-                f"no site {site!r}; there are {', '.join(self.sites)}",
-                where=self.path,
-                fix="Choose one of these sites.",
-            )
-        return int(self.manifest["sites"][site]["d_model"])
-
     def shards(self, reader: str | None = None) -> Iterator[Shard]:
-        """Shards in order, of one reader or of all."""
-        for record in self.manifest["readers"]:
+        """Shards in order, of one reader or of all. They are whole: which trajectories a subset has is in `rows`."""
+        for record in self._records():
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
                     yield self._shard(record["id"], shard)
+
+    def windows(self, site: str, **options: Any) -> Windows:
+        from tsae.activations.windows import Windows
+
+        return Windows(self, site, **options)
 
     def _shard(self, reader: str, record: Mapping[str, Any]) -> Shard:
         path = (self.path / record["file"]).resolve()

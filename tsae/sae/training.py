@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 
+from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.errors import TsaeError
-from tsae.sae.checkpointing import RunFolder, inputs_of
+from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.distributed import Processes, join
 from tsae.sae.initial import initial_bias
@@ -39,7 +40,7 @@ _THRESHOLD_DECAY = 0.99
 
 
 def train(
-    store: ActivationStore | str | Path,
+    store: Source | str | Path,
     sae: SAEConfig | None = None,
     *,
     to: str | Path | None = None,
@@ -49,7 +50,7 @@ def train(
     """Train a T-SAE on every reader of a store, leaving out every tenth problem for `tsae.sae.evaluation`.
 
     Args:
-        store: activations.
+        store: activations, or a subset of them; a `LiveSource` has the models compute them.
         sae: what the SAE is; defaults of `SAEConfig`.
         to: folder for sae.safetensors, config.json, training.json and metrics.jsonl; None keeps it in memory. Where it
             holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
@@ -61,7 +62,7 @@ def train(
         TsaeError: for an unknown site, a store without adjacent tokens, activations or a loss that are not finite, a
             folder that holds another training, or a disk that is full.
     """
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    store = store if isinstance(store, Source) else ActivationStore(store)
     config, training = sae or SAEConfig(), training or TrainingConfig()
     site = training.site or _only_site(store)
     if config.dead_after_tokens is None:
@@ -73,7 +74,7 @@ def train(
                 f"each of {processes.size} processes",
                 where="TrainingConfig",
             )
-        folder = None if to is None else RunFolder(to, config, training, inputs_of(store, site, training.balance))
+        folder = None if to is None else RunFolder(to, config, training, store.identity(site, training.balance))
         if folder is not None:
             processes.first_does(folder.claim)
             if folder.finished:
@@ -82,7 +83,7 @@ def train(
 
 
 def _train(
-    store: ActivationStore,
+    store: Source,
     site: str,
     config: SAEConfig,
     training: TrainingConfig,
@@ -92,8 +93,7 @@ def _train(
 ) -> TemporalSAE:
     from tqdm.auto import tqdm
 
-    windows = Windows(
-        store,
+    windows = store.windows(
         site,
         span=training.span,
         window=training.window,
@@ -109,7 +109,7 @@ def _train(
         shown = {
             "sae": asdict(config),
             "training": asdict(training),
-            "inputs": inputs_of(store, site, training.balance),
+            "inputs": store.identity(site, training.balance),
         }
         name, id = (None, None) if folder is None else (folder.path.name, folder.id)
         wandb = start_wandb(training.wandb_project, shown, name, id)
@@ -141,7 +141,11 @@ def _train(
     model = trainer.finish()
     model.training_info = {
         "training": asdict(training),
-        "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
+        "store": {
+            "readers": store.readers,
+            **{key: store.manifest[key] for key in ("rollouts", "dtype")},
+            **({"subset": store.selection.as_dict()} if store.selection.as_dict() else {}),
+        },
         "norms": asdict(windows.norms),
         "mixture": [cell.as_dict() for cell in windows.mixture.cells],
         "tokens_in_store": windows.n_tokens,
@@ -302,7 +306,7 @@ class _Trainer:
         return self.sae.eval()
 
 
-def _only_site(store: ActivationStore) -> str:
+def _only_site(store: Source) -> str:
     if len(store.sites) > 1:
         raise TsaeError(
             f"has the sites {', '.join(store.sites)}",
