@@ -256,9 +256,9 @@ def test_models_that_are_loaded_in_turn_give_the_same_bits(
     from tsae.activations import live
 
     loaded: list[str] = []
-    opened = live._reader
+    opened = live.open_reader
     monkeypatch.setattr(
-        live, "_reader", lambda checkpoint, *rest: loaded.append(checkpoint.id) or opened(checkpoint, *rest)
+        live, "open_reader", lambda checkpoint, *rest: loaded.append(checkpoint.id) or opened(checkpoint, *rest)
     )
     found = []
     for models in (None, 1):

@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
+from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae import checkpointing
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import train
 

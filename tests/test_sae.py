@@ -17,9 +17,9 @@ from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
+from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes
 from tsae.sae.evaluation import check_fits, evaluate
 from tsae.sae.initial import geometric_median
 from tsae.sae.loss import temporal_loss

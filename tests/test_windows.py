@@ -19,12 +19,12 @@ from builders import BOS, EOS
 
 from tsae.activations.store import FORMAT, VERSION, ActivationStore, write_shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes
 from tsae.sae.training import _Trainer, train
 
 D, SITE = 4, "x.site"

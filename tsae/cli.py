@@ -17,6 +17,7 @@ from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, ImportConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.store_commands import StoreCommand
 
 if TYPE_CHECKING:
     from tsae.activations.source import Source
@@ -120,14 +121,17 @@ class RolloutsCommand:
 
 @dataclass(frozen=True)
 class Capture:
-    """Record residual-stream activations while checkpoints read trajectories."""
+    """Record residual-stream activations while checkpoints read trajectories; a capture that was killed goes on.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+    """
 
     series: Path
     """Folder of checkpoints: series.json, checkpoint-N folders, one checkpoint, or a .gguf file."""
     rollouts: Path
     """Parquet file."""
     to: Path
-    """Folder of the activation store; an interrupted capture is completed."""
+    """Folder of the activation store."""
     sites: tuple[str, ...] = ()
     """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
     checkpoints: tuple[str, ...] = ()
@@ -136,12 +140,14 @@ class Capture:
 
     def run(self) -> None:
         import tsae
+        from tsae.distributed import first_process
 
         series = _series(self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
         store = tsae.capture(series, rollouts, list(self.sites), to=self.to, config=self.config)
-        _wrote(store.path, store)
+        if first_process():
+            _wrote(store.path, store)
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class Train:
 
     def run(self) -> None:
         import tsae
-        from tsae.sae.distributed import first_process
+        from tsae.distributed import first_process
 
         source = self._source().subset(self.subset)
         sae = tsae.train(source, self.sae, to=self.to, training=self._training(source))
@@ -412,6 +418,7 @@ Command = (
     Annotated[Demo, subcommand("demo", prefix_name=False)]
     | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
+    | Annotated[StoreCommand, subcommand("store", prefix_name=False)]
     | Annotated[Train, subcommand("train", prefix_name=False)]
     | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
     | Annotated[Export, subcommand("export", prefix_name=False)]

@@ -3,31 +3,55 @@
 1. Plan: which reader reads which trajectories (`CaptureConfig.plan`), cut into shards of whole trajectories.
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks; one
    forward pass that stops after the last site, or goes through the model's head where token statistics are wanted
-   (`tsae.checkpoints.predictions`); padding never reaches the store.
+   (`tsae.checkpoints.predictions`); padding never reaches the store (`tsae.activations.reading`).
 3. A shard is written under a temporary name, renamed, then entered in the manifest. A rerun skips entered shards, so
    that an interrupted capture goes on where it stopped and ends with the same bytes.
+
+Same bytes: a shard is a function of weights, trajectories and batches, on the same hardware, threads and versions.
+Batches depend on the config, except where one does not fit into memory: then the shard is begun again with half the
+budget, which its entry in the manifest names (``batch_tokens``). Every shard starts from the budget of the config, so
+that where memory runs out at the same sizes as before, what was interrupted also ends with the same bytes; where other
+programs took the memory, last bits may differ, and the manifest shows it.
+
+Under torchrun, n processes take every n-th shard each, whatever its reader. The first enters them in order, so that
+the store is that of one process and may be completed by any number.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tsae.activations.config import CaptureConfig, ReadingConfig
-from tsae.activations.store import DTYPES, FORMAT, STATISTICS, VERSION, ActivationStore, read_manifest, write_shard
+from tsae.activations.plan import Piece, check_context, check_tokenizer, cut, plan_readers
+from tsae.activations.reading import Batch, OutOfMemory, Reader, read_batches
+from tsae.activations.store import (
+    DTYPES,
+    FORMAT,
+    STATISTICS,
+    VERSION,
+    ActivationStore,
+    ShardWriter,
+    inside,
+    read_manifest,
+)
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.distributed import Processes
     from tsae.rollouts.table import Rollouts
 
 
@@ -51,31 +75,57 @@ def capture(
         progress: show a bar.
 
     Raises:
-        TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context,
-            non-finite activations, or a folder that holds another capture. A capture begun by this call leaves
-            nothing behind then; one that it went on with stays as it was found.
+        TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context or
+            too long for memory, non-finite activations, or a folder that holds another capture. A capture begun by
+            this call leaves nothing behind then, except where memory was short; one that it went on with stays as it
+            was found.
     """
+    from tsae.distributed import join
+
+    config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
+    if auto and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TsaeError(
+            'device="auto" spreads one model over all GPUs, which several processes cannot share',
+            where="CaptureConfig.device",
+            fix="Start one process, or use --device cuda.",
+        )
+    # A process whose last shard is short waits for the others as long as a shard takes.
+    with join("cpu" if auto else config.device, timeout=timedelta(days=1)) as processes:
+        device = "auto" if auto else processes.device
+        return _capture(series, rollouts, sites, Path(to), config, progress, processes, device)
+
+
+def _capture(
+    series: CheckpointSeries,
+    rollouts: Rollouts,
+    sites: Sequence[str] | None,
+    to: Path,
+    config: CaptureConfig,
+    progress: bool,
+    processes: Processes,
+    device: str,
+) -> ActivationStore:
     from tqdm.auto import tqdm
 
+    from tsae.checkpoints.hooks import check_sites
     from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+    from tsae.checkpoints.predictions import PredictingReader
 
-    config, to = config or CaptureConfig(), Path(to)
     tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
     for checkpoint in series:
-        _check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-    model = series.base.load_model(device=config.device, dtype=config.model_dtype)
+        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
+    model: PreTrainedModel | None = load_reader_model(series.base, config, device)
+    assert model is not None
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
-    _check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
-    from tsae.checkpoints.hooks import check_sites
-
     check_sites(sites, depth, series.base.path)
     dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise TsaeError(f"cannot store {dtype}", where="CaptureConfig.dtype", fix=f"Choose one of {', '.join(DTYPES)}.")
 
-    plan = _plan(series, rollouts, config)
+    plan = plan_readers([c.id for c in series], rollouts, config)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -100,164 +150,207 @@ def capture(
         ],
     }
     fresh = not (to / "manifest.json").is_file()
-    if fresh and to.exists() and any(to.iterdir()):
-        raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-    if not fresh:
-        manifest = _resumable(read_manifest(to), manifest, to)
-        if manifest["complete"]:
-            # Activations depend on the tokens alone; outcomes, bands and other columns may have been measured since.
-            rollouts.write(to / "rollouts.parquet")
-            written = to / "run.json"
-            if written.is_file():
-                run = json.loads(written.read_text(encoding="utf-8"))
-                write_json(written, {**run, "inputs": {**run["inputs"], "labels": rollouts.labels_fingerprint}})
-            return ActivationStore(to)
+    processes.first_does(lambda: _begin(to, fresh, manifest, rollouts))
+    manifest = read_manifest(to)
+    if manifest["complete"]:
+        return ActivationStore(to)
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    total = sum(int(lengths[plan[c.id]].sum()) for c in series)
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        rollouts.write(to / "rollouts.parquet")
-        write_json(to / "manifest.json", manifest)
-        with tqdm(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
-            for checkpoint, record in zip(series, manifest["readers"], strict=True):
-                bar.set_postfix_str(checkpoint.id)
-                pieces = list(_cut(plan[checkpoint.id], lengths, config.shard_tokens))
-                done = len(record["shards"])
-                bar.update(int(sum(lengths[rows].sum() for rows in pieces[:done])))
-                if done == len(pieces):
-                    continue
-                reader = _reader(checkpoint, sites, config)
-                for number, rows in enumerate(pieces[done:], done):
-                    file = f"{checkpoint.id}/{number:05d}.h5"
-                    token_ids, offsets, found, statistics = _read_shard(
-                        reader, checkpoint, rollouts, rows, d_model, dtype, config, bar
+    pieces = list(cut(plan, lengths, config.shard_tokens))
+    records = {record["id"]: record["shards"] for record in manifest["readers"]}
+    done = sum(len(shards) for shards in records.values())
+    sizes = [int(lengths[piece.rows].sum()) for piece in pieces]
+    shown = progress and processes.first
+    reader: Reader | None = None
+    current = ""
+    with tqdm(total=sum(sizes), desc="capture", unit="token", unit_scale=True, disable=not shown) as bar:
+        for start in range(done, len(pieces), processes.size):
+            bar.update(sum(sizes[:start]) - bar.n)
+            told: dict[str, Any] = {}
+            refusal: TsaeError | None = None
+            try:
+                for piece in pieces[start + processes.rank : start + processes.rank + 1]:
+                    if piece.reader != current:
+                        # The last reader goes before the next comes; the base's model is there already.
+                        reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
+                        model = None
+                        bar.set_postfix_str(current)
+                        reader, kept = _reader(series[current], sites, config, device, kept), None
+                        if config.token_statistics:
+                            reader = PredictingReader(reader)
+                    assert reader is not None
+                    told = capture_shard(
+                        reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar
                     )
-                    write_shard(to / file, found, dtype, token_ids, offsets, rows, statistics)
-                    record["shards"].append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
-                    write_json(to / "manifest.json", manifest)
-        inputs = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint, "series": series.name}
-        write_run(to, "capture", config, inputs)
-        write_json(to / "manifest.json", {**manifest, "complete": True})
-    except TsaeError:
-        # What puts this right changes a reader or the config, so that no shard could be used again.
-        if fresh:
-            shutil.rmtree(to)
-        raise
+            except TsaeError as error:
+                refusal, told = error, {"refused": True, "memory": isinstance(error.__cause__, OutOfMemory)}
+            everyone = [json.loads(text) for text in processes.gather(json.dumps(told))]
+            refused = [told for told in everyone if "refused" in told]
+            if refused:
+                # What puts this right changes a reader or the config, so that no shard could be used again; memory
+                # may be enough the next time.
+                if processes.first and fresh and not any(told["memory"] for told in refused):
+                    shutil.rmtree(to)
+                raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
+            for piece, record in zip(pieces[start:], everyone, strict=False):
+                records[piece.reader].append(record)
+            if processes.first:
+                write_json(to / "manifest.json", manifest)
+        bar.update(sum(sizes) - bar.n)
+    processes.first_does(lambda: _finish(to, manifest, config, rollouts, series.name))
     return ActivationStore(to)
 
 
-def _plan(series: CheckpointSeries, rollouts: Rollouts, config: ReadingConfig) -> dict[str, np.ndarray]:
-    """Row ids of the trajectories that each reader reads."""
-    policy = np.array(rollouts.table["policy"].to_pylist())
-    ids = {checkpoint.id for checkpoint in series}
-    plan = config.plan
-    if plan == "auto":
-        plan = "paired" if set(policy) <= ids and series.base.id in policy else "all"
-    everything = np.arange(len(rollouts))
-    if plan == "all":
-        return {checkpoint.id: everything for checkpoint in series}
-    if series.base.id not in policy:
-        raise TsaeError(
-            f"no trajectory was sampled by the base {series.base.id!r}; policies are {', '.join(rollouts.policies)}",
-            where="CaptureConfig.plan",
-            fix='Sample from the base too, or use plan="all".',
-        )
-    return {
-        checkpoint.id: everything
-        if checkpoint.is_base
-        else np.flatnonzero((policy == series.base.id) | (policy == checkpoint.id))
-        for checkpoint in series
-    }
+def _begin(to: Path, fresh: bool, wanted: dict[str, Any], rollouts: Rollouts) -> None:
+    """Write the manifest of a new capture, or check that the folder holds the same one."""
+    if fresh and to.exists() and any(to.iterdir()):
+        raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
+    to.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        rollouts.write(to / "rollouts.parquet")
+        write_json(to / "manifest.json", wanted)
+        return
+    found = _resumable(read_manifest(to), wanted, to)
+    for reader in found["readers"]:
+        for shard in reader["shards"]:
+            if not inside(to, shard["file"]).is_file():
+                raise TsaeError(
+                    f"the shard {shard['file']} of the manifest is missing",
+                    where=to,
+                    fix="Recapture it with `tsae store check --repair`, or delete this folder.",
+                )
+    # Activations depend on the tokens alone; outcomes, bands and other columns may have been measured since.
+    rollouts.write(to / "rollouts.parquet")
+    written = to / "run.json"
+    if found["complete"] and written.is_file():
+        run = json.loads(written.read_text(encoding="utf-8"))
+        write_json(written, {**run, "inputs": {**run["inputs"], "labels": rollouts.labels_fingerprint}})
 
 
-def _cut(rows: np.ndarray, lengths: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
-    """Consecutive pieces of whole trajectories; a piece starts anew where the budget would be passed."""
-    start, tokens = 0, 0
-    for end, row in enumerate(rows):
-        if tokens and tokens + lengths[row] > shard_tokens:
-            yield rows[start:end]
-            start, tokens = end, 0
-        tokens += int(lengths[row])
-    yield rows[start:]
+def _finish(to: Path, manifest: dict[str, Any], config: CaptureConfig, rollouts: Rollouts, series: str) -> None:
+    inputs = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint, "series": series}
+    write_run(to, "capture", config, inputs)
+    write_json(to / "manifest.json", {**manifest, "complete": True})
 
 
-def _reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Any:
+def load_reader_model(checkpoint: Checkpoint, config: ReadingConfig, device: str) -> PreTrainedModel:
+    if device != "auto":
+        return checkpoint.load_model(device=device, dtype=config.model_dtype)
+    from tsae.checkpoints.placement import spread
+
+    model = checkpoint.load_model(dtype=config.model_dtype)
+    spread(model)
+    return model
+
+
+def _reader(
+    checkpoint: Checkpoint, sites: list[str], config: ReadingConfig, device: str, model: PreTrainedModel | None
+) -> Reader:
+    """The model is the checkpoint's own, where it is loaded already."""
     if config.backend == "transformer_lens":
         from tsae.checkpoints.bridge import TransformerLensReader
 
-        return TransformerLensReader(checkpoint, sites, device=config.device, dtype=config.model_dtype)
+        return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
     from tsae.checkpoints.hooks import HuggingFaceReader
 
-    return HuggingFaceReader(checkpoint.load_model(device=config.device, dtype=config.model_dtype), sites)
+    return HuggingFaceReader(load_reader_model(checkpoint, config, device) if model is None else model, sites)
 
 
-def _read_shard(
-    reader: Any,
-    checkpoint: Checkpoint,
+def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
+    """A reader of its own for one checkpoint."""
+    return _reader(checkpoint, sites, config, config.device, None)
+
+
+def capture_shard(
+    reader: Reader,
+    checkpoint: str,
     rollouts: Rollouts,
-    rows: np.ndarray,
-    d_model: int,
-    dtype: str,
-    config: CaptureConfig,
+    piece: Piece,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    batch_tokens: int,
     bar: Any,
-) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """(token_ids, offsets, {site: (n_tokens, d_model)}, {statistic: (n_tokens,)}) of one shard."""
+) -> dict[str, Any]:
+    """Read the trajectories of a shard, write it, and return its entry for the manifest.
+
+    Args:
+        reader: of the piece's checkpoint.
+        checkpoint: its path, for messages.
+        rollouts: the trajectories.
+        piece: what to read.
+        folder: of the store.
+        manifest: of the store.
+        batch_tokens: budget of a forward pass; halved, and the shard begun again, where memory runs out.
+        bar: progress, in tokens.
+
+    Raises:
+        TsaeError: where activations are not finite or overflow, or one trajectory alone does not fit into memory.
+    """
+    texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
+    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
+    weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
+    origin = {"weights": weights, "rollouts": manifest["rollouts"]}
+    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
+    path, before = inside(folder, piece.file), bar.n
+    while True:
+        short: OutOfMemory | None = None
+        ids, dtype = np.concatenate(texts), manifest["dtype"]
+        with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
+            try:
+                for batch in read_batches(reader, texts, batch_tokens):
+                    _put(writer, batch, piece, rollouts, checkpoint)
+                    bar.update(int(np.diff(offsets)[batch.texts].sum()))
+            except OutOfMemory as error:
+                short = error
+            if short is None:
+                return {
+                    "file": piece.file,
+                    "n_tokens": int(offsets[-1]),
+                    "n_trajectories": len(piece.rows),
+                    "batch_tokens": batch_tokens,
+                    "sha256": writer.finish(),
+                }
+        if len(short.texts) == 1:
+            t = int(short.texts[0])
+            raise TsaeError(
+                f"trajectory {piece.rows[t]} of {len(texts[t])} tokens does not fit into memory by itself",
+                where=checkpoint,
+                fix="Leave it out, compute in bfloat16 (--model-dtype), or use a device with more memory.",
+            ) from short
+        batch_tokens = max(1, batch_tokens // 2)
+        bar.update(before - bar.n)
+        bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
+
+
+def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, checkpoint: str) -> None:
+    """Write a batch into its shard, checked to be as wide as the base's and finite in the stored precision."""
     import torch
 
-    texts = [np.concatenate(rollouts.tokens(int(row))) for row in rows]
-    lengths = np.array([len(text) for text in texts])
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    stored = getattr(torch, dtype)
-    found: dict[str, torch.Tensor] = {}
-    statistics = {name: np.empty(offsets[-1], np.float32) for name in STATISTICS if config.token_statistics}
-    for batch in _batches(lengths, config.batch_tokens):
-        width = int(lengths[batch].max())
-        ids = torch.zeros((len(batch), width), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, t in enumerate(batch):
-            ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
-            mask[i, : lengths[t]] = 1
-        ids, mask = ids.to(config.device), mask.to(config.device)
-        if config.token_statistics:
-            values, predicted = reader.read_and_predict(ids, mask)
-            for name, of_batch in zip(statistics, predicted, strict=True):
-                for i, t in enumerate(batch):
-                    values_of_text = of_batch[i, : lengths[t]].cpu().numpy()
-                    _check_predictions(values_of_text[1:], name, checkpoint, rollouts, int(rows[t]))
-                    statistics[name][offsets[t] : offsets[t + 1]] = values_of_text
-        else:
-            values = reader.read(ids, mask)
-        for site, value in values.items():
-            if value.shape[-1] != d_model:
-                raise TsaeError(
-                    f"reader {checkpoint.id} has d_model {value.shape[-1]}, expected {d_model} as the base",
-                    where=checkpoint.path,
-                    fix="Capture checkpoints of other models into stores of their own.",
-                )
-            if site not in found:
-                found[site] = torch.empty((int(offsets[-1]), value.shape[-1]), dtype=stored)
-            for i, t in enumerate(batch):
-                piece = value[i, : lengths[t]].to(stored)
-                if not torch.isfinite(piece).all():
-                    _raise_not_finite(value[i, : lengths[t]], checkpoint, rollouts, int(rows[t]), site, dtype)
-                found[site][offsets[t] : offsets[t + 1]] = piece.cpu()
-        bar.update(int(lengths[batch].sum()))
-    return np.concatenate(texts), offsets, found, statistics
+    lengths = np.diff(writer.offsets)[batch.texts].tolist()
+    for name, value in batch.values.items():
+        if name in STATISTICS:
+            for t, text in zip(batch.texts, value.split(lengths), strict=True):
+                _check_predictions(text[1:], name, checkpoint, piece.reader, rollouts, int(piece.rows[t]))
+                writer.put_statistic(name, int(t), text)
+            continue
+        site = name
+        if value.shape[-1] != writer.sites[site]:
+            raise TsaeError(
+                f"reader {piece.reader} has d_model {value.shape[-1]}, expected {writer.sites[site]} as the base",
+                where=checkpoint,
+                fix="Capture checkpoints of other models into stores of their own.",
+            )
+        stored = value.to(getattr(torch, writer.dtype))
+        if not torch.isfinite(stored).all():
+            for t, text, part in zip(batch.texts, value.split(lengths), stored.split(lengths), strict=True):
+                if not torch.isfinite(part).all():
+                    raise_not_finite(text, checkpoint, piece.reader, rollouts, int(piece.rows[t]), site, writer.dtype)
+        for t, text in zip(batch.texts, stored.cpu().split(lengths), strict=True):
+            writer.put(site, int(t), text)
 
 
-def _batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
-    """Trajectories of similar length together; a batch holds at most batch_tokens with padding, or one trajectory."""
-    order = np.argsort(lengths, kind="stable")
-    start = 0
-    for end in range(1, len(order) + 1):
-        # Sorted ascending: the newest is the longest, and sets the width.
-        if end == len(order) or (end - start + 1) * lengths[order[end]] > batch_tokens:
-            yield order[start:end]
-            start = end
-
-
-def _raise_not_finite(
-    value: torch.Tensor, checkpoint: Checkpoint, rollouts: Rollouts, row: int, site: str, dtype: str
+def raise_not_finite(
+    value: torch.Tensor, checkpoint: str, reader: str, rollouts: Rollouts, row: int, site: str, dtype: str
 ) -> None:
     import torch
 
@@ -266,55 +359,26 @@ def _raise_not_finite(
         raise TsaeError(
             f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
             f"(trajectory {row}, problem {problem})",
-            where=checkpoint.path,
+            where=checkpoint,
             fix="Store bfloat16 or float32 (--dtype).",
         )
     raise TsaeError(
-        f"activations at {site} are not finite while reader {checkpoint.id} reads trajectory {row} (problem {problem})",
-        where=checkpoint.path,
+        f"activations at {site} are not finite while reader {reader} reads trajectory {row} (problem {problem})",
+        where=checkpoint,
         fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
     )
 
 
-def _check_predictions(values: np.ndarray, name: str, checkpoint: Checkpoint, rollouts: Rollouts, row: int) -> None:
-    if np.isnan(values).any():
+def _check_predictions(
+    values: torch.Tensor, name: str, checkpoint: str, reader: str, rollouts: Rollouts, row: int
+) -> None:
+    if bool(values.isnan().any()):
         problem = rollouts.table["problem_id"][row].as_py()
         raise TsaeError(
-            f"the {name} of a token is not a number while reader {checkpoint.id} reads trajectory {row} "
-            f"(problem {problem})",
-            where=checkpoint.path,
+            f"the {name} of a token is not a number while reader {reader} reads trajectory {row} (problem {problem})",
+            where=checkpoint,
             fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
         )
-
-
-def _check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
-    expected = rollouts.info.get("tokenizer")
-    if expected is not None and expected != fingerprint:
-        raise TsaeError(
-            f"its tokenizer ({fingerprint}) is not the one that the trajectories were tokenised with ({expected})",
-            where=checkpoint.path,
-            fix="Use rollouts tokenised for this model; import the log again with its tokenizer.",
-        )
-
-
-def _check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:
-    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    longest = int(lengths.argmax())
-    if context is not None and lengths[longest] > context:
-        raise TsaeError(
-            f"trajectory {longest} has {lengths[longest]} tokens, more than the model's context of {context}",
-            where=rollouts.origin,
-            fix="Leave out trajectories longer than the context.",
-        )
-    for name in ("prompt_ids", "response_ids"):
-        values = rollouts.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        if values.min() < 0 or values.max() >= vocabulary:
-            raise TsaeError(
-                f"{name} holds token id {values.max() if values.max() >= vocabulary else values.min()}, "
-                f"outside the model's vocabulary of {vocabulary}",
-                where=rollouts.origin,
-                fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
-            )
 
 
 def _resumable(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> dict[str, Any]:

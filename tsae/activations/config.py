@@ -45,14 +45,20 @@ class ReadingConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
     batch_tokens: int = 16_384
-    """Tokens of one forward pass, padding included."""
+    """Tokens of one forward pass, padding included; of a shard that does not fit into memory, half as many."""
     device: str = "cpu"
-    """A torch device."""
+    """A torch device; "auto" spreads a model that is too large for one over all GPUs, and the CPU (accelerate)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where=type(self).__name__)
+        if self.device == "auto" and self.backend == "transformer_lens":
+            raise TsaeError(
+                'device="auto" needs backend="huggingface": a TransformerBridge runs on one device',
+                where=type(self).__name__,
+                fix="Use the Hugging Face backend, or name one device.",
+            )
 
 
 @dataclass(frozen=True)

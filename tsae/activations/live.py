@@ -28,16 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.capture import (
-    _batches,
-    _check_context,
-    _check_tokenizer,
-    _cut,
-    _plan,
-    _raise_not_finite,
-    _reader,
-)
+from tsae.activations.capture import load_reader_model, open_reader, raise_not_finite
 from tsae.activations.config import LiveConfig
+from tsae.activations.plan import check_context, check_tokenizer, cut, plan_readers
+from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.source import Source
 from tsae.activations.store import DTYPES, FORMAT, VERSION, Shard
 from tsae.activations.windows import TokenBatch, Windows
@@ -83,11 +77,11 @@ class LiveSource(Source):
         self.rollouts = rollouts
         tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
         for checkpoint in series:
-            _check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-        model = series.base.load_model(device=self.config.device, dtype=self.config.model_dtype)
+            check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
+        model = load_reader_model(series.base, self.config, self.config.device)
         text_config = model.config.get_text_config()
         depth = text_config.num_hidden_layers
-        _check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+        check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
         self.site = site or f"blocks.{depth // 2}.hook_resid_post"
         check_sites([self.site], depth, series.base.path)
         dtype = str(model.dtype).removeprefix("torch.") if self.config.dtype == "auto" else self.config.dtype
@@ -98,8 +92,10 @@ class LiveSource(Source):
         if self.config.backend == "huggingface":
             self._readers[series.base.id] = HuggingFaceReader(model, [self.site])
         lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-        plan = _plan(series, rollouts, self.config)
-        self._pieces = {id: list(_cut(rows, lengths, _SHARD_TOKENS)) for id, rows in plan.items()}
+        plan = plan_readers([checkpoint.id for checkpoint in series], rollouts, self.config)
+        self._pieces: dict[str, list[np.ndarray]] = {checkpoint.id: [] for checkpoint in series}
+        for piece in cut(plan, lengths, _SHARD_TOKENS):
+            self._pieces[piece.reader].append(piece.rows)
         self.manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -150,6 +146,8 @@ class LiveSource(Source):
     def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
+        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding.
+
         Args:
             reader: who reads.
             texts: token ids of whole trajectories.
@@ -161,31 +159,35 @@ class LiveSource(Source):
         import torch
 
         checkpoint, dtype, d_model = self.series[reader], self.manifest["dtype"], self.d_model(self.site)
-        model, lengths = self._opened(reader), np.array([len(text) for text in texts])
-        for batch in _batches(lengths, self.config.batch_tokens):
-            ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for i, t in enumerate(batch):
-                ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
-                mask[i, : lengths[t]] = 1
-            value = model.read(ids.to(self.config.device), mask.to(self.config.device))[self.site]
-            if value.shape[-1] != d_model:
-                raise TsaeError(
-                    f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
-                    where=checkpoint.path,
-                    fix="Train on checkpoints of one model.",
-                )
-            for i, t in enumerate(batch.tolist()):
-                kept = value[i, : lengths[t]].to(getattr(torch, dtype))
-                if not torch.isfinite(kept).all():
-                    _raise_not_finite(value[i, : lengths[t]], checkpoint, self.rollouts, rows[t], self.site, dtype)
-                yield t, kept.cpu()
+        try:
+            budget = min(self.config.batch_tokens, sum(map(len, texts)) // 8)
+            for batch in read_batches(self._opened(reader), texts, budget):
+                value = batch.values[self.site]
+                if value.shape[-1] != d_model:
+                    raise TsaeError(
+                        f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
+                        where=checkpoint.path,
+                        fix="Train on checkpoints of one model.",
+                    )
+                lengths = [len(texts[t]) for t in batch.texts]
+                kept = value.to(getattr(torch, dtype))
+                for t, found, text in zip(batch.texts.tolist(), value.split(lengths), kept.split(lengths), strict=True):
+                    if not torch.isfinite(text).all():
+                        raise_not_finite(found, checkpoint.path, reader, self.rollouts, rows[t], self.site, dtype)
+                    yield t, text.cpu()
+        except OutOfMemory as error:
+            # Other batches would be other last bits, which a training that goes on would not have.
+            raise TsaeError(
+                f"{len(error.texts)} trajectories do not fit into memory together while reader {reader} reads",
+                where=checkpoint.path,
+                fix=f"Lower batch_tokens={self.config.batch_tokens} (--live.batch-tokens), or hold fewer models.",
+            ) from error
 
     def _opened(self, reader: str) -> Any:
         found = self._readers.pop(reader, None)
         while found is None and len(self._readers) >= (self.config.models or len(self.series)):
             del self._readers[next(iter(self._readers))]
-        self._readers[reader] = found or _reader(self.series[reader], [self.site], self.config)
+        self._readers[reader] = found or open_reader(self.series[reader], [self.site], self.config)
         return self._readers[reader]
 
 

@@ -3,7 +3,7 @@
 ::
 
     acts/
-      manifest.json       sites, d_model, dtype, readers with their shards, hashes of what was read
+      manifest.json       sites, d_model, dtype, hashes of what was read, readers with their shards and checksums
       rollouts.parquet    the Rollouts table that row ids refer to
       base/00000.h5       one reader's shard: whole trajectories, no padding
         /activations/<site>   (n_tokens, d_model) contiguous; float32, float16, or bfloat16 as uint16
@@ -12,15 +12,17 @@
         /trajectory           (n_trajectories,) int64, row ids into the rollouts
         /entropy, /logprob    (n_tokens,) float32, where `CaptureConfig.token_statistics` asked for them
 
-Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest only once it is whole
-and checked.
+Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest, with its SHA-256, only
+once it is whole and was opened again; the attributes ``weights`` and ``rollouts`` of the file say whose it is.
+`tsae.activations.checking` finds and recaptures damaged shards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
     from tsae.activations.windows import Windows
 
 FORMAT = "tsae-activations"
-VERSION = 1
+VERSION = 2
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
+
+_REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
@@ -163,36 +167,62 @@ class ActivationStore(Source):
         for record in self._records():
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
-                    yield self._shard(record["id"], shard)
+                    yield open_shard(self.path, self.manifest, record["id"], shard)
 
     def windows(self, site: str, **options: Any) -> Windows:
         from tsae.activations.windows import Windows
 
         return Windows(self, site, **options)
 
-    def _shard(self, reader: str, record: Mapping[str, Any]) -> Shard:
-        path = (self.path / record["file"]).resolve()
-        if not path.is_relative_to(self.path.resolve()):
+
+def open_shard(folder: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> Shard:
+    """A shard of a store, finished or not.
+
+    Raises:
+        TsaeError: where its path leaves the store, it is missing or cannot be read, or it is another capture's.
+    """
+    path = inside(folder, record["file"])
+    if not path.is_file():
+        raise TsaeError("a shard of the manifest is missing", where=path, fix=_REPAIR)
+    origin = next(r for r in manifest["readers"] if r["id"] == reader)
+    expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
+    for name, found in _attributes(path).items():
+        if name in expected and expected[name] not in (None, found):
+            whose = "another model" if name == "weights" else "other rollouts"
             raise TsaeError(
-                f"the shard path {record['file']!r} leaves the store",
-                where=self.path / "manifest.json",
-                fix="Capture again.",
+                f"is the shard of {whose} ({name} {found}, expected {expected[name]})", where=path, fix=_REPAIR
             )
-        if not path.is_file():
-            raise TsaeError("a shard of the manifest is missing", where=path, fix="Delete the store and capture again.")
-        shard = Shard(
-            path=path,
-            reader=reader,
-            dtype=self.manifest["dtype"],
-            token_ids=_mapped(path, "token_ids"),
-            offsets=np.asarray(_mapped(path, "offsets")),
-            trajectory=np.asarray(_mapped(path, "trajectory")),
+    shard = Shard(
+        path=path,
+        reader=reader,
+        dtype=manifest["dtype"],
+        token_ids=_mapped(path, "token_ids"),
+        offsets=np.asarray(_mapped(path, "offsets")),
+        trajectory=np.asarray(_mapped(path, "trajectory")),
+    )
+    if shard.n_tokens != record["n_tokens"]:
+        raise TsaeError(f"has {shard.n_tokens} tokens, expected {record['n_tokens']}", where=path, fix=_REPAIR)
+    for site, info in manifest["sites"].items():
+        raw, shape = shard.raw(site), (record["n_tokens"], info["d_model"])
+        if raw.shape != shape:
+            raise TsaeError(f"{site} has shape {raw.shape}, expected {shape}", where=path, fix=_REPAIR)
+        if raw.dtype != DTYPES[shard.dtype]:
+            raise TsaeError(f"{site} is stored as {raw.dtype}, expected {shard.dtype}", where=path, fix=_REPAIR)
+    return shard
+
+
+def inside(folder: Path, file: str) -> Path:
+    """The path of a file of a store.
+
+    Raises:
+        TsaeError: where it leads out of the store, by ".." or by a link.
+    """
+    path = (folder / file).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise TsaeError(
+            f"the shard path {file!r} leaves the store", where=folder / "manifest.json", fix="Capture again."
         )
-        for site in self.sites:
-            expected, found = (record["n_tokens"], self.d_model(site)), shard.raw(site).shape
-            if found != expected:
-                raise TsaeError(f"{site} has shape {found}, expected {expected}", where=path, fix="Capture again.")
-        return shard
+    return path
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -203,7 +233,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if known:
+            _check_structure(manifest)
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise TsaeError(
             f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again."
         ) from error
@@ -215,6 +247,100 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _check_structure(manifest: dict[str, Any]) -> None:
+    _check_types(
+        manifest,
+        {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list},
+    )
+    if manifest["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {manifest['dtype']}")
+    for info in manifest["sites"].values():
+        _check_types(info, {"d_model": int})
+    for reader in manifest["readers"]:
+        _check_types(reader, {"id": str, "shards": list})
+        for shard in reader["shards"]:
+            _check_types(shard, {"file": str, "n_tokens": int, "n_trajectories": int})
+
+
+def _check_types(record: dict[str, Any], types: dict[str, type]) -> None:
+    for name, wanted in types.items():
+        if not isinstance(record[name], wanted):
+            raise TypeError(f"{name} is {record[name]!r}")
+
+
+class ShardWriter:
+    """Writes one shard under a temporary name, trajectory by trajectory in any order; `finish` gives it its own.
+
+    It holds no activations, so that a shard may be larger than memory.
+
+    Args:
+        path: of the shard.
+        sites: d_model of every site.
+        dtype: stored precision.
+        token_ids: (n_tokens,).
+        offsets: (n_trajectories + 1,).
+        trajectory: (n_trajectories,) row ids into the rollouts.
+        origin: attributes of the file that say whose shard it is: ``weights`` and ``rollouts``.
+        statistics: names of those of `STATISTICS` that come with the activations.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sites: Mapping[str, int],
+        dtype: str,
+        token_ids: np.ndarray,
+        offsets: np.ndarray,
+        trajectory: np.ndarray,
+        origin: Mapping[str, str] | None = None,
+        statistics: Sequence[str] = (),
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
+        self._partial = path.with_suffix(".tmp")
+        self._file = h5py.File(self._partial, "w", libver="latest")
+        # Space is given out now, so that the order of writing does not show in the file.
+        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        self._file.attrs.update(origin or {})
+        for site, d_model in self.sites.items():
+            shape = (int(offsets[-1]), d_model)
+            made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
+            made.attrs["dtype"] = dtype
+        for name in statistics:
+            self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
+        self._file.create_dataset("token_ids", data=token_ids.astype(np.int32))
+        self._file.create_dataset("offsets", data=offsets.astype(np.int64))
+        self._file.create_dataset("trajectory", data=trajectory.astype(np.int64))
+
+    def put_statistic(self, name: str, i: int, values: torch.Tensor) -> None:
+        """Write a statistic of trajectory i of the shard: (n_tokens of it,)."""
+        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().cpu().numpy()
+
+    def put(self, site: str, i: int, values: torch.Tensor) -> None:
+        """Write trajectory i of the shard: (n_tokens of it, d_model)."""
+        self._file[f"activations/{site}"][self.offsets[i] : self.offsets[i + 1]] = _as_stored(values, self.dtype)
+
+    def finish(self) -> str:
+        """Flush to disk, read back, and rename; returns the file's SHA-256."""
+        self._file.close()
+        with self._partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        for site in self.sites:
+            _mapped(self._partial, f"activations/{site}")
+        digest = sha256(self._partial)
+        os.replace(self._partial, self.path)
+        return digest
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
 def write_shard(
     path: Path,
     activations: Mapping[str, torch.Tensor],
@@ -222,27 +348,20 @@ def write_shard(
     token_ids: np.ndarray,
     offsets: np.ndarray,
     trajectory: np.ndarray,
-    statistics: Mapping[str, np.ndarray] | None = None,
-) -> None:
-    """Write one shard under a temporary name, flush it to disk, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    try:
-        with h5py.File(partial, "w", libver="latest") as file:
-            for site, tensor in activations.items():
-                dataset = file.create_dataset(f"activations/{site}", data=_as_stored(tensor, dtype))
-                dataset.attrs["dtype"] = dtype
-            file.create_dataset("token_ids", data=token_ids.astype(np.int32))
-            file.create_dataset("offsets", data=offsets.astype(np.int64))
-            file.create_dataset("trajectory", data=trajectory.astype(np.int64))
-            for name, values in (statistics or {}).items():
-                file.create_dataset(name, data=values.astype(np.float32))
-        with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+) -> str:
+    """Write one shard that is in memory; returns its SHA-256."""
+    sites = {site: values.shape[1] for site, values in activations.items()}
+    with ShardWriter(path, sites, dtype, token_ids, offsets, trajectory) as writer:
+        for site, values in activations.items():
+            for i in range(len(trajectory)):
+                writer.put(site, i, values[offsets[i] : offsets[i + 1]])
+        return writer.finish()
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
@@ -260,6 +379,15 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
     return values if values.flags.writeable else values.copy()
 
 
+def _attributes(path: Path) -> dict[str, str]:
+    """Attributes of a shard's file; none where it cannot be read, which reading its datasets then says."""
+    try:
+        with h5py.File(path, "r") as file:
+            return {name: str(value) for name, value in file.attrs.items()}
+    except OSError:
+        return {}
+
+
 def _mapped(path: Path, name: str) -> np.ndarray:
     """A contiguous dataset as a read-only memory map."""
     try:
@@ -270,7 +398,7 @@ def _mapped(path: Path, name: str) -> np.ndarray:
         raise TsaeError(
             f"cannot read /{name} ({str(error).splitlines()[0]})",
             where=path,
-            fix="Delete this store and capture again.",
+            fix=_REPAIR,
         ) from error
     if 0 in shape:
         return np.empty(shape, dtype)

@@ -39,6 +39,7 @@ class TransformerLensReader:
             device=torch.device(device),
             dtype=next(model.parameters()).dtype,
         )
+        self.device = torch.device(device)
         self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
 
     @torch.no_grad()
@@ -78,6 +79,7 @@ class TransformerLensReader:
     def _run(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]], **options: Any
     ) -> Any:
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         return self.bridge.run_with_hooks(
             input_ids,
             fwd_hooks=hooks,

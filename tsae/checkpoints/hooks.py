@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsae.checkpoints.placement import input_device
 from tsae.checkpoints.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
@@ -93,6 +94,7 @@ class HuggingFaceReader:
 
     def __init__(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
         self.model = model
+        self.device = input_device(model)
         self.blocks = decoder_blocks(model)
         self.sites = check_sites(sites, len(self.blocks), str(model.config._name_or_path))
 
@@ -103,7 +105,7 @@ class HuggingFaceReader:
         """Run the model on a padded batch.
 
         Args:
-            input_ids: (B, T) token ids, padded on either side.
+            input_ids: (B, T) token ids on any device, padded on either side.
             attention_mask: (B, T) 1 for real tokens. Positions count real tokens, so that the side of the padding
                 does not change what is read at them.
             stop_early: skip the layers above the last site.
@@ -111,6 +113,7 @@ class HuggingFaceReader:
         Returns:
             for every site (B, T, d_model) in the model's precision; entries at padding mean nothing.
         """
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         found: dict[str, torch.Tensor] = {}
 
         def keep(site: Site, value: Any) -> None:

@@ -31,6 +31,22 @@ class Predictions(NamedTuple):
     """(B, T) float32: of token t itself."""
 
 
+class PredictingReader:
+    """A reader whose `read` also gives the predictions, by their names beside the sites.
+
+    Args:
+        reader: has `read_and_predict`.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """For every site (B, T, d_model), and for every prediction (B, T)."""
+        values, predicted = self.reader.read_and_predict(input_ids, attention_mask)
+        return {**values, **predicted._asdict()}
+
+
 @contextmanager
 def body_output(model: PreTrainedModel) -> Iterator[list[Any]]:
     """Within it, what every forward pass of the model gives its head is appended to the list."""
@@ -60,10 +76,11 @@ def predictions(
         attention_mask: (B, T) 1 for real tokens.
         chunk_logits: logits to hold at once, one position at least.
     """
-    real = attention_mask.bool()
+    device = output.last_hidden_state.device
+    input_ids, real = input_ids.to(device), attention_mask.bool().to(device)
     row, position = (real[:, :-1] & real[:, 1:]).nonzero(as_tuple=True)
     hidden, target = output.last_hidden_state[row, position], input_ids[row, position + 1]
-    entropy = torch.full(input_ids.shape, torch.nan, device=input_ids.device)
+    entropy = torch.full(input_ids.shape, torch.nan, device=device)
     logprob = torch.full_like(entropy, torch.nan)
     n = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     for low in range(0, len(hidden), n):

@@ -10,7 +10,7 @@
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
 
-On several processes (`tsae.sae.distributed`) a step takes the same batch, every process a share of its windows, and
+On several processes (`tsae.distributed`) a step takes the same batch, every process a share of its windows, and
 the reconstruction terms are those of the whole batch. What is chosen or contrasted within a batch is so within a share:
 BatchTopK keeps k codes per token of each share, a pair's InfoNCE negatives are the other pairs of its share, and AuxK
 measures the residual against its share's variance. The threshold is the mean over the shares' smallest codes.
@@ -27,10 +27,10 @@ import torch
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.distributed import Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.distributed import Processes, join
 from tsae.sae.initial import initial_bias
 from tsae.sae.loss import LossTerms, temporal_loss
 from tsae.sae.model import TemporalSAE

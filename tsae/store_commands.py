@@ -1,0 +1,88 @@
+"""The command `tsae store`, beside the stages in `tsae.cli`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Show:
+    """Say what an activation store holds."""
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+
+    def run(self) -> None:
+        from tsae.activations.store import read_manifest
+
+        manifest = read_manifest(self.store)
+        print(f"{self.store}: {manifest['dtype']}" + ("" if manifest["complete"] else ", not finished"))
+        for site, info in manifest["sites"].items():
+            print(f"  {site}: d_model {info['d_model']}")
+        for reader in manifest["readers"]:
+            tokens = sum(shard["n_tokens"] for shard in reader["shards"])
+            trajectories = sum(shard["n_trajectories"] for shard in reader["shards"])
+            print(
+                f"  {reader['id']}: {tokens:,} tokens of {trajectories:,} trajectories, {len(reader['shards'])} shards"
+            )
+
+
+@dataclass(frozen=True)
+class Check:
+    """Compare every shard of an activation store with its checksum; status 2 where any is damaged."""
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+    repair: bool = False
+    """Capture the damaged shards again; needs the series."""
+    series: Path | None = None
+    """Folder of the checkpoints that the store was captured from."""
+
+    def run(self) -> None:
+        from tsae.activations.checking import check_store, repair_store
+        from tsae.activations.store import read_manifest
+        from tsae.checkpoints.series import CheckpointSeries
+
+        if self.repair != (self.series is not None):
+            raise TsaeError(
+                "--repair and --series go together: damaged shards are captured again from the checkpoints",
+                where="tsae store check",
+                fix="Give both or neither.",
+            )
+        damages = check_store(self.store)
+        manifest = read_manifest(self.store)
+        n = sum(len(reader["shards"]) for reader in manifest["readers"])
+        for damage in damages:
+            print(f"damaged: {damage.file}: {damage.what}")
+        if not manifest["complete"]:
+            print("the capture did not finish; the same `tsae capture` goes on")
+        if damages and self.series is None:
+            raise TsaeError(
+                f"{len(damages)} of {n} shards are damaged",
+                where=self.store,
+                fix=f"Have them captured again: tsae store check {self.store} --repair --series SERIES.",
+            )
+        if damages and self.series is not None:
+            for repaired in repair_store(self.store, CheckpointSeries.load(self.series), damages):
+                bytes_ = "the bytes of the first capture" if repaired.same else "other last bits than the first capture"
+                print(f"repaired: {repaired.file}: {bytes_}")
+        print(f"{self.store}: all {n} shards are whole")
+
+
+@dataclass(frozen=True)
+class StoreCommand:
+    """Say what an activation store holds, or find and repair its damaged shards."""
+
+    command: OmitArgPrefixes[
+        Annotated[Show, subcommand("show", prefix_name=False)]
+        | Annotated[Check, subcommand("check", prefix_name=False)]
+    ]
+
+    def run(self) -> None:
+        self.command.run()
