@@ -150,6 +150,8 @@ class LiveSource(Source):
     def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
+        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding.
+
         Args:
             reader: who reads.
             texts: token ids of whole trajectories.
@@ -162,7 +164,7 @@ class LiveSource(Source):
 
         checkpoint, dtype, d_model = self.series[reader], self.manifest["dtype"], self.d_model(self.site)
         model, lengths = self._opened(reader), np.array([len(text) for text in texts])
-        for batch in _batches(lengths, self.config.batch_tokens):
+        for batch in _batches(lengths, min(self.config.batch_tokens, int(lengths.sum()) // 8)):
             ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
             mask = torch.zeros_like(ids)
             for i, t in enumerate(batch):

@@ -56,14 +56,15 @@ def predictions(
     Args:
         model: a causal LM.
         output: what its body gave for the batch; see `body_output`.
-        input_ids: (B, T) token ids, padded on either side.
+        input_ids: (B, T) token ids on any device, padded on either side.
         attention_mask: (B, T) 1 for real tokens.
         chunk_logits: logits to hold at once, one position at least.
     """
-    real = attention_mask.bool()
+    device = output.last_hidden_state.device
+    input_ids, real = input_ids.to(device), attention_mask.bool().to(device)
     row, position = (real[:, :-1] & real[:, 1:]).nonzero(as_tuple=True)
     hidden, target = output.last_hidden_state[row, position], input_ids[row, position + 1]
-    entropy = torch.full(input_ids.shape, torch.nan, device=input_ids.device)
+    entropy = torch.full(input_ids.shape, torch.nan, device=device)
     logprob = torch.full_like(entropy, torch.nan)
     n = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     for low in range(0, len(hidden), n):
