@@ -177,6 +177,15 @@ def test_the_table_against_loops(captured: ActivationStore) -> None:
     assert shares.between(0.28, 0.32).all()
 
 
+def test_a_subset_has_the_same_rows(captured: ActivationStore) -> None:
+    whole = tsae.trajectory_statistics(captured)
+    part = tsae.trajectory_statistics(captured.subset(readers="easy-10", outcomes="failure"))
+    expected = whole[(whole.reader == "easy-10") & (whole.outcome == "failure")]
+    assert 0 < len(part) < 72
+    # The base's log-probabilities and the run's threshold are there nevertheless.
+    assert part.equals(expected.reset_index(drop=True))
+
+
 def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_path: Path) -> None:
     rollouts = make_rollouts(("base", "elsewhere"), n_problems=2)
     store = tsae.capture(series, rollouts, [SITE], to=tmp_path / "acts", config=CONFIG, progress=False)

@@ -72,7 +72,7 @@ def predictions(
     Args:
         model: a causal LM.
         output: what its body gave for the batch; see `body_output`.
-        input_ids: (B, T) token ids, padded on either side.
+        input_ids: (B, T) token ids on any device, padded on either side.
         attention_mask: (B, T) 1 for real tokens.
         chunk_logits: logits to hold at once, one position at least.
     """
