@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import BOS, D_MODEL, EOS, make_rollouts, save_model, save_perturbed, save_series
+from builders import ARCHITECTURES, BOS, D_MODEL, EOS, N_LAYERS, make_rollouts, save_model, save_perturbed, save_series
 
 from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
@@ -127,6 +127,41 @@ def test_half_precision_is_torchs(
         np.testing.assert_array_equal(b.read(SITE, slice(None)), full.to(getattr(torch, dtype)).float().numpy())
         picked = np.array([0, 3, 3, 1])
         np.testing.assert_array_equal(b.read(SITE, picked), b.read(SITE, slice(None))[picked])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_of_any_precision_are_stored_in_their_own_bit_for_bit(
+    tmp_path: Path, architecture: str, dtype: Any
+) -> None:
+    """Every site of every layer; batches of one trajectory are what the model computes on that trajectory alone."""
+    path = save_model(tmp_path / "model", architecture)
+    series, rollouts = CheckpointSeries.load(path), make_rollouts(n_problems=3, n_samples=2)
+    sites = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
+    config = CaptureConfig(model_dtype=dtype, batch_tokens=1)
+    store = capture(series, rollouts, sites, to=tmp_path / "acts", config=config, progress=False)
+    assert store.manifest["dtype"] == dtype
+    model = series.base.load_model(dtype=dtype)
+    blocks = model.transformer.h if architecture == "gpt2" else model.model.layers
+    (shard,) = store.shards()
+    for i, row in enumerate(shard.trajectory.tolist()):
+        kept: dict[str, torch.Tensor] = {}
+        handles = []
+        for layer, block in enumerate(blocks):
+
+            def keep(_: Any, args: Any, kwargs: Any, out: Any, layer: int = layer, kept: Any = kept) -> None:
+                kept[f"blocks.{layer}.hook_resid_pre"] = (args[0] if args else kwargs["hidden_states"])[0]
+                kept[f"blocks.{layer}.hook_resid_post"] = (out[0] if isinstance(out, tuple) else out)[0]
+
+            handles.append(block.register_forward_hook(keep, with_kwargs=True))
+        with torch.no_grad():
+            model(torch.from_numpy(np.concatenate(rollouts.tokens(row)).astype(np.int64))[None])
+        for handle in handles:
+            handle.remove()
+        where = slice(int(shard.offsets[i]), int(shard.offsets[i + 1]))
+        for site in sites:
+            assert kept[site].dtype == getattr(torch, dtype)
+            np.testing.assert_array_equal(shard.read(site, where), kept[site].float().numpy(), err_msg=site)
 
 
 def test_reading_gives_arrays_of_ones_own(store: ActivationStore) -> None:

