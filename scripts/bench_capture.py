@@ -196,33 +196,37 @@ def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
     tokens = bench.tokens // (context * batch) * context * batch
     stream = np.concatenate([np.concatenate(data.rollouts.tokens(row)) for row in range(len(data.first(3 * tokens)))])
     packed = [stream[low : low + context].tolist() for low in range(0, 2 * tokens, context)]
-    config = CacheActivationsRunnerConfig(
-        dataset_path="",
-        model_name=str(data.path),
-        model_class_name="AutoModelForCausalLM",
-        model_batch_size=batch,
-        hook_name=f"model.layers.{bench.layer}",
-        d_in=576,
-        training_tokens=tokens,
-        context_size=context,
-        new_cached_activations_path=str(folder / "saelens"),
-        dtype="float32",
-        device="cpu",
-        buffer_size_gb=tokens * 576 * 4 / 1e9,  # all at once; a larger one would be filled nevertheless
+    dataset = Dataset.from_dict({"tokens": packed})
+    theirs = []
+    for number in range(bench.rounds + 1):
+        config = CacheActivationsRunnerConfig(
+            dataset_path="",
+            model_name=str(data.path),
+            model_class_name="AutoModelForCausalLM",
+            model_batch_size=batch,
+            hook_name=f"model.layers.{bench.layer}",
+            d_in=576,
+            training_tokens=tokens,
+            context_size=context,
+            new_cached_activations_path=str(folder / "saelens" / str(number)),
+            dtype="float32",
+            device="cpu",
+            buffer_size_gb=tokens * 576 * 4 / 1e9,  # all at once; a larger one would be filled nevertheless
+        )
+        theirs.append(CacheActivationsRunner(config, override_dataset=dataset))
+    ours, runners = Capturing(data, data.first(tokens), site), iter(theirs)
+    seconds = in_turn(
+        bench.rounds,
+        {"saelens": lambda: next(runners).run(), "ours": partial(ours.run, folder / "ours", batch * context)},
     )
-    runner = CacheActivationsRunner(config, override_dataset=Dataset.from_dict({"tokens": packed}))
-    ours = Capturing(data, data.first(tokens), site)
-    seconds = {}
-    for name, action in (("saelens", runner.run), ("ours", partial(ours.run, folder / "ours", 4096))):
-        start = time.perf_counter()
-        action()
-        seconds[name] = time.perf_counter() - start
     counts = {"saelens": tokens, "ours": ours.n_tokens}
-    speed = {name: counts[name] / seconds[name] for name in counts}
+    speed = {name: counts[name] / statistics.median(seconds[name]) for name in counts}
     sizes = {
-        name: sum(p.stat().st_size for p in (folder / name).rglob("*") if p.is_file()) / counts[name] for name in counts
+        name: sum(p.stat().st_size for p in (folder / name / last).rglob("*") if p.is_file()) / counts[name]
+        for name, last in (("saelens", "0"), ("ours", "."))
     }
-    ratio = speed["ours"] / speed["saelens"]
+    pairs = zip(seconds["ours"], seconds["saelens"], strict=True)
+    ratio = statistics.median(t / o for o, t in pairs) * counts["ours"] / counts["saelens"]
     print(f"saelens: {speed['saelens']:,.0f} tokens/s; ours {speed['ours']:,.0f} tokens/s ({ratio:.2f} x)")
     print(f"  bytes a token: sae_lens {sizes['saelens']:,.0f}, ours {sizes['ours']:,.0f}")
     return {"tokens": counts, "tokens_per_second": speed, "ratio": ratio, "bytes_per_token": sizes}

@@ -173,10 +173,10 @@ def test_evaluation_prints_and_writes_what_was_measured(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    run("evaluate", "--sae", pipeline / "sae", "--store", pipeline / "acts", "--reader", "run-5",
+    run("evaluate", "--sae", pipeline / "sae", "--store", pipeline / "acts", "--readers", "run-5",
         "--json", tmp_path / "numbers.json")  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
-    expected = tsae.evaluate(pipeline / "sae", pipeline / "acts", reader="run-5")
+    expected = tsae.evaluate(pipeline / "sae", tsae.ActivationStore(pipeline / "acts").subset(readers="run-5"))
     assert f"{expected.n_tokens:,} tokens" in lines[0]
     fve = next(line for line in lines if line.startswith("FVE ")).split()
     assert [float(value) for value in fve[1:]] == pytest.approx([expected.fve, expected.fve_high], abs=1e-4)

@@ -124,7 +124,7 @@ def test_slices_against_loops(banded: ActivationStore, sae: TemporalSAE) -> None
     assert list(table.value) == [value for _, value in keys]
     assert table.n_tokens[1:3].sum() == table.n_tokens[0]
     assert evaluate(sae, banded, held_out=None, span="prompt").slices[-1].value == "prompt"
-    assert evaluate(sae, banded, held_out=None, reader="easy-10").fve == pytest.approx(found.slices[2].fve)
+    assert evaluate(sae, banded.subset(readers="easy-10"), held_out=None).fve == pytest.approx(found.slices[2].fve)
 
 
 def test_a_trajectory_cut_by_special_tokens_is_one_trajectory(tmp_path: Path, sae: TemporalSAE) -> None:
@@ -262,7 +262,7 @@ def test_sae_lens_evals_gives_the_same_numbers(
         get_eval_everything_config(n_eval_reconstruction_batches=1),
         exclude_special_tokens=False,
     )
-    found = evaluate(sae, store, reader="base", held_out=None, max_norm=math.inf)
+    found = evaluate(sae, store.subset(readers="base"), held_out=None, max_norm=math.inf)
     assert found.n_tokens == metrics["token_stats"]["total_tokens_eval_sparsity_variance"] == 24 * 16
     assert found.fve > 0.2
     assert found.fve == pytest.approx(metrics["reconstruction_quality"]["explained_variance"], rel=1e-5)
@@ -384,7 +384,7 @@ def test_everything_from_the_command_line(
     lines = ("FVE ", "reader easy-10", "band hard", "span response", "recovered", "trajectory problem", "found again")
     for text in lines:
         assert text in printed
-    main(["evaluate", "--sae", str(mine), "--store", str(banded.path), "--span", "response", "--reader", "base"])
+    main(["evaluate", "--sae", str(mine), "--store", str(banded.path), "--span", "response", "--readers", "base"])
     assert "reader easy-10" not in capsys.readouterr().out
 
 

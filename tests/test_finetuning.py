@@ -321,7 +321,7 @@ def test_a_series_of_saes_on_the_testbed(tmp_path: Path) -> None:
     tuned = train(stores["hard-150"], start=start, training=few, progress=False)
     scratch = train(stores["hard-150"], config, training=few, progress=False)
     fve = {
-        name: evaluate(sae, stores["hard-150"], reader="hard-150", max_norm=10).fve
+        name: evaluate(sae, stores["hard-150"].subset(readers="hard-150"), max_norm=10).fve
         for name, sae in (("start", start), ("tuned", tuned), ("scratch", scratch))
     }
     assert fve["scratch"] + 0.1 < fve["start"] < fve["tuned"], fve

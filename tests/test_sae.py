@@ -741,7 +741,7 @@ def test_evaluation_leaves_out_what_training_left_out(
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
     sae = TemporalSAE(store.d_model(SITE), SAEConfig(d_sae=32, k=2), site=SITE)
     sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
-    by_reader = [evaluate(sae, store, held_out=None, reader=reader).fve for reader in store.readers]
+    by_reader = [evaluate(sae, store.subset(readers=reader), held_out=None).fve for reader in store.readers]
     assert by_reader[0] != by_reader[1]
     assert evaluate(sae, store, held_out=None, max_trajectories=1).n_trajectories == 1
     some = evaluate(sae, store, held_out=None, max_trajectories=100)
@@ -769,7 +769,7 @@ def test_saes_of_other_sites_and_widths_are_refused(store: ActivationStore, plan
     assert str(store.path) in str(error.value)
     fits = TemporalSAE(16, PLANTED, site=SITE)
     with pytest.raises(TsaeError, match="no reader 'hard'"):
-        evaluate(fits, store, reader="hard")
+        evaluate(fits, store.subset(readers="hard"))
 
 
 # sae_lens imports a deprecated module of transformer_lens.

@@ -20,6 +20,8 @@ _HOMES = {
     "InterventionConfig": "tsae.causal.config",
     "Influence": "tsae.diff.influence",
     "InfluenceConfig": "tsae.diff.config",
+    "LiveConfig": "tsae.activations.config",
+    "LiveSource": "tsae.activations.live",
     "Problem": "tsae.rollouts.problems",
     "Rollouts": "tsae.rollouts.table",
     "Reinforcement": "tsae.diff.reinforcement",
@@ -46,6 +48,7 @@ _HOMES = {
     "train": "tsae.sae.training",
     "train_many": "tsae.sae.many",
     "weight_drift": "tsae.checkpoints.drift",
+    "trajectory_statistics": "tsae.activations.statistics",
 }
 
 __all__ = [*_HOMES, "testbed"]

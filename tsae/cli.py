@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, LiveConfig, Subset
 from tsae.commands import Bands, Behaviours, Causal, Difficulty, Drift, Influence, Reinforcement
 from tsae.commands import load_series as _series
 from tsae.commands import say_wrote as _wrote
@@ -26,6 +26,7 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.store_commands import StoreCommand
 
 if TYPE_CHECKING:
+    from tsae.activations.source import Source
     from tsae.activations.store import ActivationStore
     from tsae.checkpoints.series import CheckpointSeries
     from tsae.sae.model import TemporalSAE
@@ -137,16 +138,28 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class Live:
+    """Activations straight from the checkpoints in place of a store: no disk, a forward pass in every epoch."""
+
+    series: Path | None = None
+    """Folder of checkpoints, as of `tsae capture`."""
+    rollouts: Path | None = None
+    """Parquet file."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    config: Annotated[LiveConfig, arg(name="")] = field(default_factory=LiveConfig)
+
+
+@dataclass(frozen=True)
 class Train:
     """Train temporal SAEs on an activation store; a run that was killed goes on.
 
     Fine-tune one with --start; train several in one pass with --seeds and --sites.
 
     On several processes: torchrun --nproc-per-node 2 -m tsae train …
+    Without a store: tsae train --live.series SERIES --live.rollouts ROLLOUTS --site SITE …
     """
 
-    store: Path
-    """Folder that `tsae capture` wrote."""
     to: Path
     """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
     start: Path | None = None
@@ -155,10 +168,14 @@ class Train:
     """One SAE per seed of the initial weights, all from the same batches, which are read once."""
     sites: tuple[str, ...] = ()
     """TransformerLens names: SAEs for each, one site after another."""
+    store: Path | None = None
+    """Folder that `tsae capture` wrote."""
+    live: Live = field(default_factory=Live)
     tokenizer: Path | None = None
     """Checkpoint whose tokenizer says which tokens end a step, for partner "step": those that contain step_text."""
     step_text: str | None = None
     """Text that ends a reasoning step; by default a newline."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
@@ -167,7 +184,7 @@ class Train:
         from tsae.distributed import first_process
         from tsae.sae.many import run_name
 
-        store = tsae.ActivationStore(self.store)
+        store = self._source().subset(self.subset)
         training, saes = self._training(store), {}
         if not self.seeds and not self.sites:
             saes[self.to] = tsae.train(store, self.sae, start=self.start, to=self.to, training=training)
@@ -192,7 +209,23 @@ class Train:
             labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))
             print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
 
-    def _training(self, store: ActivationStore) -> TrainingConfig:
+    def _source(self) -> Source:
+        import tsae
+
+        live = self.live
+        if self.store is not None and live == Live():
+            return tsae.ActivationStore(self.store)
+        if self.store is not None or live.series is None or live.rollouts is None:
+            raise TsaeError(
+                "a training reads a store, or live models given by both --live.series and --live.rollouts",
+                where="tsae train",
+                fix="Give --store alone, or both of these without --store.",
+            )
+        series = _series(live.series)
+        series = series.select(live.checkpoints) if live.checkpoints else series.final()
+        return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), self.training.site, config=live.config)
+
+    def _training(self, store: Source) -> TrainingConfig:
         """With the step ends that the tokenizer knows, where one is given."""
         from tsae.checkpoints.loading import tokenizer_fingerprint
 
@@ -227,8 +260,7 @@ class Evaluate:
     """Folder that `tsae train` wrote, or one of sae_lens."""
     store: Path
     """Folder that `tsae capture` wrote."""
-    reader: str | None = None
-    """One reader's activations; by default all readers'."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     span: Literal["response", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do."""
     max_norm: float | None = None
@@ -252,19 +284,20 @@ class Evaluate:
         from tsae.provenance import write_json
         from tsae.sae.stability import stability
 
-        sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store)
+        sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
         series = _series(*self.series) if self.series else None
         held_out = None if self.all_problems else True
         found = tsae.evaluate(
             sae,
             store,
-            reader=self.reader,
             span=self.span,
             held_out=held_out,
             max_norm=self.max_norm,
             series=series,
         )
         content: dict[str, Any] = {"evaluation": found.as_dict()}
+        if store.selection.as_dict():
+            content["subset"] = store.selection.as_dict()
         print(found)
         if self.baseline is not None:
             separated = self._separation(sae, store, series)
@@ -289,7 +322,6 @@ class Evaluate:
         return separation(
             {"SAE": sae, "baseline": self.baseline},
             store,
-            reader=self.reader,
             annotator=annotator,
             token_strings=strings,
         )
@@ -323,11 +355,13 @@ class Encode:
     """Folder that `tsae capture` wrote."""
     to: Path
     """Folder of the feature table."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
 
     def run(self) -> None:
         import tsae
 
-        _wrote(self.to, tsae.encode(self.sae, self.store, to=self.to))
+        sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
+        _wrote(self.to, tsae.encode(sae, store, to=self.to))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 1. Plan: which reader reads which trajectories (`CaptureConfig.plan`), cut into shards of whole trajectories.
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks; one
-   forward pass that stops after the last site; padding never reaches the store (`tsae.activations.reading`).
+   forward pass that stops after the last site, or goes through the model's head where token statistics are wanted
+   (`tsae.checkpoints.predictions`); padding never reaches the store (`tsae.activations.reading`).
 3. A shard is written under a temporary name, renamed, then entered in the manifest. A rerun skips entered shards, so
    that an interrupted capture goes on where it stopped and ends with the same bytes.
 
@@ -29,10 +30,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, ReadingConfig
 from tsae.activations.plan import Piece, check_context, check_tokenizer, cut, plan_readers
 from tsae.activations.reading import Batch, OutOfMemory, Reader, read_batches
-from tsae.activations.store import DTYPES, FORMAT, VERSION, ActivationStore, ShardWriter, inside, read_manifest
+from tsae.activations.store import (
+    DTYPES,
+    FORMAT,
+    STATISTICS,
+    VERSION,
+    ActivationStore,
+    ShardWriter,
+    inside,
+    read_manifest,
+)
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 
@@ -100,12 +110,13 @@ def _capture(
 
     from tsae.checkpoints.hooks import check_sites
     from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+    from tsae.checkpoints.predictions import PredictingReader
 
     tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
     for checkpoint in series:
         check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
     loader = None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
-    model: PreTrainedModel | None = _load(series.base, config, loader)
+    model: PreTrainedModel | None = load_reader_model(series.base, config, loader)
     assert model is not None
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
@@ -166,6 +177,8 @@ def _capture(
                         model = None
                         bar.set_postfix_str(current)
                         reader, kept = _reader(series[current], sites, config, device, loader, kept), None
+                        if config.token_statistics:
+                            reader = PredictingReader(reader)
                     assert reader is not None
                     told = capture_shard(
                         reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar
@@ -221,7 +234,7 @@ def _finish(to: Path, manifest: dict[str, Any], config: CaptureConfig, rollouts:
     write_json(to / "manifest.json", {**manifest, "complete": True})
 
 
-def _load(checkpoint: Checkpoint, config: CaptureConfig, loader: ModelLoader | None) -> PreTrainedModel:
+def load_reader_model(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | None) -> PreTrainedModel:
     """Without a loader the model is spread over all devices."""
     if loader is not None:
         return loader.load(checkpoint)
@@ -235,7 +248,7 @@ def _load(checkpoint: Checkpoint, config: CaptureConfig, loader: ModelLoader | N
 def _reader(
     checkpoint: Checkpoint,
     sites: list[str],
-    config: CaptureConfig,
+    config: ReadingConfig,
     device: str,
     loader: ModelLoader | None,
     model: PreTrainedModel | None,
@@ -247,10 +260,10 @@ def _reader(
         return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
     from tsae.checkpoints.hooks import HuggingFaceReader
 
-    return HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
+    return HuggingFaceReader(load_reader_model(checkpoint, config, loader) if model is None else model, sites)
 
 
-def open_reader(checkpoint: Checkpoint, sites: list[str], config: CaptureConfig) -> Reader:
+def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
     """A reader of its own for one checkpoint."""
     from tsae.checkpoints.loading import ModelLoader
 
@@ -288,10 +301,12 @@ def capture_shard(
     sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
     weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
     origin = {"weights": weights, "rollouts": manifest["rollouts"]}
+    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
     path, before = inside(folder, piece.file), bar.n
     while True:
         short: OutOfMemory | None = None
-        with ShardWriter(path, sites, manifest["dtype"], np.concatenate(texts), offsets, piece.rows, origin) as writer:
+        ids, dtype = np.concatenate(texts), manifest["dtype"]
+        with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
                     _put(writer, batch, piece, rollouts, checkpoint)
@@ -323,7 +338,13 @@ def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, ch
     import torch
 
     lengths = np.diff(writer.offsets)[batch.texts].tolist()
-    for site, value in batch.values.items():
+    for name, value in batch.values.items():
+        if name in STATISTICS:
+            for t, text in zip(batch.texts, value.split(lengths), strict=True):
+                _check_predictions(text[1:], name, checkpoint, piece.reader, rollouts, int(piece.rows[t]))
+                writer.put_statistic(name, int(t), text)
+            continue
+        site = name
         if value.shape[-1] != writer.sites[site]:
             raise TsaeError(
                 f"reader {piece.reader} has d_model {value.shape[-1]}, expected {writer.sites[site]} as the base",
@@ -334,12 +355,12 @@ def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, ch
         if not torch.isfinite(stored).all():
             for t, text, part in zip(batch.texts, value.split(lengths), stored.split(lengths), strict=True):
                 if not torch.isfinite(part).all():
-                    _raise_not_finite(text, checkpoint, piece.reader, rollouts, int(piece.rows[t]), site, writer.dtype)
+                    raise_not_finite(text, checkpoint, piece.reader, rollouts, int(piece.rows[t]), site, writer.dtype)
         for t, text in zip(batch.texts, stored.cpu().split(lengths), strict=True):
             writer.put(site, int(t), text)
 
 
-def _raise_not_finite(
+def raise_not_finite(
     value: torch.Tensor, checkpoint: str, reader: str, rollouts: Rollouts, row: int, site: str, dtype: str
 ) -> None:
     import torch
@@ -357,6 +378,18 @@ def _raise_not_finite(
         where=checkpoint,
         fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
     )
+
+
+def _check_predictions(
+    values: torch.Tensor, name: str, checkpoint: str, reader: str, rollouts: Rollouts, row: int
+) -> None:
+    if bool(values.isnan().any()):
+        problem = rollouts.table["problem_id"][row].as_py()
+        raise TsaeError(
+            f"the {name} of a token is not a number while reader {reader} reads trajectory {row} (problem {problem})",
+            where=checkpoint,
+            fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+        )
 
 
 def _resumable(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def repair_store(
     from tsae.activations.capture import capture_shard, open_reader
     from tsae.activations.plan import cut, plan_readers
     from tsae.checkpoints.loading import weights_fingerprint
+    from tsae.checkpoints.predictions import PredictingReader
 
     path = Path(path)
     manifest = read_manifest(path)
@@ -98,6 +99,8 @@ def repair_store(
         for id in damaged:
             mine = [piece for piece in pieces if piece.reader == id]
             reader = open_reader(series[id], list(manifest["sites"]), config)
+            if config.token_statistics:
+                reader = PredictingReader(reader)
             for damage in damages:
                 if damage.reader != id:
                     continue

@@ -13,8 +13,26 @@ Axis = Literal["reader", "run", "band", "outcome"]
 
 
 @dataclass(frozen=True)
-class CaptureConfig:
-    """How activations are captured."""
+class Subset:
+    """A part of a store's readers and trajectories; an axis that is not given takes everything."""
+
+    readers: tuple[str, ...] = ()
+    """Ids of the checkpoints whose activations count; by default all readers."""
+    runs: tuple[str, ...] = ()
+    """Runs whose checkpoints' activations count; the base is a run of its own, named by its id."""
+    bands: tuple[str, ...] = ()
+    """Bands of the problems whose trajectories count: easy, medium, hard; by default all, known or not."""
+    outcomes: tuple[str, ...] = ()
+    """Outcomes of the trajectories that count: success, failure, unknown."""
+
+    def as_dict(self) -> dict[str, tuple[str, ...]]:
+        """The axes that are given, their values sorted; for JSON and comparisons."""
+        return {axis: tuple(sorted(set(values))) for axis, values in vars(self).items() if values}
+
+
+@dataclass(frozen=True)
+class ReadingConfig:
+    """How checkpoints read trajectories."""
 
     plan: Literal["auto", "paired", "all"] = "auto"
     """Which reader reads what. "paired": the base reads everything, every other checkpoint the base's trajectories and
@@ -27,19 +45,40 @@ class CaptureConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
     batch_tokens: int = 16_384
-    """Tokens of one forward pass, padding included; halved for a shard that does not fit into memory."""
-    shard_tokens: int = 500_000
-    """Tokens of one shard; an interruption costs at most the shard in progress."""
+    """Tokens of one forward pass, padding included; of a shard that does not fit into memory, half as many."""
     device: str = "cpu"
     """A torch device; "auto" spreads a model that is too large for one over all GPUs, and the CPU (accelerate)."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "shard_tokens"):
-            if getattr(self, name) < 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CaptureConfig")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise TsaeError(f"{name}={value} is less than 1", where=type(self).__name__)
         if self.device == "auto" and self.backend == "transformer_lens":
             raise TsaeError(
                 'device="auto" needs backend="huggingface": a TransformerBridge runs on one device',
-                where="CaptureConfig",
+                where=type(self).__name__,
                 fix="Use the Hugging Face backend, or name one device.",
             )
+
+
+@dataclass(frozen=True)
+class CaptureConfig(ReadingConfig):
+    """How activations are captured."""
+
+    shard_tokens: int = 500_000
+    """Tokens of one shard; an interruption costs at most the shard in progress."""
+    token_statistics: bool = False
+    """Store the entropy of each token's prediction and the token's log-probability too, in 8 bytes a token. All layers
+    then run, not only those up to the last site, and the head on every token: from a middle layer of a 7B model about
+    twice the time."""
+
+
+@dataclass(frozen=True)
+class LiveConfig(ReadingConfig):
+    """How activations come straight from the models (`tsae.activations.live`)."""
+
+    buffer_tokens: int = 1_000_000
+    """Tokens whose activations are held at once, in memory and not on the device. Batches mix what the buffer holds; a
+    training that goes on after a kill computes at most two buffers anew."""
+    models: int | None = None
+    """Readers' models held on the device at once; by default all. With fewer, every buffer loads them anew in turn."""

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from tsae.activations.config import Axis
-from tsae.activations.store import ActivationStore, Shard
+from tsae.activations.source import Source
+from tsae.activations.store import Shard
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS, OUTCOMES
 
@@ -59,9 +60,7 @@ class Mixture:
         TsaeError: where the band or outcome of a trajectory is unknown that would have to be balanced.
     """
 
-    def __init__(
-        self, store: ActivationStore, shards: Sequence[Shard], segments: np.ndarray, balance: Sequence[Axis]
-    ) -> None:
+    def __init__(self, store: Source, shards: Sequence[Shard], segments: np.ndarray, balance: Sequence[Axis]) -> None:
         shard_of, length = segments[:, 0], segments[:, 2]
         reader = np.array([store.readers.index(shard.reader) for shard in shards])[shard_of]
         runs = [store.reader_info(id)["run"] or id for id in store.readers]
@@ -115,13 +114,13 @@ def rows_of(shards: Sequence[Shard], segments: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _column(store: ActivationStore, axis: str, names: Sequence[str]) -> np.ndarray:
+def _column(store: Source, axis: str, names: Sequence[str]) -> np.ndarray:
     """(n_trajectories,) index of each value; −1 for one that is unknown."""
     known = {name: i for i, name in enumerate(names)}
     return np.array([known.get(value, -1) for value in store.rollouts.table[axis].to_pylist()])
 
 
-def _check_known(store: ActivationStore, axis: str, unknown: np.ndarray) -> None:
+def _check_known(store: Source, axis: str, unknown: np.ndarray) -> None:
     if len(unknown):
         fix = "Set bands with `tsae rollouts bands`" if axis == "band" else "Leave those trajectories out"
         raise TsaeError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import ReadingConfig
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """(n_trajectories,) row ids into the rollouts."""
 
 
-def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: CaptureConfig) -> dict[str, np.ndarray]:
+def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) -> dict[str, np.ndarray]:
     """Row ids of the trajectories that each reader reads; the first of the ids is the base's."""
     policy = np.array(rollouts.table["policy"].to_pylist())
     base, plan = ids[0], config.plan

@@ -10,6 +10,7 @@
         /token_ids            (n_tokens,) int32
         /offsets              (n_trajectories + 1,) int64
         /trajectory           (n_trajectories,) int64, row ids into the rollouts
+        /entropy, /logprob    (n_tokens,) float32, where `CaptureConfig.token_statistics` asked for them
 
 Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest, with its SHA-256, only
 once it is whole and was opened again; the attributes ``weights`` and ``rollouts`` of the file say whose it is.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +31,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import h5py
 import numpy as np
 
+from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     import torch
+
+    from tsae.activations.windows import Windows
 
 FORMAT = "tsae-activations"
 VERSION = 2
@@ -42,6 +46,9 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
 
 _REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
+
+STATISTICS = ("entropy", "logprob")
+"""Of tokens, beside their activations; see `Shard`."""
 
 TokenSpan = Literal["response", "prompt", "all"]
 
@@ -72,6 +79,18 @@ class Shard:
         """(…, d_model) float32 rows of a site."""
         return as_float32(self.raw(site)[index], self.dtype)
 
+    @property
+    def entropy(self) -> np.ndarray:
+        """(n_tokens,) float32: nats of the distribution from which the reader was to predict each token; NaN for the
+        first of a trajectory. Only where the store `has_token_statistics`."""
+        return _mapped(self.path, "entropy")
+
+    @property
+    def logprob(self) -> np.ndarray:
+        """(n_tokens,) float32: log-probability in nats that the reader gave each token, at temperature 1; NaN for the
+        first of a trajectory. Only where the store `has_token_statistics`."""
+        return _mapped(self.path, "logprob")
+
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
         """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
         prompt_lengths = rollouts.lengths("prompt_ids")[self.trajectory]
@@ -101,7 +120,7 @@ def span_mask(
     return wanted & ~np.isin(token_ids, list(special_ids))
 
 
-class ActivationStore:
+class ActivationStore(Source):
     """Activations of (reader, trajectory, site), read through memory maps.
 
     Args:
@@ -112,6 +131,12 @@ class ActivationStore:
     """
 
     def __init__(self, path: str | Path) -> None:
+        if isinstance(path, Source):
+            raise TsaeError(
+                "keeps no activations, but a store is needed here",
+                where=type(path).__name__,
+                fix="Capture a store, of some of the trajectories if disk is short (`tsae capture`).",
+            )
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
@@ -119,28 +144,10 @@ class ActivationStore:
                 "its capture did not finish", where=self.path, fix="Run the same capture again; it goes on."
             )
 
-    def __repr__(self) -> str:
-        return f"ActivationStore({str(self.path)!r}: {', '.join(self.readers)} at {', '.join(self.sites)})"
-
     @property
-    def sites(self) -> list[str]:
-        return list(self.manifest["sites"])
-
-    @property
-    def readers(self) -> list[str]:
-        """Reader ids, the base first."""
-        return [reader["id"] for reader in self.manifest["readers"]]
-
-    def reader_info(self, reader: str) -> Mapping[str, Any]:
-        """id, run, step and trained_on of a reader."""
-        for record in self.manifest["readers"]:
-            if record["id"] == reader:
-                return record
-        raise TsaeError(f"no reader {reader!r}; there are {', '.join(self.readers)}", where=self.path)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self.manifest["special_ids"])
+    def has_token_statistics(self) -> bool:
+        """Whether its shards hold entropies and log-probabilities."""
+        return bool(self.manifest.get("config", {}).get("token_statistics"))
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -155,21 +162,17 @@ class ActivationStore:
             raise TsaeError("these are not the rollouts that were captured", where=file, fix="Capture again.")
         return rollouts
 
-    def d_model(self, site: str) -> int:
-        if site not in self.manifest["sites"]:
-            raise TsaeError(
-                f"no site {site!r}; there are {', '.join(self.sites)}",
-                where=self.path,
-                fix="Choose one of these sites.",
-            )
-        return int(self.manifest["sites"][site]["d_model"])
-
     def shards(self, reader: str | None = None) -> Iterator[Shard]:
-        """Shards in order, of one reader or of all."""
-        for record in self.manifest["readers"]:
+        """Shards in order, of one reader or of all. They are whole: which trajectories a subset has is in `rows`."""
+        for record in self._records():
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
                     yield open_shard(self.path, self.manifest, record["id"], shard)
+
+    def windows(self, site: str, **options: Any) -> Windows:
+        from tsae.activations.windows import Windows
+
+        return Windows(self, site, **options)
 
 
 def open_shard(folder: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> Shard:
@@ -278,6 +281,7 @@ class ShardWriter:
         offsets: (n_trajectories + 1,).
         trajectory: (n_trajectories,) row ids into the rollouts.
         origin: attributes of the file that say whose shard it is: ``weights`` and ``rollouts``.
+        statistics: names of those of `STATISTICS` that come with the activations.
     """
 
     def __init__(
@@ -289,6 +293,7 @@ class ShardWriter:
         offsets: np.ndarray,
         trajectory: np.ndarray,
         origin: Mapping[str, str] | None = None,
+        statistics: Sequence[str] = (),
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
@@ -303,9 +308,15 @@ class ShardWriter:
             shape = (int(offsets[-1]), d_model)
             made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
             made.attrs["dtype"] = dtype
+        for name in statistics:
+            self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
         self._file.create_dataset("token_ids", data=token_ids.astype(np.int32))
         self._file.create_dataset("offsets", data=offsets.astype(np.int64))
         self._file.create_dataset("trajectory", data=trajectory.astype(np.int64))
+
+    def put_statistic(self, name: str, i: int, values: torch.Tensor) -> None:
+        """Write a statistic of trajectory i of the shard: (n_tokens of it,)."""
+        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().cpu().numpy()
 
     def put(self, site: str, i: int, values: torch.Tensor) -> None:
         """Write trajectory i of the shard: (n_tokens of it, d_model)."""

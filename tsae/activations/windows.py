@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ import torch
 from tsae.activations.config import Axis, Partner
 from tsae.activations.mixture import Mixture, rows_of
 from tsae.activations.partners import Partners, blocks
-from tsae.activations.store import ActivationStore, Shard, TokenSpan, take_rows
+from tsae.activations.source import Source
+from tsae.activations.store import Shard, TokenSpan, take_rows
 from tsae.errors import TsaeError
 
 
@@ -67,7 +69,7 @@ class Windows:
     """Shuffled batches of tokens and their partners at one site.
 
     Args:
-        store: activations.
+        store: activations; of a subset, its readers and trajectories are read.
         site: one of its sites.
         span: which tokens count; special tokens never do.
         window: tokens of a window, at least 2.
@@ -84,7 +86,7 @@ class Windows:
 
     def __init__(
         self,
-        store: ActivationStore,
+        store: Source,
         site: str,
         *,
         span: TokenSpan = "all",
@@ -108,9 +110,7 @@ class Windows:
         self.max_norm = max_norm
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
-        # Looking a dataset up in its file takes longer than reading a few windows of it.
-        self._maps = [shard.raw(site) for shard in self.shards]
-        kept = _problems(store, held_out)
+        kept = _problems(store, held_out) & store.rows
         segments, begins, n_counted, n_undivided = [], [], 0, 0
         for i, shard in enumerate(self.shards):
             of_kept = np.repeat(kept[shard.trajectory], np.diff(shard.offsets))
@@ -149,9 +149,14 @@ class Windows:
         """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
-        other._maps = [shard.raw(site) for shard in self.shards]
+        other.__dict__.pop("_maps", None)
         other.norms = other._norms(self.max_norm)
         return other
+
+    @cached_property
+    def _maps(self) -> list[np.ndarray]:
+        # Looking a dataset up in its file takes longer than reading a few windows of it.
+        return [shard.raw(self.site) for shard in self.shards]
 
     def sample(self, n_tokens: int) -> np.ndarray:
         """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
@@ -160,11 +165,15 @@ class Windows:
 
     def _first(self, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """(n, d_model) tokens of the first windows of epoch 0, and their norms."""
-        windows = self._order(0)
+        windows = self._beginning()
         windows = windows[: max(1, np.searchsorted(windows[:, 2].cumsum(), n_tokens, side="right"))]
         _, shard, position = _tokens(windows[np.lexsort((windows[:, 1], windows[:, 0]))])
         x = self._gather(shard, position)
         return x, self._norm(x, shard, position)
+
+    def _beginning(self) -> np.ndarray:
+        """(n, 3) first windows of epoch 0, more of them than make a sample where there are so many."""
+        return self._order(0)
 
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
         _, norm = self._first(sample)
@@ -207,17 +216,23 @@ class Windows:
                 one that has no pairs is given nevertheless, so that n processes stay in step.
         """
         windows = self._order(number)
-        if not len(windows):
-            return
+        if len(windows):
+            n_batches = max(1, round(self.n_tokens / batch_tokens))
+            yield from self._batches(windows, number, range(n_batches), start, share)
+
+    def _batches(
+        self, windows: np.ndarray, epoch: int, numbers: range, start: int, share: tuple[int, int]
+    ) -> Iterator[TokenBatch]:
+        """Windows in their order as batches of the given numbers, from the number `start` on."""
         ends = windows[:, 2].cumsum()
         # Batches of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
         # would treat differently.
-        n_batches = max(1, round(self.n_tokens / batch_tokens))
+        n_batches = len(numbers)
         bounds = np.searchsorted(ends, np.arange(n_batches + 1) * ends[-1] // n_batches, side="right")
-        for i, (low, high) in enumerate(pairwise(bounds)):
+        for i, (low, high) in zip(numbers, pairwise(bounds), strict=True):
             if low == high or i < start:
                 continue
-            batch = self._batch(windows[low:high], share, np.random.default_rng([self.seed, number, i, 1]))
+            batch = self._batch(windows[low:high], share, np.random.default_rng([self.seed, epoch, i, 1]))
             if len(batch.pairs) or share[1] > 1 or (self.partner is None and len(batch.x)):
                 yield batch._replace(number=i)
 
@@ -293,7 +308,7 @@ class Windows:
         return x
 
 
-def _problems(store: ActivationStore, held_out: bool | None) -> np.ndarray:
+def _problems(store: Source, held_out: bool | None) -> np.ndarray:
     """(n_trajectories,) bool over the rollouts: every tenth problem, in order of appearance, is held out."""
     ids = store.rollouts.table["problem_id"].to_pylist()
     if held_out is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsae.checkpoints.hooks import check_sites, positions
+from tsae.checkpoints.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -65,8 +66,18 @@ class TransformerLensReader:
         def keep(value: torch.Tensor, hook: Any, name: str) -> None:
             found[name] = value.detach().clone()
 
-        self._run(input_ids, attention_mask, [(s.name, partial(keep, name=s.name)) for s in self.sites])
+        hooks = [(s.name, partial(keep, name=s.name)) for s in self.sites]
+        self._run(input_ids, attention_mask, hooks, logits_to_keep=1)
         return {site.name: found[site.name] for site in self.sites}
+
+    def read_and_predict(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], Predictions]:
+        """As `HuggingFaceReader.read_and_predict`."""
+        model = self.bridge.original_model
+        with body_output(model) as outputs:
+            found = self.read(input_ids, attention_mask)
+        return found, predictions(model, outputs[-1], input_ids, attention_mask)
 
     @torch.no_grad()
     def logits(
@@ -93,13 +104,16 @@ class TransformerLensReader:
         with self.bridge.hooks(fwd_hooks=[(site, lambda value, hook: change(value))]):
             yield
 
-    def _run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]]) -> Any:
+    def _run(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]], **options: Any
+    ) -> Any:
         input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         return self.bridge.run_with_hooks(
             input_ids,
             fwd_hooks=hooks,
             attention_mask=attention_mask,
             position_ids=positions(attention_mask),
+            **options,
         )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsae.checkpoints.placement import input_device
+from tsae.checkpoints.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -151,6 +152,14 @@ class HuggingFaceReader:
         if unread:
             raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
         return found
+
+    def read_and_predict(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], Predictions]:
+        """As `read`, through all layers, and what the model predicted of the same batch."""
+        with body_output(self.model) as outputs:
+            found = self.read(input_ids, attention_mask, stop_early=False)
+        return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
 
 
 @contextmanager

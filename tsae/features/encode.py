@@ -11,6 +11,7 @@ import scipy.sparse as sp
 import torch
 
 from tsae.activations.store import ActivationStore, Shard
+from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.provenance import write_run
 from tsae.sae.evaluation import check_fits
@@ -26,11 +27,11 @@ def encode(
     batch_tokens: int = 8192,
     progress: bool = True,
 ) -> FeatureTable:
-    """Sparse codes of everything in a store.
+    """Sparse codes of everything in a store, or in a subset of it.
 
     Args:
         sae: or its folder, whose stability.json goes along where there is one.
-        store: or its folder.
+        store: or its folder; of a subset, its readers and trajectories are encoded.
         to: folder to save the table in; None keeps it in memory.
         batch_tokens: tokens encoded at once.
         progress: show a bar.
@@ -50,19 +51,23 @@ def encode(
     parts: list[sp.csr_array] = []
     token_ids, lengths, readers, trajectories = [], [], [], []
     records: list[dict[str, Any]] = []
-    total = sum(shard.n_tokens for shard in store.shards())
+    total = sum(int(np.diff(shard.offsets)[store.rows[shard.trajectory]].sum()) for shard in store.shards())
+    if total == 0:
+        raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
     with tqdm(total=total, desc="encode", unit="token", unit_scale=True, disable=not progress) as bar:
         for number, reader in enumerate(store.readers):
             quality = _Reconstruction(sae.d_model, limit)
             for shard in store.shards(reader):
-                for low in range(0, shard.n_tokens, batch_tokens):
-                    index = slice(low, min(low + batch_tokens, shard.n_tokens))
+                kept = store.rows[shard.trajectory]
+                tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
+                for low in range(0, len(tokens), batch_tokens):
+                    index = tokens[low : low + batch_tokens]
                     parts.append(_encode_batch(sae, shard, index, store, quality))
-                    bar.update(index.stop - index.start)
-                token_ids.append(np.asarray(shard.token_ids))
-                lengths.append(np.diff(shard.offsets))
-                readers.append(np.full(len(shard.trajectory), number, dtype=np.int32))
-                trajectories.append(shard.trajectory)
+                    bar.update(len(index))
+                token_ids.append(shard.token_ids[tokens])
+                lengths.append(np.diff(shard.offsets)[kept])
+                readers.append(np.full(kept.sum(), number, dtype=np.int32))
+                trajectories.append(shard.trajectory[kept])
             info = store.reader_info(reader)
             records.append({**{k: info[k] for k in ("id", "run", "step", "trained_on")}, **quality.summary()})
     table = FeatureTable(
@@ -89,6 +94,8 @@ def encode(
         table.save(to)
         labels = table.rollouts.labels_fingerprint
         inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
+        if store.selection.as_dict():
+            inputs["subset"] = store.selection.as_dict()
         write_run(to, "encode", sae.config, inputs)
     return table
 
@@ -119,7 +126,7 @@ class _Reconstruction:
 
 @torch.no_grad()
 def _encode_batch(
-    sae: TemporalSAE, shard: Shard, index: slice, store: ActivationStore, quality: _Reconstruction
+    sae: TemporalSAE, shard: Shard, index: np.ndarray, store: ActivationStore, quality: _Reconstruction
 ) -> sp.csr_array:
     x = torch.from_numpy(shard.read(sae.site, index))
     codes = sae.encode(x.to(sae.W_dec.device))

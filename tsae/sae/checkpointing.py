@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +29,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.activations.config import Axis
-from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -197,32 +195,6 @@ class RunFolder:
                 where=self.path,
                 fix=f"Make room, then run the same command again: it goes on {start}.",
             ) from error
-
-
-def inputs_of(
-    store: ActivationStore, site: str, balance: Sequence[Axis] = (), *, start: TemporalSAE | None = None
-) -> dict[str, Any]:
-    """What of a store, and of the SAE that is fine-tuned, decides the weights."""
-    manifest = store.manifest
-    readers = {
-        reader["id"]: {"weights": reader.get("weights"), "shard_tokens": [s["n_tokens"] for s in reader["shards"]]}
-        for reader in manifest["readers"]
-    }
-    return {
-        "rollouts": manifest["rollouts"],
-        "readers": readers,
-        "site": site,
-        "dtype": manifest["dtype"],
-        "special_ids": manifest["special_ids"],
-        "capture": manifest.get("config"),
-        # Bands and outcomes may be measured anew without a new capture.
-        **{
-            axis: hashlib.sha256("\0".join(map(str, store.rollouts.table[axis].to_pylist())).encode()).hexdigest()[:16]
-            for axis in balance
-            if axis in ("band", "outcome")
-        },
-        **({} if start is None else {"start": start.fingerprint}),
-    }
 
 
 _ANEW = 'To train anew in this folder, set resume="never" (--resume never).'

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore, TokenSpan
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS
@@ -154,7 +155,7 @@ class Evaluation:
         return "\n".join(lines)
 
 
-def check_fits(sae: TemporalSAE, store: ActivationStore) -> None:
+def check_fits(sae: TemporalSAE, store: Source) -> None:
     """That the SAE was made for the store's activations.
 
     Raises:
@@ -179,7 +180,6 @@ def evaluate(
     sae: TemporalSAE | str | Path,
     store: ActivationStore | str | Path,
     *,
-    reader: str | None = None,
     span: TokenSpan = "all",
     held_out: bool | None = True,
     max_norm: float | None = None,
@@ -191,8 +191,7 @@ def evaluate(
 
     Args:
         sae: or its folder.
-        store: or its folder.
-        reader: one reader's activations; all readers' by default.
+        store: or its folder; a subset of it where not all readers and trajectories are to be measured.
         span: which tokens count; special tokens never do.
         held_out: True for the problems that training left out, False for the others, None for all.
         max_norm: tokens beyond this multiple of the median norm are left out; by default those beyond the limit that
@@ -212,9 +211,6 @@ def evaluate(
     windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=10.0 if max_norm is None else max_norm)
     limit = windows.norms.limit if max_norm is not None or sae.norm_limit is None else sae.norm_limit
     texts = counted_texts(windows)
-    if reader is not None:
-        store.reader_info(reader)
-        texts = [text for text in texts if windows.shards[text.shard].reader == reader]
     texts = [text for text in texts if text.has_steps]
     chosen = spread(texts, max_trajectories)
     if not chosen:
@@ -266,7 +262,7 @@ def evaluate(
     if series is None:
         return result
     losses = []
-    for id in [reader] if reader is not None else store.readers:
+    for id in store.readers:
         rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
         if rows:
             chosen_rows = spread(rows, splice_trajectories)

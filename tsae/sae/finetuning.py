@@ -25,8 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
+from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.evaluation import check_fits
@@ -37,7 +36,7 @@ _SAMPLE_TOKENS = 16_384
 
 
 def starting_config(
-    start: TemporalSAE, store: ActivationStore, config: SAEConfig | None = None, site: str | None = None
+    start: TemporalSAE, store: Source, config: SAEConfig | None = None, site: str | None = None
 ) -> SAEConfig:
     """The config of a training that starts from an SAE.
 
@@ -71,7 +70,7 @@ def starting_config(
     return config
 
 
-def _own_config(start: TemporalSAE, store: ActivationStore) -> SAEConfig:
+def _own_config(start: TemporalSAE, store: Source) -> SAEConfig:
     config = start.config
     if isinstance(config, ForeignConfig):
         changed = start.training_info.get("sae_lens", {}).get("tsae")
@@ -84,8 +83,8 @@ def _own_config(start: TemporalSAE, store: ActivationStore) -> SAEConfig:
 
 
 @torch.no_grad()
-def _mean_l0(sae: TemporalSAE, store: ActivationStore) -> float:
-    sample = Windows(store, sae.site, held_out=False).sample(_SAMPLE_TOKENS)
+def _mean_l0(sae: TemporalSAE, store: Source) -> float:
+    sample = store.windows(sae.site, held_out=False).sample(_SAMPLE_TOKENS)
     parts = torch.from_numpy(sample).to(sae.W_dec.device).split(1024)
     return sum(int((sae.encode(x) > 0).sum()) for x in parts) / len(sample)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -25,7 +26,7 @@ from tsae.sae.training import train_plans
 
 
 def train_many(
-    store: ActivationStore | str | Path,
+    store: Source | str | Path,
     sae: SAEConfig | None = None,
     *,
     sites: Sequence[str] | None = None,
@@ -52,7 +53,7 @@ def train_many(
     Raises:
         TsaeError: as `train`; for no site or seed, and for sites beside a training's own.
     """
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    store = store if isinstance(store, Source) else ActivationStore(store)
     training = training or TrainingConfig()
     if sites is not None and training.site is not None:
         raise TsaeError(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tsae.activations.store import ActivationStore
+from tsae.activations.source import Source
 from tsae.errors import TsaeError
-from tsae.sae.checkpointing import RunFolder, inputs_of
+from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.finetuning import starting_config
 from tsae.sae.model import TemporalSAE
@@ -31,7 +31,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        store: ActivationStore,
+        store: Source,
         sae: SAEConfig | None,
         training: TrainingConfig,
         *,
@@ -49,12 +49,14 @@ class Plan:
             config = replace(config, dead_after_tokens=dead_after)
         if training.data_seed is None:
             training = replace(training, data_seed=training.seed)
-        inputs = inputs_of(store, site, training.balance, start=start)
+        inputs = store.identity(site, training.balance)
+        if start is not None:
+            inputs["start"] = start.fingerprint
         folder = None if to is None else RunFolder(to, config, training, inputs)
         return cls(site, config, training, start, inputs, folder)
 
 
-def _only_site(store: ActivationStore) -> str:
+def _only_site(store: Source) -> str:
     if len(store.sites) > 1:
         raise TsaeError(
             f"has the sites {', '.join(store.sites)}",

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.distributed import Processes, join
@@ -41,7 +42,7 @@ _THRESHOLD_DECAY = 0.99
 
 
 def train(
-    store: ActivationStore | str | Path,
+    store: Source | str | Path,
     sae: SAEConfig | None = None,
     *,
     start: TemporalSAE | str | Path | None = None,
@@ -52,7 +53,7 @@ def train(
     """Train a T-SAE on every reader of a store, leaving out every tenth problem for `tsae.sae.evaluation`.
 
     Args:
-        store: activations.
+        store: activations, or a subset of them; a `LiveSource` has the models compute them.
         sae: what the SAE is; defaults of `SAEConfig`, or the start's own config where there is a start.
         start: SAE that is fine-tuned in place of random weights, or its folder; of ours or of sae_lens. See
             `tsae.sae.finetuning`.
@@ -66,12 +67,12 @@ def train(
         TsaeError: for an unknown site, a store without adjacent tokens, activations or a loss that are not finite, a
             start that does not fit, a folder that holds another training, or a disk that is full.
     """
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    store = store if isinstance(store, Source) else ActivationStore(store)
     plan = Plan.of(store, sae, training or TrainingConfig(), start=start, to=to)
     return train_plans(store, [plan], progress=progress)[0]
 
 
-def train_plans(store: ActivationStore, plans: Sequence[Plan], *, progress: bool) -> list[TemporalSAE]:
+def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list[TemporalSAE]:
     """Carry out trainings that differ in site, seed and folder alone: those of a site read every batch once."""
     from tqdm.auto import tqdm
 
@@ -104,11 +105,10 @@ def train_plans(store: ActivationStore, plans: Sequence[Plan], *, progress: bool
     return [saes[i] for i in range(len(plans))]
 
 
-def _windows(store: ActivationStore, plan: Plan) -> Windows:
+def _windows(store: Source, plan: Plan) -> Windows:
     training = plan.training
     assert training.data_seed is not None
-    return Windows(
-        store,
+    return store.windows(
         plan.site,
         span=training.span,
         window=training.window,
@@ -177,7 +177,11 @@ class _Run:
         model = self.trainer.finish()
         model.training_info = {
             "training": asdict(self.plan.training),
-            "store": {"readers": store.readers, **{key: store.manifest[key] for key in ("rollouts", "dtype")}},
+            "store": {
+                "readers": store.readers,
+                **{key: store.manifest[key] for key in ("rollouts", "dtype")},
+                **({"subset": store.selection.as_dict()} if store.selection.as_dict() else {}),
+            },
             **({} if self.plan.start is None else {"start": self.plan.start.fingerprint}),
             "norms": asdict(self.windows.norms),
             "mixture": [cell.as_dict() for cell in self.windows.mixture.cells],

@@ -1,0 +1,343 @@
+"""Activations straight from the models: training without a store.
+
+A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
+goes on, into a buffer of `LiveConfig.buffer_tokens` tokens:
+
+1. The windows of an epoch are those of `tsae.activations.windows`, chosen by `tsae.activations.mixture`. Their
+   trajectories are shuffled and cut into blocks that fit into the buffer, of about equal size.
+2. For every block the readers read its trajectories, and the counted tokens go into the buffer.
+3. The windows of the block are shuffled, and cut into batches. Then the next block takes the buffer's place.
+
+So a batch mixes the trajectories of one buffer, where a store mixes all; every counted token still comes once a pass,
+and partners of any kind are at hand, because a trajectory is never divided between blocks. What an epoch reads, in
+which order, is known without a model: a training that goes on skips blocks that are behind it, and computes anew the
+first, on which norms are estimated, and the one that it stopped in.
+
+What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
+are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
+precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 24 bytes a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tsae.activations.capture import load_reader_model, open_reader, raise_not_finite
+from tsae.activations.config import LiveConfig
+from tsae.activations.plan import check_context, check_tokenizer, cut, plan_readers
+from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.source import Source
+from tsae.activations.store import DTYPES, FORMAT, VERSION, Shard
+from tsae.activations.windows import TokenBatch, Windows
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tsae.checkpoints.series import CheckpointSeries
+    from tsae.rollouts.table import Rollouts
+
+_SHARD_TOKENS = 500_000
+"""Tokens whose ids are looked at together."""
+
+
+class LiveSource(Source):
+    """What a store of one site would hold, computed when training asks for it.
+
+    Args:
+        series: the readers.
+        rollouts: what they read.
+        site: TransformerLens name; by default the output of the middle block.
+        config: defaults of `LiveConfig`.
+
+    Raises:
+        TsaeError: as `tsae.capture`, for an unknown site, tokenizers that do not fit, or trajectories longer than the
+            context.
+    """
+
+    def __init__(
+        self,
+        series: CheckpointSeries,
+        rollouts: Rollouts,
+        site: str | None = None,
+        *,
+        config: LiveConfig | None = None,
+    ) -> None:
+        from tsae.checkpoints.hooks import HuggingFaceReader, check_sites
+        from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+
+        self.series, self.config = series, config or LiveConfig()
+        self.path = Path(rollouts.origin)
+        self.rollouts = rollouts
+        tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
+        for checkpoint in series:
+            check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
+        auto = self.config.device == "auto"
+        loader = None if auto else ModelLoader(device=self.config.device, dtype=self.config.model_dtype)
+        model = load_reader_model(series.base, self.config, loader)
+        text_config = model.config.get_text_config()
+        depth = text_config.num_hidden_layers
+        check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+        self.site = site or f"blocks.{depth // 2}.hook_resid_post"
+        check_sites([self.site], depth, series.base.path)
+        dtype = str(model.dtype).removeprefix("torch.") if self.config.dtype == "auto" else self.config.dtype
+        if dtype not in DTYPES:
+            raise TsaeError(f"cannot hold {dtype}", where="LiveConfig.dtype", fix=f"Choose one of {', '.join(DTYPES)}.")
+        # By reader; the least recently used comes first.
+        self._readers: dict[str, Any] = {}
+        if self.config.backend == "huggingface":
+            self._readers[series.base.id] = HuggingFaceReader(model, [self.site])
+        lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+        plan = plan_readers([checkpoint.id for checkpoint in series], rollouts, self.config)
+        self._pieces: dict[str, list[np.ndarray]] = {checkpoint.id: [] for checkpoint in series}
+        for piece in cut(plan, lengths, _SHARD_TOKENS):
+            self._pieces[piece.reader].append(piece.rows)
+        self.manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": dtype,
+            "sites": {self.site: {"d_model": text_config.hidden_size}},
+            "rollouts": rollouts.fingerprint,
+            "tokenizer": tokenizer_fingerprint(tokenizers[series.base.id]),
+            "special_ids": sorted(set(tokenizers[series.base.id].all_special_ids)),
+            # Where the models run and how many are held changes no batch.
+            "config": {k: v for k, v in asdict(self.config).items() if k not in ("device", "models")},
+            "readers": [
+                {
+                    "id": checkpoint.id,
+                    "run": checkpoint.run,
+                    "step": checkpoint.step,
+                    "trained_on": checkpoint.trained_on,
+                    "weights": weights_fingerprint(checkpoint),
+                    "shards": [{"n_tokens": int(lengths[rows].sum())} for rows in self._pieces[checkpoint.id]],
+                }
+                for checkpoint in series
+            ],
+        }
+
+    def shards(self, reader: str | None = None) -> Iterator[Shard]:
+        """Token ids alone, in pieces; no file is behind them."""
+        columns = []
+        for name in ("prompt_ids", "response_ids"):
+            ends = self.rollouts.lengths(name).cumsum()
+            values = self.rollouts.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            columns.append((values, np.concatenate([[0], ends])))
+        for record in self._records():
+            if reader is not None and record["id"] != reader:
+                continue
+            for rows in self._pieces[record["id"]]:
+                texts = [np.concatenate([v[at[row] : at[row + 1]] for v, at in columns]) for row in rows.tolist()]
+                yield Shard(
+                    path=self.path,
+                    reader=record["id"],
+                    dtype=self.manifest["dtype"],
+                    token_ids=np.concatenate(texts),
+                    offsets=np.concatenate([[0], np.cumsum([len(text) for text in texts])]),
+                    trajectory=rows,
+                )
+
+    def windows(self, site: str, **options: Any) -> Windows:
+        return LiveWindows(self, site, **options)
+
+    def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
+
+        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding.
+
+        Args:
+            reader: who reads.
+            texts: token ids of whole trajectories.
+            rows: their ids in the rollouts, for messages.
+
+        Raises:
+            TsaeError: where activations are not finite, or wider than the base's.
+        """
+        import torch
+
+        checkpoint, dtype, d_model = self.series[reader], self.manifest["dtype"], self.d_model(self.site)
+        try:
+            budget = min(self.config.batch_tokens, sum(map(len, texts)) // 8)
+            for batch in read_batches(self._opened(reader), texts, budget):
+                value = batch.values[self.site]
+                if value.shape[-1] != d_model:
+                    raise TsaeError(
+                        f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
+                        where=checkpoint.path,
+                        fix="Train on checkpoints of one model.",
+                    )
+                lengths = [len(texts[t]) for t in batch.texts]
+                kept = value.to(getattr(torch, dtype))
+                for t, found, text in zip(batch.texts.tolist(), value.split(lengths), kept.split(lengths), strict=True):
+                    if not torch.isfinite(text).all():
+                        raise_not_finite(found, checkpoint.path, reader, self.rollouts, rows[t], self.site, dtype)
+                    yield t, text.cpu()
+        except OutOfMemory as error:
+            # Other batches would be other last bits, which a training that goes on would not have.
+            raise TsaeError(
+                f"{len(error.texts)} trajectories do not fit into memory together while reader {reader} reads",
+                where=checkpoint.path,
+                fix=f"Lower batch_tokens={self.config.batch_tokens} (--live.batch-tokens), or hold fewer models.",
+            ) from error
+
+    def _opened(self, reader: str) -> Any:
+        found = self._readers.pop(reader, None)
+        while found is None and len(self._readers) >= (self.config.models or len(self.series)):
+            del self._readers[next(iter(self._readers))]
+        self._readers[reader] = found or open_reader(self.series[reader], [self.site], self.config)
+        return self._readers[reader]
+
+
+class LiveWindows(Windows):
+    """`Windows` whose activations are computed block by block; see the module."""
+
+    store: LiveSource
+
+    def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
+        self._filled: tuple[int, int] | None = None  # epoch and number of the block in the buffer
+        super().__init__(store, site, **options)
+
+    def epoch(
+        self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> Iterator[TokenBatch]:
+        """As `Windows.epoch`; blocks whose batches all come before `start` are not computed.
+
+        Raises:
+            TsaeError: where the buffer does not hold two batches.
+        """
+        if self.store.config.buffer_tokens < 2 * batch_tokens:
+            raise TsaeError(
+                f"buffer_tokens={self.store.config.buffer_tokens} must hold at least two batches of "
+                f"batch_tokens={batch_tokens}, better a hundred",
+                where="LiveConfig",
+                fix="Raise buffer_tokens.",
+            )
+        first = 0
+        for block, windows in enumerate(self._blocks(number)):
+            n_batches = max(1, round(int(windows[:, 2].sum()) / batch_tokens))
+            numbers = range(first, first + n_batches)
+            first += n_batches
+            if numbers.stop > start:
+                self._fill(number, block, windows)
+                yield from self._batches(windows, number, numbers, start, share)
+
+    def _beginning(self) -> np.ndarray:
+        windows = self._blocks(0)[0]
+        self._fill(0, 0, windows)
+        return windows
+
+    @cached_property
+    def _base(self) -> np.ndarray:
+        """(n_shards + 1,) tokens of all shards before each."""
+        return np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
+
+    @cached_property
+    def _texts(self) -> np.ndarray:
+        """(n_texts,) place of the first token of every (reader, trajectory) in all shards together."""
+        return np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self._base, self.shards, strict=False)])
+
+    def _text_of(self, windows: np.ndarray) -> np.ndarray:
+        """(n,) index into `_texts` of windows or segments (n, 3)."""
+        place = self._base[windows[:, 0]] + windows[:, 1]
+        return np.searchsorted(self._texts, place, side="right") - 1
+
+    def _blocks(self, epoch: int) -> list[np.ndarray]:
+        """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
+        parts: list[np.ndarray] = []
+        items: list[np.ndarray] = []
+        text_of_segment = self._text_of(self.segments)
+        size = np.bincount(text_of_segment, weights=self.segments[:, 2], minlength=len(self._texts)).astype(np.int64)
+        for cell, info in enumerate(self.mixture.cells):
+            mine = np.flatnonzero(self.mixture.cell_of == cell)
+            for number, low, high in self.mixture.passes(cell, epoch):
+                if high - low < info.tokens:
+                    # Whole trajectories are left to other epochs, so that hardly any is read for part of its tokens.
+                    rank = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(self._texts))
+                    mine = mine[np.argsort(rank[text_of_segment[mine]], kind="stable")]
+                offset = int(np.random.default_rng([self.seed, number]).integers(self.window))
+                windows = self._cut(self.segments[mine], offset)
+                begins = windows[:, 2].cumsum() - windows[:, 2]
+                parts.append(windows[(begins >= low) & (begins < high)])
+                # A trajectory that two passes of an epoch read comes as two, which may fall into different blocks.
+                items.append(self._text_of(parts[-1]) + len(self._texts) * len(items))
+        windows = np.concatenate(parts)
+        present, item = np.unique(np.concatenate(items), return_inverse=True)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(present))
+        block = np.empty(len(present), dtype=np.int64)
+        block[order] = _equal_blocks(size[present % len(self._texts)][order], self.store.config.buffer_tokens)
+        by_block = np.argsort(block[item], kind="stable")
+        edges = np.flatnonzero(np.diff(block[item][by_block])) + 1
+        blocks = [windows[mine] for mine in np.split(by_block, edges)]
+        for number, mixed in enumerate(blocks):
+            np.random.default_rng([self.seed, epoch, number, 2]).shuffle(mixed)
+        return blocks
+
+    def _fill(self, epoch: int, block: int, windows: np.ndarray) -> None:
+        """Have the buffer hold the counted tokens of the windows' trajectories."""
+        import torch
+
+        if self._filled == (epoch, block):
+            return
+        self._filled, self._buffer = None, torch.empty(0)  # never two of them
+        texts = np.unique(self._text_of(windows))
+        text_of_segment = self._text_of(self.segments)
+        held = np.flatnonzero(np.isin(text_of_segment, texts))
+        text_of_held = text_of_segment[held]
+        shard, start, length = self.segments[held].T
+        # Where each held segment begins among all tokens, and in the buffer.
+        self._held, self._row = self._base[shard] + start, length.cumsum() - length
+        self._buffer = torch.empty(
+            (int(length.sum()), self.d_model), dtype=getattr(torch, self.store.manifest["dtype"])
+        )
+        in_shard = np.searchsorted(self._base, self._texts[texts], side="right") - 1
+        for reader in self.store.readers:
+            ids, rows, mine = [], [], []
+            for text, number in zip(texts.tolist(), in_shard.tolist(), strict=True):
+                found = self.shards[number]
+                if found.reader == reader:
+                    place = int(np.searchsorted(found.offsets, self._texts[text] - self._base[number]))
+                    ids.append(found.token_ids[found.offsets[place] : found.offsets[place + 1]])
+                    rows.append(int(found.trajectory[place]))
+                    mine.append(text)
+            for t, values in self.store.read(reader, ids, rows) if ids else ():
+                low, high = np.searchsorted(text_of_held, [mine[t], mine[t] + 1])
+                for segment in range(low, high):
+                    first = int(self._held[segment] - self._texts[mine[t]])
+                    row, n = int(self._row[segment]), int(length[segment])
+                    self._buffer[row : row + n] = values[first : first + n]
+        self._filled = (epoch, block)
+
+    def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
+        import torch
+
+        place = self._base[shard] + position
+        segment = np.searchsorted(self._held, place, side="right") - 1
+        row = self._row[segment] + place - self._held[segment]
+        return np.asarray(self._buffer[torch.from_numpy(row)].float().numpy())
+
+
+def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:
+    """(n,) number of the block of every item, ascending: as few blocks of about equal size as hold at most so much.
+
+    Args:
+        size: (n,) tokens of the items, in the order in which they fill blocks.
+        most: tokens of a block.
+    """
+    if size.max() > most:
+        raise TsaeError(
+            f"a trajectory of {size.max()} counted tokens does not fit into buffer_tokens={most}",
+            where="LiveConfig",
+            fix="Raise buffer_tokens, or leave such trajectories out.",
+        )
+    ends = size.cumsum()
+    n = -(-int(ends[-1]) // most)
+    while True:
+        block = (ends - 1) * n // ends[-1]
+        if np.bincount(block, weights=size).max() <= most:
+            return np.unique(block, return_inverse=True)[1]
+        n += 1 + n // 20

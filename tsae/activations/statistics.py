@@ -1,0 +1,113 @@
+"""What the readers predicted, by trajectory: log-probabilities, choice points, and how far a policy went from the base.
+
+A store captured with `CaptureConfig.token_statistics` holds, for every token, the entropy of the reader's prediction of
+it and the log-probability that the reader gave it, at temperature 1.
+
+- A choice point is a response token that was predicted with an entropy above the 80th percentile of the run's response
+  tokens (Wang et al., arXiv 2506.01939: a fifth of the tokens carries most of what RLVR changes).
+- KL(policy ‖ base) is estimated on the responses that the policy sampled (Schulman, joschu.net/blog/kl-approx.html).
+  With d = log π(token) − log base(token), k1 = d, and k3 = exp(−d) − 1 + d, which is never negative and varies less.
+  Sums of both over responses are unbiased where tokens were sampled from π itself: at temperature 1, without top-k or
+  top-p. The end-of-sequence token is a choice of the policy's like any other, so it counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tsae.activations.store import ActivationStore
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class _Response(NamedTuple):
+    """What one reader predicted of one response; views of the store."""
+
+    entropy: np.ndarray
+    logprob: np.ndarray
+
+
+def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> pd.DataFrame:
+    """One row a (reader, trajectory).
+
+    Args:
+        store: captured with `token_statistics=True`. The policy's and the base's log-probabilities are those that they
+            gave as readers. Of a subset, its readers and trajectories are rows; thresholds are those of the whole
+            store, so that a choice point is one in any subset.
+        quantile: entropies above it are choice points.
+
+    Returns:
+        a DataFrame with the columns
+
+        - reader, trajectory (row id), problem_id, policy, band, outcome;
+        - n_tokens: of the response, the end-of-sequence token among them;
+        - entropy: the reader's, mean over these, in nats;
+        - choice_points: share of these whose entropy is above `threshold`, the quantile over all response tokens that
+          the checkpoints of the reader's run read;
+        - logprob_reader, logprob_policy, logprob_base: mean over these, in nats. NaN where the policy or the base is no
+          reader of the trajectory;
+        - kl_k1, kl_k3: estimates of KL(policy ‖ base) in nats per token, mean over these; times n_tokens they are the
+          trajectory's. They are the same for every reader.
+
+    Raises:
+        TsaeError: where the store holds no token statistics.
+    """
+    import pandas as pd
+
+    if not store.has_token_statistics:
+        raise TsaeError(
+            "holds no entropies and log-probabilities",
+            where=store.path,
+            fix="Capture into a new folder with token_statistics=True (--token-statistics).",
+        )
+    if not 0 < quantile < 1:
+        raise TsaeError(f"quantile={quantile} is not between 0 and 1", where="trajectory_statistics")
+    prompts = store.rollouts.lengths("prompt_ids")
+    read: dict[tuple[str, int], _Response] = {}
+    for shard in store.whole.shards():
+        entropy, logprob = shard.entropy, shard.logprob
+        starts, ends = shard.offsets[:-1] + prompts[shard.trajectory], shard.offsets[1:]
+        for row, start, end in zip(shard.trajectory.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            read[shard.reader, row] = _Response(entropy[start:end], logprob[start:end])
+    infos = [store.whole.reader_info(id) for id in store.whole.readers]
+    run_of = {info["id"]: info["run"] or info["id"] for info in infos}
+    thresholds = {}
+    for run in dict.fromkeys(run_of[reader] for reader, _ in read):
+        entropies = [response.entropy for (reader, _), response in read.items() if run_of[reader] == run]
+        thresholds[run] = float(np.quantile(np.concatenate(entropies), quantile))
+    columns = [store.rollouts.table[name].to_pylist() for name in ("problem_id", "policy", "band", "outcome")]
+    base = next((info["id"] for info in infos if info["run"] is None), "")
+    records = []
+    for (reader, row), response in read.items():
+        if reader not in store.readers or not store.rows[row]:
+            continue
+        problem, policy, band, outcome = (column[row] for column in columns)
+        unknown = np.full(len(response.logprob), np.nan)
+        of_policy, of_base = (
+            read[id, row].logprob.astype(np.float64) if (id, row) in read else unknown for id in (policy, base)
+        )
+        d, threshold = of_policy - of_base, thresholds[run_of[reader]]
+        records.append(
+            {
+                "reader": reader,
+                "trajectory": row,
+                "problem_id": problem,
+                "policy": policy,
+                "band": band,
+                "outcome": outcome,
+                "n_tokens": len(response.entropy),
+                "entropy": response.entropy.mean(dtype=np.float64),
+                "choice_points": float((response.entropy > threshold).mean()),
+                "threshold": threshold,
+                "logprob_reader": response.logprob.mean(dtype=np.float64),
+                "logprob_policy": of_policy.mean(),
+                "logprob_base": of_base.mean(),
+                "kl_k1": d.mean(),
+                "kl_k3": (np.expm1(-d) + d).mean(),
+            }
+        )
+    return pd.DataFrame(records)
