@@ -49,7 +49,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     from tsae.provenance import versions, write_json
     from tsae.report import write_report
     from tsae.report.terminal import print_findings
-    from tsae.testbed.classes import token_classes
+    from tsae.testbed.classes import FAMILIES, token_classes
 
     config = config or DemoConfig()
     to = config.to
@@ -67,7 +67,12 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         features = tsae.encode(sae, store, to=to / "features", progress=progress)
     strings = token_strings(series.base.load_tokenizer())
     diff = feature_diff(
-        features, tsae.DiffConfig(seed=config.seed), annotator=token_classes, token_strings=strings, progress=progress
+        features,
+        tsae.DiffConfig(seed=config.seed),
+        annotator=token_classes,
+        families=FAMILIES,
+        token_strings=strings,
+        progress=progress,
     )
     diff.save(to / "diff")
     report = write_report(
