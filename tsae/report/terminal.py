@@ -26,7 +26,7 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     if (diff.contrasts.kind == "interaction").any():
         print()
         print(interaction_text(diff, n))
-    if not diff.families.empty:
+    if "family" in diff.features:
         print()
         print(family_text(diff))
     print()
@@ -121,9 +121,10 @@ def family_text(diff: FeatureDiff) -> str:
     """How many features every family has, and what each run did to it."""
     sizes = diff.features.family.value_counts()
     lines = ["Families of features (features; mean shift in standard deviations, interval, q)"]
-    for family in sorted(set(diff.families.family)):
+    for family in sorted(set(diff.features.family) - {"none"}):
         lines.append(f"  {family}: {sizes[family]} features")
-        table = diff.families[(diff.families.family == family) & (diff.families.band == "all")]
+        table = diff.families
+        table = table[(table.family == family) & (table.band == "all")]
         for row in table.itertuples():
             shown = row.note or f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
             lines.append(f"    {row.checkpoint:<19}{shown}")
