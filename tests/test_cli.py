@@ -137,6 +137,27 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to
 
 
+FAMILIES = {"numbers": ("digit",)}
+"""Beside the annotator `classes`, for --families."""
+
+
+def test_a_diff_says_more_where_it_is_asked(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("diff", "--features", pipeline / "features", "--to", tmp_path / "diff", "--tokenizer", pipeline / "series",
+        "--annotator", "test_cli:classes", "--families", "--store", pipeline / "acts", "--compare", pipeline / "diff",
+        "--markdown", tmp_path / "diff.md", "--fdr", "by", "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
+    said = capsys.readouterr().out
+    assert "Families of features" in said
+    assert "linear probe" in said
+    assert "Against" in said
+    assert (tmp_path / "diff" / "baselines.parquet").is_file()
+    assert (tmp_path / "diff.md").read_text(encoding="utf-8").startswith("| kind | checkpoint |")
+    diff = tsae.FeatureDiff.load(tmp_path / "diff")
+    assert set(diff.features.family) <= {"numbers", "none"}
+    assert set(diff.confounds.control) == {"length", "position", "token"}
+    plain = tsae.FeatureDiff.load(pipeline / "diff")
+    assert (diff.shifts.q >= plain.shifts.q).all()
+
+
 def test_every_stage_wrote_what_the_next_reads(pipeline: Path) -> None:
     rollouts = tsae.Rollouts.read(pipeline / "rollouts.parquet")
     assert rollouts.policies == ["base", "run-5"]
@@ -150,7 +171,7 @@ def test_every_stage_wrote_what_the_next_reads(pipeline: Path) -> None:
     assert features.n_rows == 288 + 288
     diff = tsae.FeatureDiff.load(pipeline / "diff", features=features)
     assert diff.checkpoints == ["run-5"]
-    assert set(diff.shifts.kind) == {"shift", "outcome"}
+    assert set(diff.shifts.kind) == {"shift", "outcome", "interaction"}
     assert set(diff.features.responds_to) <= {"digit", "other", "prompt", "never active", "rare tokens"}
     assert (diff.table(kind="shift", part="total", band="all", outcome="all").q <= 0.05).any()
     for folder in ("acts", "sae", "features"):

@@ -572,3 +572,31 @@ def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
     contrast = contrasts["run", "same_trajectories", "all", "all"]
     assert contrast.n_problems == 30
     assert (contrast.inference.q > 0.05).sum() >= 3
+
+
+def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
+    turned = diff.shifts.assign(
+        difference=np.where(diff.shifts.feature == 0, -diff.shifts.difference, diff.shifts.difference),
+        q=np.where(diff.shifts.feature == 9, 0.9, diff.shifts.q),
+    )
+    found = diff.compare(FeatureDiff(**{**diff.__dict__, "shifts": turned[turned.feature != 5]}))
+    total = found[(found.part == "total") & (found.band == "all") & (found.outcome == "all")].set_index("feature")
+    assert sorted(total.index) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert total.agreement[0] == "opposite"
+    assert total.agreement[1] == "both"
+    assert total.agreement[9] == "one"
+    assert set(diff.compare(diff).agreement) == {"both", "neither"}
+    other = {**diff.info, "sae": {**diff.info["sae"], "weights": "else"}}
+    with pytest.raises(TsaeError, match="a diff of the SAE None cannot be compared with one of else"):
+        diff.compare(FeatureDiff(**{**diff.__dict__, "info": other}))
+
+
+def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
+    described = diff.features.assign(responds_to="a|b\n[x](y) <img> `c`")
+    lines = FeatureDiff(**{**diff.__dict__, "features": described}).to_markdown(3).splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert line.replace("\\|", "").count("|") == 16
+    assert "a\\|b⏎\\[x\\](y) &lt;img&gt; \\`c\\`" in lines[2]
+    top = diff.top(3)
+    assert [line.split(" | ")[4] for line in lines[2:]] == [str(f) for f in top.feature]

@@ -375,7 +375,16 @@ class Diff:
     tokenizer: Path | None = None
     """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
     annotator: str | None = None
-    """module:function of an annotator (prompt, response tokens) -> one class per token."""
+    """module:function of an annotator (prompt, response tokens) -> one class per token, such as
+    tsae.features.mathematics:math_classes."""
+    families: bool = False
+    """Group features by the FAMILIES of the annotator's module and test their shifts."""
+    store: Path | None = None
+    """The store that was encoded: set plain directions and a probe beside the best features."""
+    compare: Path | None = None
+    """Folder of another diff of the same SAE: say which effects both found."""
+    markdown: Path | None = None
+    """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -383,17 +392,36 @@ class Diff:
     def run(self) -> None:
         import tsae
         from tsae.checkpoints.loading import token_strings
+        from tsae.diff.baselines import baselines
+        from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
-        from tsae.report.terminal import print_findings
+        from tsae.report.terminal import baseline_text, print_findings
 
         strings = None if self.tokenizer is None else token_strings(_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
+        families = find_families(self.annotator) if self.families else None
+        other = None if self.compare is None else tsae.FeatureDiff.load(self.compare)
         diff = tsae.feature_diff(
-            features, self.config, annotator=annotator, token_strings=strings, stability=self.stability
+            features,
+            self.config,
+            annotator=annotator,
+            families=families,
+            token_strings=strings,
+            stability=self.stability,
         )
         print_findings(diff)
+        if self.store is not None:
+            found = baselines(features, self.store, self.config)
+            print(f"\n{baseline_text(found)}")
         _wrote(diff.save(self.to), diff)
+        if self.store is not None:
+            found.to_parquet(self.to / "baselines.parquet")
+        if other is not None:
+            print(f"\nAgainst {self.compare}: {diff.compare(other).agreement.value_counts().to_dict()}")
+        if self.markdown is not None:
+            self.markdown.write_text(diff.to_markdown(), encoding="utf-8")
+            _wrote(self.markdown)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     from tsae.pipeline import Choice, analyse, claim
     from tsae.provenance import versions
     from tsae.report.terminal import print_findings
-    from tsae.testbed.classes import token_classes
+    from tsae.testbed.classes import FAMILIES, token_classes
 
     config = config or DemoConfig()
     to = config.to
@@ -61,6 +61,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         choose=lambda store: Choice(config.sae, replace(config.training, seed=config.seed)),
         diffing=tsae.DiffConfig(seed=config.seed),
         annotator=token_classes,
+        families=FAMILIES,
         title="What easy, medium and hard training did to an arithmetic model",
         progress=progress,
     )

@@ -7,7 +7,7 @@ they were interrupted; the others begin anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +49,7 @@ def analyse(
     capturing: CaptureConfig | None = None,
     diffing: DiffConfig | None = None,
     annotator: Annotator | None = None,
+    families: Mapping[str, Sequence[str]] | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = quiet,
     progress: bool = True,
@@ -64,6 +65,7 @@ def analyse(
         capturing: defaults of `CaptureConfig`.
         diffing: defaults of `DiffConfig`.
         annotator: names the class of every response token.
+        families: classes of each family of features.
         title: of the report.
         say: called with the name of every finished stage and a line on what it did.
         progress: show bars.
@@ -115,7 +117,9 @@ def analyse(
         diff = tsae.FeatureDiff.load(to / "diff", features=features)
     else:
         strings = token_strings(series.base.load_tokenizer())
-        diff = tsae.feature_diff(features, diffing, annotator=annotator, token_strings=strings, progress=progress)
+        diff = tsae.feature_diff(
+            features, diffing, annotator=annotator, families=families, token_strings=strings, progress=progress
+        )
         diff.save(to / "diff")
     say("diff", _drawn(diff))
 

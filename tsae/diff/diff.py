@@ -23,8 +23,10 @@ from tsae.diff.contrasts import (
     outcome_contrasts,
     shift_contrasts,
 )
+from tsae.diff.families import Families, assign_families, family_shifts
 from tsae.diff.result import FeatureDiff
-from tsae.features.annotations import Annotator, annotate_tokens, responds_to, top_tokens
+from tsae.errors import TsaeError
+from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
 from tsae.features.table import FeatureTable
 from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
@@ -38,6 +40,7 @@ def feature_diff(
     annotator: Annotator | None = None,
     token_strings: Sequence[str] | None = None,
     stability: Stability | str | Path | None = None,
+    families: Families | None = None,
     progress: bool = True,
 ) -> FeatureDiff:
     """Compare every checkpoint with the base, and successes with failures.
@@ -49,16 +52,20 @@ def feature_diff(
         token_strings: text of every token id; without it tokens are shown by id.
         stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
             found beside the SAE.
+        families: token classes of the annotator that make up families, such as `tsae.features.mathematics.FAMILIES`.
         progress: show a bar.
 
     Raises:
-        TsaeError: where a band that is asked for is empty, or the stability is that of another SAE.
+        TsaeError: where a band that is asked for is empty, the stability is that of another SAE, or families are given
+            without an annotator.
     """
     from tqdm.auto import tqdm
 
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or DiffConfig()
     stable = _stability_of(features, stability)
+    if families is not None and annotator is None:
+        raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
     contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
@@ -70,7 +77,12 @@ def feature_diff(
     for contrast in tqdm(stream, desc="diff", unit="contrast", disable=not progress):
         drawn.append(contrast)
     strings = token_strings if token_strings is not None else _ids_as_text(features)
-    described = _describe(features, rows, config, annotator, strings)
+    classes = None if annotator is None else annotate_tokens(features, annotator, strings)
+    described = _describe(features, rows, config, classes, strings)
+    by_family = pd.DataFrame()
+    if families is not None and classes is not None:
+        described = described.join(assign_families(features, classes, families, config))
+        by_family = family_shifts(features, rows, described.family, config)
     if stable is not None:
         described["stability"] = stable.per_latent
     return FeatureDiff(
@@ -84,6 +96,7 @@ def feature_diff(
             seed=config.seed,
         ),
         confounds=confound_table(features, rows, drawn, config),
+        families=by_family,
         info={
             "config": asdict(config),
             "versions": versions(),
@@ -159,7 +172,7 @@ def _describe(
     features: FeatureTable,
     rows: Rows,
     config: DiffConfig,
-    annotator: Annotator | None,
+    classes: TokenClasses | None,
     strings: Sequence[str],
 ) -> pd.DataFrame:
     counted = features.span_mask(config.span)
@@ -174,8 +187,8 @@ def _describe(
         index=index,
     )
     tokens = top_tokens(features, strings)
-    if annotator is not None:
-        table = table.join(responds_to(features, annotate_tokens(features, annotator, strings)))
+    if classes is not None:
+        table = table.join(responds_to(features, classes))
     else:
         table["responds_to"] = [" ".join(repr(t) for t in found[:3]) or "never active" for found in tokens.top_tokens]
     return table.join(tokens)

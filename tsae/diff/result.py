@@ -18,7 +18,7 @@ from tsae.provenance import write_json
 if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
 
-_TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds")
+_TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class FeatureDiff:
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
+    families: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """See `tsae.diff.families.family_shifts`; empty where no families were given."""
     info: dict[str, Any] = field(default_factory=dict)
     """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
     source: FeatureTable | None = None
@@ -106,6 +108,32 @@ class FeatureDiff:
             .reset_index(drop=True)
         )
 
+    def compare(self, other: FeatureDiff) -> pd.DataFrame:
+        """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
+
+        Returns:
+            the contrast's keys and feature, difference, low, high, d and q of both (`_other`), and agreement: both, one
+            or neither found it, or opposite where both did with different signs. Effects that one diff lacks are left
+            out.
+
+        Raises:
+            TsaeError: where the diffs are of different SAEs.
+        """
+        ours, theirs = (diff.info["sae"].get("weights") for diff in (self, other))
+        if ours != theirs or len(self.features) != len(other.features):
+            raise TsaeError(
+                f"a diff of the SAE {ours} cannot be compared with one of {theirs}: their features are not the same",
+                where="FeatureDiff.compare",
+                fix="Encode both with one SAE.",
+            )
+        keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+        numbers = ["difference", "low", "high", "d", "q"]
+        both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))
+        found = (both.q <= self.q).astype(int) + (both.q_other <= other.q).astype(int)
+        both["agreement"] = found.map({0: "neither", 1: "one", 2: "both"})
+        both.loc[(found == 2) & (both.difference * both.difference_other < 0), "agreement"] = "opposite"
+        return both
+
     def opposed(self, up: str, down: str, *, part: str = "total", band: str = "all") -> pd.DataFrame:
         """Features that one checkpoint raised and the other lowered, both discoveries.
 
@@ -143,6 +171,15 @@ class FeatureDiff:
         ]
         found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
         return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
+
+    def to_markdown(self, n: int = 10, **keys: str) -> str:
+        """The rows of `top` as a Markdown table; text of rollouts is escaped."""
+        from tsae.report.markdown import markdown_table
+
+        table = self.top(n, **keys)
+        columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high", "d"]
+        columns += ["auroc", "q", "survives_length", "survives_position", "survives_token"]
+        return markdown_table(table[columns])
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write the self-contained report; see `tsae.report.write_report`."""

@@ -99,6 +99,16 @@ def side_means(values: sp.csr_array, rows: np.ndarray, problem: np.ndarray, prob
 def within_problem_auroc(
     values: sp.csr_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
+    """(n_features,) mean over problems of `problem_aurocs`."""
+    block = max(1, _AUROC_BYTES // (4 * len(a) + 4 * len(b)))
+    columns = sp.csc_array(values)
+    blocks = [sp.csr_array(columns[:, start : start + block]) for start in range(0, values.shape[1], block)]
+    return np.concatenate([problem_aurocs(part, a, b, problem, problems).mean(0) for part in blocks])
+
+
+def problem_aurocs(
+    values: sp.csr_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
+) -> np.ndarray:
     """Chance that a trajectory of side a has the larger value than one of side b of the same problem; ties count half.
 
     Args:
@@ -109,7 +119,7 @@ def within_problem_auroc(
         problems: codes of the problems to use; each has rows on both sides.
 
     Returns:
-        (n_features,) mean over problems, .5 where the sides do not differ.
+        (n_problems, n_features), .5 where the sides do not differ.
     """
     position = np.full(int(problem.max()) + 1, -1)
     position[problems] = np.arange(len(problems))
@@ -121,24 +131,17 @@ def within_problem_auroc(
         size = np.bincount(where, minlength=len(problems))
         slot = np.arange(len(rows)) - (size.cumsum() - size)[where]
         sides.append((rows, where, slot, size))
-    n_slots = [int(side[3].max()) for side in sides]
-    block = max(1, _AUROC_BYTES // (4 * len(problems) * sum(n_slots)))
-    found = np.empty(values.shape[1])
-    columns = sp.csc_array(values)
-    for start in range(0, values.shape[1], block):
-        part = sp.csr_array(columns[:, start : start + block])
-        dense = []
-        for (rows, where, slot, _), slots in zip(sides, n_slots, strict=True):
-            # An empty place compares as neither larger nor equal.
-            filled = np.full((slots, len(problems), part.shape[1]), np.nan, dtype=np.float32)
-            filled[slot, where] = part[rows].toarray()
-            dense.append(filled)
-        wins = np.zeros(dense[0].shape[1:], dtype=np.float32)
-        for x in dense[0]:
-            for y in dense[1]:
-                wins += (x > y) + np.float32(0.5) * (x == y)
-        found[start : start + block] = (wins / (sides[0][3] * sides[1][3])[:, None]).mean(0)
-    return found
+    dense = []
+    for rows, where, slot, size in sides:
+        # An empty place compares as neither larger nor equal.
+        filled = np.full((int(size.max()), len(problems), values.shape[1]), np.nan, dtype=np.float32)
+        filled[slot, where] = values[rows].toarray()
+        dense.append(filled)
+    wins = np.zeros(dense[0].shape[1:], dtype=np.float32)
+    for x in dense[0]:
+        for y in dense[1]:
+            wins += (x > y) + np.float32(0.5) * (x == y)
+    return wins / (sides[0][3] * sides[1][3])[:, None]
 
 
 def paired_inference(

@@ -30,6 +30,9 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     if (diff.contrasts.kind == "interaction").any():
         print()
         print(interaction_text(diff, n))
+    if "family" in diff.features:
+        print()
+        print(family_text(diff))
     print()
     print(gates_text(diff, evaluation))
 
@@ -133,6 +136,21 @@ def outcome_text(diff: FeatureDiff, n: int) -> str:
     return "\n".join(lines)
 
 
+def family_text(diff: FeatureDiff) -> str:
+    """How many features every family has, and what each run did to it."""
+    sizes = diff.features.family.value_counts()
+    lines = ["Families of features (features; mean shift in standard deviations, interval, q)"]
+    for family in sorted(set(diff.features.family) - {"none"}):
+        lines.append(f"  {family}: {sizes[family]} features")
+        table = diff.families
+        table = table[(table.family == family) & (table.band == "all")]
+        for row in table.itertuples():
+            shown = row.note or f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+            lines.append(f"    {row.checkpoint:<19}{shown}")
+    lines.append(f"  none: {sizes.get('none', 0)} features")
+    return "\n".join(lines)
+
+
 def interaction_text(diff: FeatureDiff, n: int) -> str:
     """Whether the outcome effect on the base's trajectories is another in one band than in another."""
     contrasts = diff.contrasts[(diff.contrasts.kind == "interaction") & (diff.contrasts.checkpoint == diff.base)]
@@ -185,6 +203,17 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
                 f"(mean of {null['repeats']:.0f})"
             )
     lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
+    return "\n".join(lines)
+
+
+def baseline_text(table: pd.DataFrame) -> str:
+    """One line a contrast and way of `tsae.diff.baselines.baselines`."""
+    lines = ["Plain directions beside the best features (held-out AUROC within problem, interval)"]
+    for (kind, checkpoint), ways in table.groupby(["kind", "checkpoint"], sort=False):
+        lines.append(f"  {'success − failure, read by' if kind == 'outcome' else 'shift of'} {checkpoint}")
+        for row in ways.itertuples():
+            shown = row.note or f"{row.auroc:.2f} [{row.low:.2f}, {row.high:.2f}]"
+            lines.append(f"    {row.way:<19}{shown}")
     return "\n".join(lines)
 
 

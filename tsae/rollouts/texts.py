@@ -110,6 +110,11 @@ def final_answers(text: str) -> list[Answer]:
     return [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
 
 
+def answer_spans(text: str) -> list[tuple[int, int]]:
+    """(start, end) characters of every statement of a final answer with a mark, in no order; they may overlap."""
+    return [match.span() for pattern in _ANSWERS.values() for match in pattern.finditer(text)]
+
+
 def operations(text: str) -> int:
     """Arithmetical operations that are written out: ``16 - 3 - 4 = 9`` are two.
 

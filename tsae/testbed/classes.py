@@ -12,6 +12,15 @@ from tsae.testbed.annotate import TokenLabel, annotate, describe_response
 BEHAVIOURS = ("direct_answer", "skipped_steps")
 """Columns that `with_behaviours` adds: 1 for a response without a scratchpad step; share of required steps skipped."""
 
+FAMILIES = {
+    "direct-answer": ("answer marker, direct", "answer, direct"),
+    "basic-computation": ("equals, scratchpad", "result, scratchpad", "slipped result, scratchpad"),
+    "deliberation": tuple(
+        f"{fault}{role}, scratchpad" for fault in ("", "slipped ") for role in ("operand", "operator", "separator")
+    ),
+}
+"""For `tsae.diff.families`: answering without a scratchpad, computing a step's result, and writing the next step."""
+
 
 def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
     """An annotator: one class per response token, such as "slipped result, scratchpad" or "answer, direct".

@@ -1,0 +1,208 @@
+"""Families of features, such as direct-answer, basic-computation and deliberation: defined, counted and tested.
+
+A family is a set of token classes of an annotator. Its *share* of a feature is the part of the feature's activation
+that falls on these tokens, its *lift* the share over the family's part of all tokens. A feature belongs to the family
+with the largest share · log(lift) among those with q ≤ the config's and lift ≥ 2, or to none.
+
+The null keeps what makes tokens dependent: problems are given the labels of other problems' responses, stretched to
+their length and rotated by a random offset, so that runs of labels stay runs and responses of a problem stay alike. p
+is the part of draws whose lift is as large, one-sided (labels of short responses, stretched, make other parts of the
+tokens, so that shares would not do); q is over all features and families.
+
+*Shift of a family*: every feature in units of its standard deviation over trajectories, averaged over the family, and
+then a contrast as every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Rows, contrast_bands
+from tsae.diff.statistics import group_difference, paired_inference, q_values
+from tsae.errors import TsaeError
+from tsae.features.annotations import TokenClasses
+from tsae.features.table import FeatureTable
+
+Families = Mapping[str, Sequence[str]]
+NO_FAMILY = "none"
+_LIFT = 2.0
+_ROWS = 600  # Rows that families are learnt on; more cost time and change little.
+_DRAWS, _BLOCK = 999, 37
+
+
+def find_families(annotator: str | None) -> Families:
+    """FAMILIES of the module of an annotator that is named as module:function.
+
+    Raises:
+        TsaeError: where it has none.
+    """
+    module = (annotator or "").partition(":")[0]
+    found = getattr(import_module(module), "FAMILIES", None) if module else None
+    if not isinstance(found, Mapping):
+        raise TsaeError(
+            f"{annotator!r} names no annotator with FAMILIES, a dictionary of family to classes, beside it",
+            where="--families",
+            fix="Give --annotator, such as tsae.features.mathematics:math_classes.",
+        )
+    return found
+
+
+def assign_families(
+    features: FeatureTable, classes: TokenClasses, families: Families, config: DiffConfig
+) -> pd.DataFrame:
+    """The family of every feature.
+
+    Args:
+        features: the table.
+        classes: of its tokens, from `annotate_tokens`.
+        families: token classes of every family.
+        config: q, fdr, span, seed.
+
+    Returns:
+        indexed by feature: family ("none" where no association is clear); family_share, family_lift, family_p and
+        family_q of it, or of the one that scores highest where there is none. p is 1 for features that are not active.
+
+    Raises:
+        TsaeError: where no token has a class of any family.
+    """
+    label = np.full(len(classes.names), -1)
+    for number, members in enumerate(families.values()):
+        label[[classes.names.index(name) for name in members if name in classes.names]] = number
+    if not (label[classes.code] >= 0).any():
+        raise TsaeError(
+            f"no token has a class of a family; there are {', '.join(map(repr, classes.names))}",
+            where="families",
+            fix="Name classes that the annotator gives.",
+        )
+    rng = np.random.default_rng([config.seed, 7])
+    token, row, label = _sample(features, label[classes.code], config, rng)
+    codes = sp.csr_array(features.codes[token])
+    total = np.asarray(codes.sum(0), dtype=np.float64).ravel()
+    by_feature = sp.csr_array(codes.T)
+    n = len(families)
+
+    def lifts(labels: np.ndarray) -> np.ndarray:
+        """(draws, n_families, n_features) for (draws, n_tokens) labels."""
+        member = (labels[:, None, :] == np.arange(n)[None, :, None]).reshape(-1, labels.shape[1])
+        sums = by_feature @ member.T.astype(np.float32)
+        part = member.mean(1)[:, None]
+        lift = sums.T / np.where(total > 0, total, 1) / np.where(part > 0, part, np.inf)
+        return lift.reshape(len(labels), n, -1)
+
+    lift = lifts(label[None])[0]
+    extreme, done = np.zeros(lift.shape, dtype=int), 0
+    shuffle = _Shuffle(features, row, label)
+    while done < _DRAWS:
+        drawn = np.stack([shuffle(rng) for _ in range(min(_BLOCK, _DRAWS - done))])
+        extreme += (lifts(drawn) >= lift * (1 - 1e-5)).sum(0)
+        done += len(drawn)
+    p = np.where(total > 0, (1 + extreme) / (1 + _DRAWS), 1.0)
+    q = q_values(p.ravel(), config.fdr).reshape(p.shape)
+    part = np.array([(label == number).mean() for number in range(n)])
+    observed = lift * part[:, None]
+    score = observed * np.log(np.maximum(lift, 1e-12))
+    clear = (q <= config.q) & (lift >= _LIFT)
+    best = np.where(clear, score, -np.inf).argmax(0)
+    best = np.where(clear.any(0), best, score.argmax(0))
+    column = np.arange(features.n_features)
+    names = np.array(list(families), dtype=object)
+    return pd.DataFrame(
+        {
+            "family": np.where(clear.any(0), names[best], NO_FAMILY),
+            "family_share": observed[best, column],
+            "family_lift": lift[best, column],
+            "family_p": p[best, column],
+            "family_q": q[best, column],
+        },
+        index=pd.RangeIndex(features.n_features, name="feature"),
+    )
+
+
+def _sample(
+    features: FeatureTable, label: np.ndarray, config: DiffConfig, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counted tokens of at most _ROWS rows, their rows and labels."""
+    rows = np.sort(rng.permutation(features.n_rows)[:_ROWS])
+    counted = features.span_mask(config.span)
+    token = np.flatnonzero(counted & np.isin(features.row_of_token, rows))
+    return token, features.row_of_token[token], label[token]
+
+
+class _Shuffle:
+    """Draws of labels under the null."""
+
+    def __init__(self, features: FeatureTable, row: np.ndarray, label: np.ndarray) -> None:
+        self.label = label
+        self.rows, self.start, self.length = np.unique(row, return_index=True, return_counts=True)
+        problems = features.rollouts.frame.problem_id.to_numpy()[features.trajectory[self.rows]]
+        self.problem = pd.factorize(problems)[0]
+        self.members = [np.flatnonzero(self.problem == i) for i in range(self.problem.max() + 1)]
+
+    def __call__(self, rng: np.random.Generator) -> np.ndarray:
+        donor_of_problem = rng.permutation(len(self.members))
+        parts = []
+        for row, length in enumerate(self.length):
+            donors = self.members[donor_of_problem[self.problem[row]]]
+            donor = donors[rng.integers(len(donors))]
+            place = (np.arange(length) * self.length[donor]) // length
+            parts.append(np.roll(self.label[self.start[donor] + place], rng.integers(length)))
+        return np.concatenate(parts)
+
+
+def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config: DiffConfig) -> pd.DataFrame:
+    """Total shift of every family in every run and band, in standard deviations of its features over trajectories.
+
+    Args:
+        features: the table.
+        rows: of it.
+        family: of every feature; "none" is left out.
+        config: of the draws.
+
+    Returns:
+        checkpoint, band, family, n_features, n_problems, difference, low, high, d, p, q (over the families of a
+        checkpoint and band); note where a shift was refused, with NaN for its numbers.
+    """
+    names = sorted(set(family) - {NO_FAMILY})
+    base = features.readers[0]
+    own = rows.by_reader[base, base]
+    records = []
+    for checkpoint in features.readers[1:] if len(own) and names else ():
+        values = rows.values[np.concatenate([own, rows.by_reader[checkpoint, checkpoint]])]
+        square = np.asarray(values.multiply(values).mean(0)).ravel() - np.asarray(values.mean(0)).ravel() ** 2
+        scale = 1 / np.sqrt(np.where(square > 0, square, np.inf))
+        counts = np.array([int((family == name).sum()) for name in names])
+        weights = np.stack([np.where(family == name, scale, 0) / n for name, n in zip(names, counts, strict=True)], 1)
+        scores = sp.csr_array(rows.values @ weights)
+        for band in contrast_bands(features, config):
+            a, b = (rows.pick(reader, reader, band, "all") for reader in (checkpoint, base))
+            both = np.intersect1d(rows.problem[a], rows.problem[b])
+            keys = {"checkpoint": checkpoint, "band": band, "n_problems": len(both)}
+            table = pd.DataFrame({**keys, "family": names, "n_features": counts})
+            if len(both) < config.min_problems:
+                table[["difference", "low", "high", "d", "p", "q"]] = np.nan
+                table["note"] = f"{len(both)} problems; {config.min_problems} are needed"
+            else:
+                found = paired_inference(
+                    group_difference(scores, a, b, rows.problem, both),
+                    n_bootstrap=config.n_bootstrap,
+                    n_permutations=config.n_permutations,
+                    confidence=config.confidence,
+                    seed=config.seed,
+                    method=config.fdr,
+                )
+                for name in ("difference", "low", "high", "d", "p", "q"):
+                    table[name] = getattr(found, name)
+                table["note"] = ""
+            records.append(table)
+    columns = ["checkpoint", "band", "family", "n_features", "n_problems", "difference", "low", "high", "d", "p", "q"]
+    return (
+        pd.concat(records, ignore_index=True)[[*columns, "note"]]
+        if records
+        else pd.DataFrame(columns=[*columns, "note"])
+    )
