@@ -43,6 +43,8 @@ class Story:
     deciding: float = 0.1
     """Beside all of them, those that fire on at least this share of the hard run's last prompt tokens, where the first
     token of the response is drawn."""
+    choose: tuple[int, ...] = ()
+    """Features of one's own instead, beside the same controls."""
     alphas: tuple[float, ...] = (0.5, 1.0)
     """Steering, in units of a feature's typical activation."""
     seed: int = 2000
@@ -57,7 +59,7 @@ def main() -> None:
     store = tsae.ActivationStore(story.demo / "activations")
     family = [int(f) for f in tsae.FeatureDiff.load(story.demo / "diff").opposed(UP, DOWN).index]
     deciding = [f for f in family if last_prompt_rate(features, UP)[f] >= story.deciding]
-    sets = {"all": family, "deciding": deciding}
+    sets = {"chosen": list(story.choose)} if story.choose else {"all": family, "deciding": deciding}
     for name, chosen in sets.items():
         print(f"{name}: {', '.join(map(str, chosen))}")
     sampling = tsae.SamplingConfig(
