@@ -346,7 +346,8 @@ def test_a_diff_of_the_same_sae_takes_note(found: Intervention) -> None:
     from tsae.diff.result import FeatureDiff
 
     nothing: Any = SimpleNamespace()
-    diff = FeatureDiff(nothing, nothing, nothing, nothing, {"sae": found.info["sae"], "causally_tested": False})
+    info = {"sae": found.info["sae"], "causally_tested": False}
+    diff = FeatureDiff(nothing, nothing, nothing, nothing, info=info)
     marked = found.mark(found.mark(diff))
     assert [test["features"] for test in marked.info["causally_tested"]] == [[DECIDES], [DECIDES]]
     assert marked.info["causally_tested"][0]["summaries"]["accuracy"] == found.summary("accuracy")
