@@ -6,6 +6,8 @@ STAMP := $(VENV)/installed
 # Spinning OpenMP threads starve each other on shared cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
+# A test file is one process's: files share what they build. Every process holds torch, hence the limit.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test test-all check smollm clean
 
@@ -24,7 +26,7 @@ demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: fin
 	$(BIN)/tsae demo
 
 test: check  ## ruff, mypy and the fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(STAMP)  ## the slow suites
 	$(BIN)/python -m pytest -m slow

@@ -1,4 +1,4 @@
-"""The command `tsae store`, beside the stages in `tsae.cli`."""
+"""The command `tsae store`."""
 
 from __future__ import annotations
 

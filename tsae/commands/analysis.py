@@ -1,8 +1,7 @@
-"""Commands that measure checkpoints and rollouts, beside the stages in `tsae.cli`; and what all commands say."""
+"""Commands on features: diff, causal, reinforcement, influence, report."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,137 +9,72 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import OmitArgPrefixes
 
 from tsae.causal.config import InterventionConfig
+from tsae.commands.common import load_series, own_rollouts, say_wrote
 from tsae.diff.config import DiffConfig, InfluenceConfig
 from tsae.errors import TsaeError
-from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
-    from tsae.rollouts.table import Rollouts
+    pass
 
 
 @dataclass(frozen=True)
-class Drift:
-    """Where training wrote: how far every weight is from the base's, by layer and module."""
+class Diff:
+    """Compare every checkpoint with the base, and successes with failures; print the findings."""
 
-    series: tuple[str, ...]
-    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
-    adapters, Hugging Face ids (org/model@revision/subfolder)."""
-    checkpoints: tuple[str, ...] = ()
-    """Ids to measure; by default all."""
-    spectral: bool = True
-    """Spectral norm and stable rank of the updates too, which takes most of the time."""
-    to: Path | None = None
-    """Folder for drift.parquet, one row a checkpoint and tensor, and the page drift.html."""
-
-    def run(self) -> None:
-        import tsae
-        from tsae.report.drift import drift_text, write_drift
-
-        series = load_series(*self.series)
-        series = series.select(self.checkpoints) if self.checkpoints else series
-        if len(series) < 2:
-            raise TsaeError(
-                "there is nothing but the base", where=series.name, fix="Give at least one more checkpoint."
-            )
-        drift = tsae.weight_drift(series, spectral=self.spectral)
-        print(drift_text(drift))
-        if self.to is not None:
-            self.to.mkdir(parents=True, exist_ok=True)
-            drift.to_parquet(self.to / "drift.parquet", index=False)
-            write_drift(drift, self.to / "drift.html")
-            say_wrote(self.to)
-
-
-@dataclass(frozen=True)
-class Bands:
-    """Put every problem into easy, medium or hard by a policy's pass rate."""
-
-    rollouts: Path
-    """Parquet file."""
+    features: Path
+    """Folder that `tsae encode` wrote."""
     to: Path
-    """Parquet file to write; may be the same."""
-    reference: str | None = None
-    """Policy whose pass rate counts; by default all policies together."""
-    measured_on: Path | None = None
-    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
-    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
-    shares: tuple[float, float] | None = None
-    """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
+    """Folder of the diff."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token, such as
+    tsae.features.mathematics:math_classes."""
+    families: bool = False
+    """Group features by the FAMILIES of the annotator's module and test their shifts."""
+    store: Path | None = None
+    """The store that was encoded: set plain directions and a probe beside the best features."""
+    compare: Path | None = None
+    """Folder of another diff of the same SAE: say which effects both found."""
+    markdown: Path | None = None
+    """File to write the clearest total shifts to, as a Markdown table."""
+    stability: Path | None = None
+    """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
         import tsae
+        from tsae.checkpoints.loading import token_strings
+        from tsae.diff.baselines import baselines
+        from tsae.diff.families import find_families
+        from tsae.features.annotations import find_annotator
+        from tsae.report.terminal import baseline_text, print_findings
 
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
-        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
-        banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
-        say_wrote(banded.write(self.to), banded)
-        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
-        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
-
-
-@dataclass(frozen=True)
-class Difficulty:
-    """How difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups have to teach."""
-
-    rollouts: Path
-    """Parquet file with rollouts of several checkpoints."""
-    series: tuple[str, ...] = ()
-    """Folder of the checkpoints, which names runs and steps; without it all policies are one run, in their order."""
-    reference: str | None = None
-    """Policy that sets shares and bands, and that others are compared with; by default the base, or the first."""
-    to: Path | None = None
-    """Folder for the tables and the page difficulty.html."""
-    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
-    shares: tuple[float, float] | None = None
-    """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
-    config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
-
-    def run(self) -> None:
-        import tsae
-
-        found = tsae.difficulty(
-            tsae.Rollouts.read(self.rollouts),
+        strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
+        annotator = None if self.annotator is None else find_annotator(self.annotator)
+        features = tsae.FeatureTable.load(self.features)
+        families = find_families(self.annotator) if self.families else None
+        other = None if self.compare is None else tsae.FeatureDiff.load(self.compare)
+        diff = tsae.feature_diff(
+            features,
             self.config,
-            series=load_series(*self.series) if self.series else None,
-            reference=self.reference,
-            cutoffs=self.cutoffs if self.shares is None else BandQuantiles(*self.shares),
+            annotator=annotator,
+            families=families,
+            token_strings=strings,
+            stability=self.stability,
         )
-        print(found)
-        if self.to is not None:
-            say_wrote(found.save(self.to))
-
-
-@dataclass(frozen=True)
-class Behaviours:
-    """What responses do: loops, repeated answers, skipped computation, formats; by band, with paired changes."""
-
-    rollouts: Path
-    """Parquet file with the texts of the responses."""
-    to: Path | None = None
-    """Parquet file to write with a column for every behaviour; may be the same."""
-    reference: str | None = None
-    """Policy that others are compared with, and whose successes set a problem's usual length; by default the first."""
-    required_steps: str | None = None
-    """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
-
-    def run(self) -> None:
-        import tsae
-        from tsae.plugins import find_function
-        from tsae.report.terminal import behaviour_text, format_text
-        from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
-
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        reference = self.reference or rollouts.policies[0]
-        fix = "Give module:function for your own (prompt, answer) -> number of operations."
-        name = self.required_steps
-        required = None if name is None else find_function(name, where="required_steps", fix=fix)
-        found = with_behaviours(rollouts, required_steps=required, reference=reference)
-        print(behaviour_text(behaviour_table(found, reference=reference)))
-        print(f"\n{format_text(format_table(found, reference=reference))}")
-        if self.to is not None:
-            say_wrote(found.write(self.to), found)
+        print_findings(diff)
+        if self.store is not None:
+            found = baselines(features, self.store, self.config)
+            print(f"\n{baseline_text(found)}")
+        say_wrote(diff.save(self.to), diff)
+        if self.store is not None:
+            found.to_parquet(self.to / "baselines.parquet")
+        if other is not None:
+            print(f"\nAgainst {self.compare}: {diff.compare(other).agreement.value_counts().to_dict()}")
+        if self.markdown is not None:
+            self.markdown.write_text(diff.to_markdown(), encoding="utf-8")
+            say_wrote(self.markdown)
 
 
 @dataclass(frozen=True)
@@ -304,33 +238,26 @@ class Influence:
             say_wrote(found.save(self.to), found)
 
 
-def own_rollouts(path: Path, policy: str) -> Rollouts:
-    """What a policy sampled.
+@dataclass(frozen=True)
+class Report:
+    """Write a diff as one self-contained HTML file that opens with no network."""
 
-    Raises:
-        TsaeError: where it sampled nothing.
-    """
-    import tsae
+    diff: Path
+    """Folder that `tsae diff` wrote."""
+    to: Path
+    """The .html file to write."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote, for examples."""
+    title: str | None = None
+    """Title of the page."""
+    causal: tuple[Path, ...] = ()
+    """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
 
-    rollouts = tsae.Rollouts.read(path)
-    if policy not in rollouts.policies:
-        raise TsaeError(
-            f"holds nothing that {policy} sampled; policies are {', '.join(rollouts.policies)}",
-            where=path,
-            fix="Give rollouts of that checkpoint, or another --checkpoint.",
-        )
-    return rollouts.where(policy=policy)
+    def run(self) -> None:
+        import tsae
 
-
-def load_series(*sources: str | Path) -> CheckpointSeries:
-    """The series, with its notes on standard error."""
-    from tsae.checkpoints.series import CheckpointSeries
-
-    series = CheckpointSeries.load(*sources)
-    for note in series.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return series
-
-
-def say_wrote(path: Path, what: object | None = None) -> None:
-    print(f"wrote {path}" + (f": {what}" if what is not None else ""))
+        features = None if self.features is None else tsae.FeatureTable.load(self.features)
+        diff = tsae.FeatureDiff.load(self.diff, features=features)
+        for folder in self.causal:
+            diff = tsae.Intervention.load(folder).mark(diff)
+        say_wrote(diff.to_html(self.to, title=self.title))

@@ -1,0 +1,178 @@
+"""Commands on rollouts: sample, import, bands, difficulty, behaviours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+from tsae.commands.common import load_series, say_wrote
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample rollouts of problems from checkpoints, check their answers, and set advantages."""
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
+    problems: Path
+    """JSON lines of id, prompt, answer and, optionally, level."""
+    to: Path
+    """Parquet file to write."""
+    verifier: str = "last_number"
+    """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids to sample from; by default the base and the last step of every run."""
+    sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.checkpoints.loading import ModelLoader
+        from tsae.rollouts.checking import find_verifier
+        from tsae.rollouts.problems import read_problems
+
+        series = load_series(*self.series)
+        chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
+        problems, verify = read_problems(self.problems), find_verifier(self.verifier)
+        loader = ModelLoader(device=self.sampling.device)
+        parts = [tsae.sample(c, problems, self.sampling, verify=verify, loader=loader) for c in chosen]
+        rollouts = tsae.Rollouts.concat(parts).with_advantages()
+        say_wrote(rollouts.write(self.to), rollouts)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
+
+    Logs of TRL (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL (train_data_step*),
+    prime-rl (traces, token exports) and open-r1 (generations) are known by their names and columns; of any other JSON
+    lines or Parquet the columns are named below.
+    """
+
+    log: Positional[Path]
+    """The .jsonl or .parquet file, or the folder that the trainer fills with them, which is read whole."""
+    to: Path
+    """Parquet file to write."""
+    checkpoint: Path | None = None
+    """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
+    config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
+
+    def run(self) -> None:
+        from tsae.rollouts.importing import import_log
+
+        print(import_log(self.log, self.to, self.checkpoint, self.config))
+        say_wrote(self.to)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Put every problem into easy, medium or hard by a policy's pass rate."""
+
+    rollouts: Path
+    """Parquet file."""
+    to: Path
+    """Parquet file to write; may be the same."""
+    reference: str | None = None
+    """Policy whose pass rate counts; by default all policies together."""
+    measured_on: Path | None = None
+    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
+    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+    shares: tuple[float, float] | None = None
+    """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
+
+    def run(self) -> None:
+        import tsae
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
+        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
+        banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
+        say_wrote(banded.write(self.to), banded)
+        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
+        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """How difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups have to teach."""
+
+    rollouts: Path
+    """Parquet file with rollouts of several checkpoints."""
+    series: tuple[str, ...] = ()
+    """Folder of the checkpoints, which names runs and steps; without it all policies are one run, in their order."""
+    reference: str | None = None
+    """Policy that sets shares and bands, and that others are compared with; by default the base, or the first."""
+    to: Path | None = None
+    """Folder for the tables and the page difficulty.html."""
+    cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
+    shares: tuple[float, float] | None = None
+    """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
+    config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
+
+    def run(self) -> None:
+        import tsae
+
+        found = tsae.difficulty(
+            tsae.Rollouts.read(self.rollouts),
+            self.config,
+            series=load_series(*self.series) if self.series else None,
+            reference=self.reference,
+            cutoffs=self.cutoffs if self.shares is None else BandQuantiles(*self.shares),
+        )
+        print(found)
+        if self.to is not None:
+            say_wrote(found.save(self.to))
+
+
+@dataclass(frozen=True)
+class Behaviours:
+    """What responses do: loops, repeated answers, skipped computation, formats; by band, with paired changes."""
+
+    rollouts: Path
+    """Parquet file with the texts of the responses."""
+    to: Path | None = None
+    """Parquet file to write with a column for every behaviour; may be the same."""
+    reference: str | None = None
+    """Policy that others are compared with, and whose successes set a problem's usual length; by default the first."""
+    required_steps: str | None = None
+    """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
+
+    def run(self) -> None:
+        import tsae
+        from tsae.plugins import find_function
+        from tsae.report.terminal import behaviour_text, format_text
+        from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        reference = self.reference or rollouts.policies[0]
+        fix = "Give module:function for your own (prompt, answer) -> number of operations."
+        name = self.required_steps
+        required = None if name is None else find_function(name, where="required_steps", fix=fix)
+        found = with_behaviours(rollouts, required_steps=required, reference=reference)
+        print(behaviour_text(behaviour_table(found, reference=reference)))
+        print(f"\n{format_text(format_table(found, reference=reference))}")
+        if self.to is not None:
+            say_wrote(found.write(self.to), found)
+
+
+@dataclass(frozen=True)
+class RolloutsCommand:
+    """Sample rollouts, import a log, measure difficulty and how it moved, or what responses do."""
+
+    command: OmitArgPrefixes[
+        Annotated[Sample, subcommand("sample", prefix_name=False)]
+        | Annotated[Import, subcommand("import", prefix_name=False)]
+        | Annotated[Bands, subcommand("bands", prefix_name=False)]
+        | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
+        | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)]
+    ]
+
+    def run(self) -> None:
+        self.command.run()
