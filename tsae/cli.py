@@ -12,6 +12,7 @@ from tyro.conf import arg, subcommand
 
 from tsae.commands.analysis import Causal, Diff, Influence, Reinforcement, Report
 from tsae.commands.capturing import Capture, Drift
+from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
 from tsae.commands.store import StoreCommand
 from tsae.commands.training import Encode, Evaluate, Export, Train, start_as_default
@@ -66,6 +67,8 @@ Command = (
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
+    | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
+    | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
 )
 
 
@@ -92,4 +95,4 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
 runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae drift` needs none of them;
-`tsae causal` tests what a diff found."""
+`tsae causal` tests what a diff found. `tsae credit` and `tsae reformulate` put the findings to use in training."""
