@@ -9,6 +9,7 @@ tested there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,6 @@ def _regressed(tokens: _Tokens, config: CreditConfig, info: dict[str, Any]) -> C
     testing = order[: max(config.min_problems, round(config.held_out * len(order)))]
     test = solved & frame.code.isin(testing).to_numpy()
     used = tokens.of_rows(solved & ~test)
-    d_sae = tokens.codes.shape[1]
     target = frame.centred.to_numpy()[tokens.row]
     problem = frame.code.to_numpy()[tokens.row]
 
@@ -131,8 +131,9 @@ def _regressed(tokens: _Tokens, config: CreditConfig, info: dict[str, Any]) -> C
         info={**info, "n_problems": len(problems), "significant": True, "note": ""},
     )
     raw = raw_scores(credit, tokens.states, tokens.codes, tokens.ids)
-    assert credit.d_sae == d_sae
-    return _gated(credit, raw, tokens, used, test)
+    # Differences of values add up to the last value less the first: what is judged is the values.
+    judged = raw if config.estimator == "action" else np.asarray(tokens.codes @ value)
+    return _gated(credit, raw, judged, tokens, used, test)
 
 
 def _pairs(
@@ -210,7 +211,7 @@ def _effects(
     )
     raw = raw_scores(credit, tokens.states, tokens.codes, tokens.ids)
     everything = np.ones(len(raw), dtype=bool)
-    return _gated(credit, raw, tokens, everything, np.ones(len(tokens.frame), dtype=bool))
+    return _gated(credit, raw, raw, tokens, everything, np.ones(len(tokens.frame), dtype=bool))
 
 
 def raw_scores(credit: Credit, states: sp.csr_array, codes: sp.csr_array, ids: np.ndarray) -> np.ndarray:
@@ -224,16 +225,16 @@ def raw_scores(credit: Credit, states: sp.csr_array, codes: sp.csr_array, ids: n
     return np.concatenate(found)
 
 
-def _gated(credit: Credit, raw: np.ndarray, tokens: _Tokens, used: np.ndarray, test: np.ndarray) -> Credit:
-    """The credit with its scale, and whether it holds on the rows of problems that were held out."""
-    from dataclasses import replace
-
+def _gated(
+    credit: Credit, raw: np.ndarray, judged: np.ndarray, tokens: _Tokens, used: np.ndarray, test: np.ndarray
+) -> Credit:
+    """The credit with the scale of its raw scores on the tokens used, and whether what is judged holds on test rows."""
     if not credit.significant:
         return credit
     frame = tokens.frame
-    mean = np.bincount(tokens.row, raw, len(frame)) / np.maximum(np.bincount(tokens.row, minlength=len(frame)), 1)
-    judged = frame.assign(score=mean, success=frame.centred > 0)[test & (frame.centred != 0).to_numpy()]
-    sides = judged.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
+    mean = np.bincount(tokens.row, judged, len(frame)) / np.maximum(np.bincount(tokens.row, minlength=len(frame)), 1)
+    scored = frame.assign(score=mean, success=frame.centred > 0)[test & (frame.centred != 0).to_numpy()]
+    sides = scored.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
     scale = max(float(raw[used].std()), 1e-12)
     differences = (sides[True] - sides[False]).to_numpy()[:, None] / scale
     inference = paired_inference(
