@@ -46,8 +46,8 @@ def credit_advantage(
     is_last = (places == last.unsqueeze(1)).to(mask)
     outcome = (token_level_rewards * is_last).sum(1)
     scaled = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
-    kind = "grpo" if scaled else "dr_grpo"
-    advantages = torch.from_numpy(group_advantages(outcome.cpu().numpy(), np.asarray(index), kind)).to(outcome)
+    of_groups = group_advantages(outcome.cpu().numpy(), np.asarray(index), "grpo" if scaled else "dr_grpo")
+    advantages = torch.from_numpy(of_groups).to(outcome)
     found = (advantages.unsqueeze(1) + token_level_rewards * (1 - is_last)) * mask
     return found, found
 
