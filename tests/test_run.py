@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from builders import make_rollouts
+from test_finding import cached
 
 import tsae
 from tsae.cli import main
@@ -214,6 +219,83 @@ def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
     assert origin == f"the base is {base}"
 
 
+@pytest.fixture
+def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The testbed's base as a Hugging Face id that lies in the cache, and nothing asks the network about it."""
+    asked = []
+    cached(tmp_path / "hub", "org/arithmetic", {"main": {"": SHIPPED / "base"}})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        asked.append(args)
+        raise ConnectionError("no network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield "org/arithmetic"
+    assert not asked
+
+
+def test_adapters_over_a_base_in_the_cache(
+    trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "lora"
+    shutil.copytree(trl_run / "completions", run / "completions")
+    for step in (25, 50):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
+            base = AutoModelForCausalLM.from_pretrained(SHIPPED / "base")
+            model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        generator = torch.Generator().manual_seed(step)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+        model.peft_config["default"].base_model_name_or_path = hub_base
+        # The vocabulary is the base's; peft would ask the hub whether it is.
+        model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
+    assert lines[-1].endswith("report.html")
+    # Readers are the base, and the base with its adapter: by hand, merged.
+    store = tsae.ActivationStore(tmp_path / "out" / "activations")
+    site = next(iter(store.manifest["sites"]))
+    merged = model.merge_and_unload().eval()
+    for reader, whole in (("base", AutoModelForCausalLM.from_pretrained(SHIPPED / "base")), ("lora-00050", merged)):
+        shard = next(iter(store.shards(reader)))
+        ids = torch.from_numpy(shard.token_ids[: shard.offsets[1]].astype(np.int64))[None]
+        expected = whole(ids, output_hidden_states=True).hidden_states[2][0].detach().numpy()
+        np.testing.assert_allclose(shard.read(site, slice(0, shard.offsets[1])), expected, atol=1e-4)
+    assert (diff.shifts.checkpoint == "lora-00050").any()
+    shutil.rmtree(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TsaeError, match=r"lora: names org/arithmetic as its base, which cannot be used: .*--base"):
+        analyze_run(replace(config, to=tmp_path / "without"), progress=False, say=lines.append)
+    assert not (tmp_path / "without").exists()
+
+
+def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
+    run = tmp_path / "full"
+    for step in (25, 50):
+        shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
+    shutil.copytree(trl_run / "completions", run / "completions")
+    (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
+    local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
+    same = analyze_run(local, progress=False, say=lambda line: None)
+    pd.testing.assert_frame_equal(diff.shifts, same.shifts)
+    series, origin = find_series(replace(config, base=hub_base))
+    assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
+
+
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
     def fails(config: RunConfig, match: str) -> None:
         with pytest.raises(TsaeError, match=match):
@@ -360,7 +442,7 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo")]
+    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo"), "anonymous"]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     run = tmp_path / "grpo"
     assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
@@ -386,20 +468,45 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_path: Path) -> None:
+    """Trained by its Hugging Face id, whole or as an adapter: nothing else than the folder is needed."""
+    script, run = tmp_path / "train.py", tmp_path / "grpo"
+    script.write_text(TRAIN)
+    subprocess.run(
+        [sys.executable, str(script), hub_base, str(run), kind],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    lines: list[str] = []
+    diff = analyze_run(replace(TINY, path=run, to=tmp_path / "out"), progress=False, say=lines.append)
+    told = "" if kind == "lora" else " (by its model card)"
+    assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
+    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert rollouts.policies == ["base", "grpo-00001"]
+    assert rollouts.frame.round_trip.all()
+    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+
+
 TRAIN = """
 import sys
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from tsae.testbed import make_tokenizer, verify
 from tsae.testbed.problems import generate_problems
 
-base, out = sys.argv[1:]
+base, out, kind = sys.argv[1:]
 problems = generate_problems("medium", 16, 0, "train")
 def correct(completions, answer, **_):
     return [float(verify(text, right)) for text, right in zip(completions, answer)]
 trainer = GRPOTrainer(
-    model=LlamaForCausalLM.from_pretrained(base, dtype="float32"),
+    # A model that is given as such says nothing of where it came from.
+    model=LlamaForCausalLM.from_pretrained(base, dtype="float32") if kind == "anonymous" else base,
+    peft_config=LoraConfig(r=2, target_modules="all-linear") if kind == "lora" else None,
     processing_class=make_tokenizer(),
     reward_funcs=correct,
     train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),

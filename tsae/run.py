@@ -164,31 +164,34 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
     Raises:
         TsaeError: where there are none, the base is not there, or nothing can be compared with it.
     """
+    from tsae.checkpoints.files import folder_of
     from tsae.checkpoints.series import CheckpointSeries
 
-    path, named = config.path, None
+    path = config.path
     if config.base is not None:
-        base, told = config.base, "as asked"
+        base, told = config.base, " (as asked)"
     else:
         found = CheckpointSeries.load(path)
-        if found.base.step == 0 and len(found) > 1:
-            return found, f"the base is {found.base.path}"
         named = _named_base(found, path)
-        if named is None:
+        if found.base.step == 0 and len(found) > 1:
+            base, told = found.base.path, ""
+        elif named is None:
             return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
-        base, told = named
+        else:
+            base, told = named[0], f" ({named[1]})"
     try:
-        series = CheckpointSeries.load(base, path)
+        series = CheckpointSeries.load(base, path) if told else found
+        folder_of(series.base)
         series.base.load_tokenizer()
     except TsaeError as error:
-        if named is None:
+        if config.base is not None:
             raise
         raise TsaeError(
-            f"names {base} as its base ({told}), which cannot be used: {error}",
+            f"names {base} as its base{told}, which cannot be used: {error}",
             where=path,
             fix="Give the model that training started from (--base).",
         ) from error
-    return _comparable(series, path), f"the base is {base} ({told})"
+    return _comparable(series, path), f"the base is {base}{told}"
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
