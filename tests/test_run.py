@@ -29,6 +29,8 @@ from test_finding import cached
 import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.tokens import Tokens
 from tsae.run import RunConfig, analyze_run, band_problems, choose_sae, draw_problems, find_series
 
 SHIPPED = tsae.testbed.series_path()
@@ -217,6 +219,8 @@ def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
     series, origin = find_series(RunConfig(tmp_path / "lora"))
     assert [(c.id, c.step) for c in series] == [("base", 0), ("lora-00005", 5)]
     assert origin == f"the base is {base}"
+    adapter, whole = (Tokens(checkpoint, ImportConfig()) for checkpoint in (series["lora-00005"], series.base))
+    assert (adapter.context, adapter.ends) == (whole.context, whole.ends) == (128, {19})
 
 
 @pytest.fixture
@@ -456,8 +460,8 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     # Without token ids in the log, the texts are tokenised again, and give back what was sampled.
     rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
     assert rollouts.frame.round_trip.all()
-    # checkpoint-1 sampled what step 2 logged; step 1's weights were not kept, and pass for those one update later.
-    assert rollouts.policies == ["grpo-00001"]
+    # checkpoint-1 sampled what step 2 logged; what step 1 logged is the base's, which is not there.
+    assert rollouts.policies == ["grpo-00000", "grpo-00001"]
     assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
     assert (tmp_path / "out" / "report.html").is_file()
 
