@@ -30,8 +30,9 @@ import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.drawing import band_problems, draw_problems
 from tsae.rollouts.logs.tokens import Tokens
-from tsae.run import RunConfig, analyze_run, band_problems, choose_sae, draw_problems, find_series
+from tsae.run import RunConfig, analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()
 TINY = RunConfig(
@@ -348,6 +349,10 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     lines: list[str] = []
     analyze_run(config, progress=False, say=lines.append)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
+    part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet").frame.drop_duplicates("problem_id")
+    assert f" of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    counts = ", ".join(f"{band} {(part.band == band).sum()}" for band in ("easy", "medium", "hard"))
+    assert lines[2].endswith(f"; of those that are read: {counts}")
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
     np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
 
@@ -378,49 +383,51 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
 
 
 def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
-    rollouts = make_rollouts(n_problems=40, n_samples=4)
+    outline = make_rollouts(n_problems=40, n_samples=4).frame
     bands = ["easy"] * 4 + ["medium"] * 8 + ["hard"] * 28
-    problem = rollouts.frame.problem_id.str[1:].astype(int)
-    rollouts = rollouts.with_column("band", [bands[p] for p in problem])
-    length = rollouts.frame.prompt_length + rollouts.frame.response_length
-    assert draw_problems(rollouts, int(length.sum()), 0) is rollouts
+    outline["band"] = [bands[int(problem[1:])] for problem in outline.problem_id]
+    length = outline.prompt_length + outline.response_length
+    assert draw_problems(outline, int(length.sum()), 0, "log").all()
     budget = int(length.sum()) // 2
-    drawn = draw_problems(rollouts, budget, 0)
-    assert set(drawn.frame.groupby("problem_id").size()) == {4}
-    total = int((drawn.frame.prompt_length + drawn.frame.response_length).sum())
+    rows = draw_problems(outline, budget, 0, "log")
+    drawn = outline[rows]
+    assert set(drawn.groupby("problem_id").size()) == {4}
+    total = int((drawn.prompt_length + drawn.response_length).sum())
     assert budget - 4 * 18 < total <= budget  # No further problem of 4 × at most 18 tokens fits.
-    counts = drawn.frame.drop_duplicates("problem_id").band.value_counts()
+    counts = drawn.drop_duplicates("problem_id").band.value_counts()
     assert (counts["easy"], counts["medium"]) == (4, 8)  # The small bands are exhausted before the large one.
     assert 4 <= counts["hard"] < 28
-    few = draw_problems(rollouts, budget // 3, 0).frame.drop_duplicates("problem_id").band.value_counts()
+    few = outline[draw_problems(outline, budget // 3, 0, "log")].drop_duplicates("problem_id").band.value_counts()
     assert max(few) - min(few) <= 1
-    assert draw_problems(rollouts, budget, 0).fingerprint == drawn.fingerprint
-    assert draw_problems(rollouts, budget, 1).fingerprint != drawn.fingerprint
-    with pytest.raises(TsaeError, match="one problem alone has"):
-        draw_problems(rollouts, 5, 0)
+    assert (draw_problems(outline, budget, 0, "log") == rows).all()
+    assert (draw_problems(outline, budget, 1, "log") != rows).any()
+    with pytest.raises(TsaeError, match="log: one problem alone has"):
+        draw_problems(outline, 5, 0, "log")
 
 
 def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:
-    rollouts = make_rollouts(n_problems=18, n_samples=20)
-    problem = rollouts.frame.problem_id.str[1:].astype(int).to_numpy()
-    nth = np.arange(len(rollouts)) % 20
-    outcome = lambda successes: np.where(nth < successes[problem], "success", "failure")  # noqa: E731
-    even = rollouts.with_column("outcome", outcome(np.arange(18) + 1))  # pass rates .05, .10, … .90
-    by_cutoffs = band_problems(even, fewest=4)[1]
+    outline = make_rollouts(n_problems=18, n_samples=20).frame
+    problem = outline.problem_id.str[1:].astype(int).to_numpy()
+    nth = np.arange(len(outline)) % 20
+
+    def even(successes: Any, fewest: int) -> tuple[Any, str]:
+        outcome = np.where(nth < successes[problem], "success", "failure")
+        return band_problems(outline.assign(outcome=outcome), "log", fewest)
+
+    rates = np.arange(18) + 1  # pass rates .05, .10, … .90
+    by_cutoffs = even(rates, 4)[1]
     assert by_cutoffs.startswith("problems: easy 4, medium 9, hard 5")
     assert "easy >= 0.75, hard <= 0.25)" in by_cutoffs
-    assert band_problems(even, fewest=5)[1].startswith("problems: easy 6, medium 6, hard 6")
-    middling = rollouts.with_column("outcome", outcome(np.arange(18) // 3 + 7))  # .35 to .60, three of each
-    banded, line = band_problems(middling)
+    assert even(rates, 5)[1].startswith("problems: easy 6, medium 6, hard 6")
+    bands, line = even(np.arange(18) // 3 + 7, 5)  # .35 to .60, three of each
     assert line.startswith("problems: easy 6, medium 6, hard 6")
     assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 5" in line
-    assert set(banded.where(band="easy").frame.problem_id) == {f"p{i:03d}" for i in range(12, 18)}
+    assert set(bands.problems.index[bands.problems.band == "easy"]) == {f"p{i:03d}" for i in range(12, 18)}
 
 
 def test_bands_of_one_response_each_are_none() -> None:
-    rollouts = make_rollouts(n_problems=12, n_samples=1)
-    banded, line = band_problems(rollouts)
-    assert banded is rollouts
+    bands, line = band_problems(make_rollouts(n_problems=12, n_samples=1).frame, "log", 5)
+    assert bands is None
     assert line.startswith("none: ")
 
 
