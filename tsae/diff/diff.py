@@ -19,11 +19,11 @@ from tsae.diff.contrasts import (
     Rows,
     contrast_bands,
     interaction_contrasts,
-    null_contrasts,
     outcome_contrasts,
     shift_contrasts,
 )
 from tsae.diff.families import Families, assign_families, family_shifts
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
