@@ -65,8 +65,8 @@ class FeatureDiff:
     behaviour_dynamics: pd.DataFrame | None = None
     """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens,
-    and why a run has no dynamics."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
+    steps, the readers of the dynamics, and why a run has none."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 

@@ -36,7 +36,7 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(family_text(diff))
     if diff.dynamics is not None:
         print()
-        print(dynamics_text(diff.dynamics, diff.behaviour_dynamics))
+        print(dynamics_text(diff))
     print()
     print(gates_text(diff, evaluation))
 
@@ -172,8 +172,11 @@ def interaction_text(diff: FeatureDiff, n: int) -> str:
     return "\n".join(lines)
 
 
-def dynamics_text(table: pd.DataFrame, behaviours: pd.DataFrame | None) -> str:
+def dynamics_text(diff: FeatureDiff) -> str:
     """A run a block: how many features of every kind, when they set in, and what behaviours they went along with."""
+    table, behaviours = diff.dynamics, diff.behaviour_dynamics
+    assert table is not None
+    assert behaviours is not None
     lines = ["Along the steps of a run (features by kind; onset: the first saved step with half of the shift)"]
     for run, rows in table.groupby("run", sort=False):
         last = rows[rows.step == rows.step.max()]
@@ -183,7 +186,11 @@ def dynamics_text(table: pd.DataFrame, behaviours: pd.DataFrame | None) -> str:
         for kind, found in last[last.kind != "flat"].groupby("kind", sort=False):
             onsets = found.onset.astype(int).value_counts().sort_index()
             lines.append(f"    {kind:<10}onset at {', '.join(f'{step}: {n}' for step, n in onsets.items())}")
-    together = align(table, behaviours) if behaviours is not None else pd.DataFrame()
+    lines += [f"  {run}: not followed: {why}" for run, why in diff.info["no_dynamics"].items()]
+    flagged = [reader["id"] for reader in diff.info["steps"] if reader["flagged"]]
+    if flagged:
+        lines.append(f"  badly reconstructed: {', '.join(flagged)}")
+    together = align(table, behaviours)
     if len(together):
         points = " or ".join(map(str, sorted(together.n_points.unique())))
         lines.append(
