@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
 
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
+_ALONG_STEPS = ("dynamics", "behaviour_dynamics")  # files only where a run has two steps
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,13 @@ class FeatureDiff:
     """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.families.family_shifts`; empty where no families were given."""
+    dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.table`: features along the steps of runs; None where no run has two steps."""
+    behaviour_dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
+    steps, the readers of the dynamics, and why a run has none."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -194,6 +200,11 @@ class FeatureDiff:
         for name in _TABLES:
             table = pa.Table.from_pandas(getattr(self, name), preserve_index=name == "features")
             pq.write_table(table, folder / f"{name}.parquet", compression="zstd")
+        for name in _ALONG_STEPS:
+            along = getattr(self, name)
+            (folder / f"{name}.parquet").unlink(missing_ok=True)
+            if along is not None:
+                along.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
         write_json(folder / "diff.json", self.info)
         return folder
 
@@ -204,5 +215,6 @@ class FeatureDiff:
         missing = [n for n in ("diff.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / n).is_file()]
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
-        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in _TABLES}
+        present = [*_TABLES, *(name for name in _ALONG_STEPS if (folder / f"{name}.parquet").is_file())]
+        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in present}
         return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)
