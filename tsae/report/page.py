@@ -1,7 +1,8 @@
 """The page: one HTML file that loads nothing.
 
 The content security policy forbids every request and every script but the two that are inlined here, by hash. Text
-from files is escaped on its way in; if some of it ever were not, it still could not run.
+from files is escaped on its way in; if some of it ever were not, it still could not run. What the explorer shows comes as
+packed JSON (`tsae.report.packing`) and is written as text nodes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -18,6 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import figures, sections, views
+from tsae.report.explorer import explorer
 from tsae.report.findings import Finding, findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.text import html_text, script_json
@@ -29,14 +32,27 @@ def render(diff: FeatureDiff, title: str | None = None) -> str:
     """The report as one string of HTML; the same diff gives the same string."""
     title = title or _TITLE
     drawn: dict[str, go.Figure | None] = {}
-    body = _body(diff, title, drawn)
-    return document(title, body, drawn)
+    parts: dict[str, str] = {}
+    body = _body(diff, title, drawn, parts)
+    return document(title, body, drawn, parts)
 
 
-def document(title: str, body: str, drawn: dict[str, go.Figure | None]) -> str:
-    """A whole page of finished HTML, whose elements of class plot name the figures to draw in them."""
+def document(
+    title: str, body: str, drawn: dict[str, go.Figure | None], parts: Mapping[str, str] | None = None
+) -> str:
+    """A whole page of finished HTML, whose elements of class plot name the figures to draw in them.
+
+    Args:
+        title: of the page.
+        body: its HTML.
+        drawn: figures by name.
+        parts: packed data of the explorer by name; without it the page has none.
+    """
     data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
-    plotly, ours = get_plotlyjs(), _resource("report.js")
+    modules = ["report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
+    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
+    plotly = get_plotlyjs()
+    packs = "".join(f'<script type="text/plain" id="part-{name}">{text}</script>\n' for name, text in (parts or {}).items())
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
         f"script-src {_digest(plotly)} {_digest(ours)}"
@@ -47,12 +63,12 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{html_text(title)}</title><style>{_resource('report.css')}</style></head>\n"
-        f'<body>{body}<script type="application/json" id="figures">{data}</script>\n'
+        f'<body>{body}<script type="application/json" id="figures">{data}</script>\n{packs}'
         f"<script>{plotly}</script>\n<script>{ours}</script></body></html>\n"
     )
 
 
-def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
+def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], packs: dict[str, str]) -> str:
     opposed_tables, opposed_features = sections.opposed(diff)
     runs = views.final_checkpoints(diff)
     parts = [
@@ -99,15 +115,9 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
             + sections.outcome_tables(diff),
         )
     )
-    chosen = sections.example_features(diff, opposed_features)
-    parts.append(
-        (
-            "examples",
-            "Examples",
-            '<p class="quiet">Responses on which each feature is most active, at most one a problem. The deeper the '
-            "colour, the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
-        )
-    )
+    explored = explorer(diff, sections.example_features(diff, opposed_features))
+    packs |= explored.parts
+    parts.append(("explorer-of-features", "Features", explored.frame))
     links = "".join(f'<a href="#{id}">{heading}</a>' for id, heading, _ in parts)
     rest = "".join(
         f'<section id="{id}" aria-labelledby="{id}-h"><h2 id="{id}-h">{heading}</h2>{content}</section>'

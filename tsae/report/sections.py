@@ -9,7 +9,6 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.sae.stability import FOUND_AGAIN
@@ -275,36 +274,6 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
     return _folded("Counts for every reader and band", counts) + "".join(parts)
 
 
-def examples(diff: FeatureDiff, features: list[int]) -> str:
-    """Cards of the features named above with their top contexts."""
-    if diff.source is None:
-        return (
-            '<p class="quiet">No examples: the diff was loaded without its feature table. '
-            "Give it with <code>tsae report --features FOLDER</code>.</p>"
-        )
-    cards = []
-    runs = views.final_checkpoints(diff)
-    for feature in features[:_MAX_EXAMPLES]:
-        row: pd.Series = views.record(diff.features, feature)
-        tokens = " ".join(f"<code>{html_text(t)}</code>" for t in list(row.top_tokens)[:5])
-        shifts = []
-        for run in runs:
-            table_ = views.main_shift(diff, run)
-            if feature in table_.index:
-                shifts.append(f"{html_text(run)} {_shift_cell(table_, feature, diff.q)}")
-        warned = _confound_cell(row)
-        words = [f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"]
-        facts = "; ".join([*words, f"stability {number(row.stability)}"] if "stability" in row else words)
-        cards.append(
-            f'<article class="card" id="feature-{feature}">'
-            f"<h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}</span></h3>"
-            f'<p class="quiet">{facts}{"; " + warned if warned else ""}</p>'
-            + (f'<p class="quiet">Shift: {" · ".join(shifts)}</p>' if shifts else "")
-            + f"{feature_examples(diff, feature)}</article>"
-        )
-    return "".join(cards) if cards else '<p class="quiet">No feature moved.</p>'
-
-
 def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int]:
     """Features worth examples: a few that runs moved apart, then each run's and outcome's strongest in turn."""
     half = max(len(opposed_features) // 2, 2)
@@ -324,7 +293,7 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
 
 
 def feature_link(feature: int) -> str:
-    """The feature's number; the page's script links it to its card where there is one."""
+    """The feature's number; the page's script links it to its card."""
     return f'<span class="feature" data-feature="{feature}">{feature}</span>'
 
 
