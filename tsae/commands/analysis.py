@@ -34,6 +34,9 @@ class Diff:
     """Group features by the FAMILIES of the annotator's module and test their shifts."""
     store: Path | None = None
     """The store that was encoded: set plain directions and a probe beside the best features."""
+    steps: Path | None = None
+    """Features of more steps of the runs, of the same SAE: follows features along steps; by default those of
+    --features, where a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff of the same SAE: say which effects both found."""
     markdown: Path | None = None
@@ -72,6 +75,7 @@ class Diff:
             token_strings=strings,
             stability=self.stability,
             logits=logits,
+            steps=self.steps,
         )
         print_findings(diff)
         if self.store is not None:

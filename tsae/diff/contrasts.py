@@ -195,12 +195,12 @@ def _paired(
             empty,
             f"{len(both)} problems have such trajectories on both sides; {config.min_problems} are needed",
         )
-    feature = _active_features(rows, np.concatenate([a, b]), both, config)
+    feature = active_features(rows, np.concatenate([a, b]), both, config)
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
     values = sp.csr_array(rows.values[:, feature])
     differences = group_difference(values, a, b, rows.problem, both)
-    inference = paired_inference(differences, **_draws(config))
+    inference = paired_inference(differences, **draws(config))
     mean_b = side_means(values, b, rows.problem, both).mean(0)
     return replace(
         empty,
@@ -245,12 +245,12 @@ def outcome_contrast(
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
     picked, success = picked[keep], success[keep]
-    feature = _active_features(rows, picked, both, config)
+    feature = active_features(rows, picked, both, config)
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
     values = np.asarray(rows.values[picked][:, feature].todense(), dtype=np.float64)
     code = np.searchsorted(both, rows.problem[picked])
-    inference = outcome_inference(values, success, code, **_draws(config))
+    inference = outcome_inference(values, success, code, **draws(config))
     sides, problems, sparse = (
         (np.flatnonzero(success), np.flatnonzero(~success)),
         np.arange(len(both)),
@@ -302,7 +302,7 @@ def _interaction(
             return _refused(
                 empty, f"{size} problems of the band {band} have both outcomes; {config.min_problems} are needed"
             )
-    feature = _active_features(
+    feature = active_features(
         rows, np.concatenate([*picked[harder], *picked[easier]]), np.sort(np.concatenate(mixed)), config
     )
     if not len(feature):
@@ -312,7 +312,7 @@ def _interaction(
         group_difference(values, *picked[band], rows.problem, both)
         for band, both in zip((harder, easier), mixed, strict=True)
     )
-    inference = interaction_inference(a, b, **_draws(config))
+    inference = interaction_inference(a, b, **draws(config))
     return replace(
         empty,
         feature=feature,
@@ -330,7 +330,7 @@ def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
 
 
-def _draws(config: DiffConfig) -> dict[str, Any]:
+def draws(config: DiffConfig) -> dict[str, Any]:
     return {
         "n_bootstrap": config.n_bootstrap,
         "n_permutations": config.n_permutations,
@@ -405,7 +405,7 @@ def _is_pooled(
     return True
 
 
-def _active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, config: DiffConfig) -> np.ndarray:
+def active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, config: DiffConfig) -> np.ndarray:
     """Features active in at least min_problems problems, on either side: a filter blind to the contrast's sign."""
     picked = picked[np.isin(rows.problem[picked], problems)]
     code = np.searchsorted(problems, rows.problem[picked])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
 
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
-_OPTIONAL = ("baselines", "reinforcement", "predicted")
+_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "reinforcement", "predicted")  # files where known
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ class FeatureDiff:
     """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.families.family_shifts`; empty where no families were given."""
+    dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.table`: features along the steps of runs; None where no run has two steps."""
+    behaviour_dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
     baselines: pd.DataFrame | None = None
     """See `tsae.diff.baselines.baselines`; None where they were not computed."""
     reinforcement: pd.DataFrame | None = None
@@ -69,7 +73,8 @@ class FeatureDiff:
     predicted: pd.DataFrame | None = None
     """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens,
+    and why a run has no dynamics."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -216,7 +221,7 @@ class FeatureDiff:
             if optional is None:
                 (folder / f"{name}.parquet").unlink(missing_ok=True)
             else:
-                optional.to_parquet(folder / f"{name}.parquet", index=False)
+                optional.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
         write_json(folder / "diff.json", self.info)
         return folder
 
