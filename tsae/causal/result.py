@@ -154,8 +154,8 @@ class Intervention:
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """What a report says of the test: checkpoint, features, mode, amount, a sentence for every behaviour, and the
-        changes over all problems that these sentences name."""
+        """What a report says of the test: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
+        and the changes over all problems that these sentences name."""
         config = self.info["config"]
         conditions = [*_NEEDED[1:], "mean_difference"]
         shown = self.outcomes[
@@ -169,6 +169,7 @@ class Intervention:
             "features": self.info["features"],
             "mode": config["mode"],
             "amount": config["amount"],
+            "tokens": config["tokens"],
             "n_problems": self.info["n_problems"],
             "summaries": {name: self.summary(name) for name in self.measured},
             "changes": shown[columns].to_dict("records"),

@@ -61,7 +61,9 @@ class Diff:
         logits = None
         if self.sae is not None:
             if base is None or strings is None:
-                raise TsaeError("needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer.")
+                raise TsaeError(
+                    "needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer."
+                )
             logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
@@ -280,8 +282,12 @@ class Report:
         if self.reinforcement is not None:
             if not (self.reinforcement / "predicted.parquet").is_file():
                 raise TsaeError(
-                    "holds no predicted.parquet", where=self.reinforcement, fix="Make it with `tsae reinforcement --diff`."
+                    "holds no predicted.parquet",
+                    where=self.reinforcement,
+                    fix="Make it with `tsae reinforcement --diff`.",
                 )
-            tables = {name: pd.read_parquet(self.reinforcement / f"{name}.parquet") for name in ("reinforcement", "predicted")}
+            tables = {
+                name: pd.read_parquet(self.reinforcement / f"{name}.parquet") for name in ("reinforcement", "predicted")
+            }
             diff = replace(diff, **tables)
         say_wrote(diff.to_html(self.to, title=self.title))

@@ -44,8 +44,8 @@ def logit_effects(
         n: tokens on either side.
 
     Returns:
-        indexed by feature: promotes and suppresses (lists of up to n tokens, strongest first), promotes_by and suppresses_by
-        (their effects on the logit per unit of activation, relative to the mean over the vocabulary).
+        indexed by feature: promotes and suppresses (lists of up to n tokens, strongest first), promotes_by and
+        suppresses_by (their effects on the logit per unit of activation, relative to the mean over the vocabulary).
 
     Raises:
         TsaeError: where the model's unembedding does not read a residual stream of the SAE's width.

@@ -1,7 +1,7 @@
 // The card of a feature: its effects with intervals, how it is distributed, what it writes, and examples.
 const AROUND = [40, 24]; // tokens shown before and after the strongest one until an example is unfolded
 const TOKEN_LIMIT = 300; // characters of one token shown until then
-const CONTROLS = ["response length", "position", "token identity"];
+const CONTROLS = ["length", "position", "token"];
 const OUTCOMES = { success: "✓ success", failure: "✗ failure" };
 const GROUPS = { strongest: "Strongest", "90–100 %": "Top tenth of the rest", "50–90 %": "Above the median", "0–50 %": "Below the median" };
 
@@ -70,50 +70,55 @@ const histogram = (data, feature) => {
 };
 
 const effectTables = (data, feature) => {
-  const blocks = new Map();
+  const tables = new Map();
   data.info.contrasts.forEach((contrast, i) => {
-    if (!blocks.has(contrast.block)) blocks.set(contrast.block, []);
     const at = (data.effects[i].feature || []).indexOf(feature);
-    if (at >= 0) blocks.get(contrast.block).push([contrast, data.effects[i], at]);
+    if (at < 0) return;
+    const name = contrast.first ? contrast.kind : "rest";
+    if (!tables.has(name)) tables.set(name, []);
+    tables.get(name).push([contrast, data.effects[i], at]);
   });
-  const filled = [...blocks].filter(([, rows]) => rows.length);
-  const first = filled.filter(([, rows]) => rows[0][0].kind === "shift" || rows[0][0].kind === "outcome" && rows[0][0].block.endsWith(" " + data.info.base));
-  const rest = filled.filter((block) => !first.includes(block));
-  if (!filled.length) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
+  if (!tables.size) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
+  const made = (name, caption, heads) => (tables.has(name) ? effectTable(data, caption, heads, tables.get(name)) : null);
+  const rest = made("rest", "Further effects", ["problems", "one side → other", "difference [interval]"]);
   return [
-    ...first.map((block) => effectTable(data, block)),
-    rest.length ? element("details", {}, element("summary", {}, "Other readers and interactions"), ...rest.map((block) => effectTable(data, block))) : null,
+    made("shift", `Shift against ${data.info.base}`, ["problems", "before → after", "change [interval]"]),
+    made("outcome", "Success − failure within problem", ["problems", "failures → successes", "difference [interval]"]),
+    rest ? element("details", {}, element("summary", {}, "By outcome, other readers, interactions"), rest) : null,
   ];
 };
 
-const effectTable = (data, [block, rows]) => {
-  const kind = rows[0][0].kind;
-  const ends = rows.flatMap(([, effect, at]) => [effect.low[at], effect.high[at], 0]).filter((x) => x != null);
-  const low = Math.min(...ends), high = Math.max(...ends), span = high - low || 1;
-  const x = (value) => 4 + (132 * (value - low)) / span;
-  const heads = kind === "shift" ? ["problems", "before → after", "change [interval]"] : ["problems", "failures → successes", "difference [interval]"];
-  if (kind === "interaction") heads[1] = "effect in the two bands";
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": block },
-    element("table", { class: "effects" }, element("caption", {}, block),
+// One scale for all rows, so that runs and bands can be compared.
+const effectTable = (data, caption, heads, rows) => {
+  const ends = rows.flatMap(([, effect, at]) => [effect.low[at], effect.high[at], effect.difference[at], 0]).filter((x) => x != null);
+  const low = Math.min(...ends), span = Math.max(...ends) - low || 1;
+  const x = (value) => 5 + (130 * (value - low)) / span;
+  const lines = [];
+  let block = null;
+  for (const [contrast, effect, at] of rows) {
+    if (contrast.block !== block) {
+      block = contrast.block;
+      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 5 }, block)));
+    }
+    const change = effect.difference[at];
+    const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
+    const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
+    lines.push(element("tr", {},
+      element("th", { scope: "row" }, contrast.where, lost.length ? element("small", { class: "warn" }, ` not beyond ${lost.join(", ")}`) : null),
+      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
+      element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
+        element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
+      element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
+        svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
+        svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
+        svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
+      element("td", { class: "n" }, qText(effect.q[at]))));
+  }
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    element("table", { class: "effects" }, element("caption", {}, caption),
       element("thead", {}, element("tr", {}, ...heads.map((head, i) => element("th", { scope: "col", class: i ? "n" : null }, head)),
-        element("th", { scope: "col", "aria-hidden": "true" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col" }, "does not survive"))),
-      element("tbody", {}, ...rows.map(([contrast, effect, at]) => {
-        const change = effect.difference[at], sure = effect.q[at] <= data.info.q;
-        const tone = sure ? (change > 0 ? "up" : "down") : "still";
-        const bar = svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
-          svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
-          svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
-          svg("circle", { cx: x(change), cy: 7, r: 3.5 }));
-        const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
-        return element("tr", {},
-          element("th", { scope: "row" }, contrast.where),
-          element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
-          element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
-            element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
-          element("td", { "aria-hidden": "true" }, bar),
-          element("td", { class: "n" }, qText(effect.q[at])),
-          element("td", {}, lost.length ? element("span", { class: "warn" }, lost.join(", ")) : ""));
-      }))));
+        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"))),
+      element("tbody", {}, ...lines)));
 };
 
 const shown = (trajectories, examples, feature, info) => {

@@ -116,7 +116,7 @@ def find_peaks(source: FeatureTable) -> Peaks:
     """Over all tokens but special ones."""
     parts = []
     counted = source.span_mask("all")
-    for first, last, codes in _row_blocks(source):
+    for first, _, codes in _row_blocks(source):
         columns = sp.csc_array(codes)
         token = columns.indices.astype(np.int64) + int(source.row_offsets[first])
         feature = np.repeat(np.arange(source.n_features), np.diff(columns.indptr))

@@ -119,7 +119,7 @@ const startExplorer = async () => {
     const card = document.getElementById("card");
     const narrow = window.matchMedia("(max-width: 1000px)").matches;
     const box = card.getBoundingClientRect();
-    if (narrow || box.top < 0 || box.top > 0.6 * window.innerHeight) card.scrollIntoView({ block: "start" });
+    if (narrow || box.top < 0 || box.top > 0.6 * window.innerHeight) card.scrollIntoView({ block: "start", behavior: "instant" });
     card.focus({ preventScroll: true });
     return true;
   };

@@ -18,7 +18,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.contexts import Contexts, contexts, histograms
 from tsae.report.packing import number_array, packed
-from tsae.report.text import html_text, number, script_json, visible
+from tsae.report.text import html_text, script_json, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
 NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
@@ -70,7 +70,10 @@ def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
     )
     kept |= (table.kind == "outcome") & table.checkpoint.isin([diff.base, *runs])
     kept |= (table.kind == "interaction") & (table.checkpoint == diff.base)
-    return table[kept].reset_index(drop=True)
+    shown = table[kept]
+    # Whole bands before outcomes alone; within a run in the order of the diff.
+    order = (shown.kind == "shift") & (shown.outcome != "all")
+    return shown.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
 
 
 def _by_strength(diff: FeatureDiff, shown: pd.DataFrame, taken: set[int]) -> list[int]:
@@ -148,19 +151,22 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
 
 def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
     where = "all problems" if row.band == "all" else f"{row.band.replace('-', ' − ')} problems"
-    if row.outcome != "all":
-        where += f", {'successes' if row.outcome == 'success' else 'failures'}"
     if row.kind == "shift":
-        block = f"Shift of {row.checkpoint} against {diff.base}"
+        block = str(row.checkpoint)
+        if row.outcome != "all":
+            block += f", {'successes' if row.outcome == 'success' else 'failures'} alone"
         part = "" if row.part == views.main_part(diff, row.checkpoint) else views.PART_NAMES.get(row.part, row.part)
     elif row.kind == "outcome":
-        block, part = f"Success − failure, read by {row.checkpoint}", ""
+        block, part = f"read by {row.checkpoint}", ""
     else:
-        block, part = "Success − failure in one band − in another", ""
+        block, part = "success − failure in one band − in another", ""
     return {
         "block": visible(block),
         "where": visible(part or where),
         "kind": row.kind,
+        "first": row.kind != "interaction"
+        and row.outcome == "all"
+        and (row.kind == "shift" or row.checkpoint == diff.base),
         "refused": visible(str(row.note)),
         "problems": int(row.n_problems),
     }
@@ -179,7 +185,8 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
     blocks: dict[str, list[str]] = {}
     for i, row in enumerate(views.records(shown)):
         named = _contrast(diff, row)
-        blocks.setdefault(named["block"], []).append(f'<option value="{i}">{html_text(named["where"])}</option>')
+        kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
+        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{html_text(named["where"])}</option>')
     effect = "".join(f'<optgroup label="{html_text(b)}">{"".join(options)}</optgroup>' for b, options in blocks.items())
     families = list(dict.fromkeys(diff.features.family)) if "family" in diff.features else []
     controls = [

@@ -29,10 +29,9 @@ const themed = (layout) => {
   return copy;
 };
 
+const specOf = (place) => specs[narrow.matches && place.dataset.narrow ? place.dataset.narrow : place.dataset.figure];
 const draw = (place) => {
-  const name = narrow.matches && place.dataset.narrow ? place.dataset.narrow : place.dataset.figure;
-  const spec = specs[name];
-  place.style.minHeight = spec.layout.height + "px";
+  const spec = specOf(place);
   Plotly.react(place, spec.data, themed(spec.layout), plotConfig);
   if (drawn.has(place)) return;
   drawn.add(place);
@@ -52,6 +51,9 @@ const watcher = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "800px" });
 const places = document.querySelectorAll(".plot");
+// Heights come first, so that nothing jumps when figures are drawn.
+const size = () => places.forEach((place) => { place.style.minHeight = specOf(place).layout.height + "px"; });
+size();
 places.forEach((place) => watcher.observe(place));
 
 // Light or dark: as the system says, until the button says otherwise. Paper is light.
@@ -78,5 +80,5 @@ window.addEventListener("afterprint", () => {
   else delete document.documentElement.dataset.theme;
   redraw();
 });
-narrow.addEventListener("change", redraw);
+narrow.addEventListener("change", () => { size(); redraw(); });
 prefersDark.addEventListener("change", () => { label(); redraw(); });
