@@ -1,8 +1,8 @@
 """Draws of permutation tests: counts of those that are as extreme as what was observed, all features under the same.
 
 A test is a function that makes further draws for the features that are asked for, so that features which need few are
-not drawn for any longer (`tsae.diff.statistics.sequential_p`). What it draws depends on how many draws were made before,
-not on the features.
+not drawn for any longer (`tsae.diff.statistics.sequential_p`). What it draws depends on how many draws were made
+before, not on the features.
 """
 
 from __future__ import annotations
