@@ -29,7 +29,7 @@ class DemoConfig:
     band_samples: int = 24
     """Further responses of the base per problem, only to measure bands."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """The T-SAE."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
