@@ -491,7 +491,7 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     top = diff.top(3)
     assert top.d.abs().tolist() == sorted(total[total.q <= 0.05].d.abs(), reverse=True)[:3]
     assert (diff.table(discoveries=True).q <= 0.05).all()
-    assert set(diff.feature(4).feature) == {4}
+    assert set(diff.feature(4).table().feature) == {4}
     with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
         diff.feature(10)
     with pytest.raises(TsaeError, match="no column 'bands'"):

@@ -66,9 +66,9 @@ class RunConfig:
     training_tokens: int | None = None
     """Tokens to train the SAE on; by default 4 times the store, of small stores up to 20 times, until 1 M."""
     device: str = "cpu"
-    """A torch device, for capture and training."""
+    """Torch device of capture and training: cpu, cuda, cuda:1, …"""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
     """How the log is read. Trajectories that do not fit are left out and counted (skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)

@@ -150,6 +150,48 @@ class Rollouts:
         policies = ", ".join(self.policies[:4]) + (", …" if len(self.policies) > 4 else "")
         return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        frame = self.frame.assign(
+            band=self.frame.band.fillna("none"),
+            right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
+        )
+        groups = frame.groupby(["policy", "band"], sort=False)
+        table = groups.agg(
+            problems=("problem_id", "nunique"),
+            trajectories=("problem_id", "size"),
+            pass_rate=("right", "mean"),
+            response_tokens=("response_length", "mean"),
+        )
+        order = {name: i for i, name in enumerate((*self.policies, *BANDS, "none"))}
+        table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
+        facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": self._outcomes()}
+        note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
+        return card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
+
+    def _outcomes(self) -> str:
+        counts = self.frame.outcome.value_counts()
+        return ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
+
+    def show(
+        self, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """Display a problem and responses to it, successes above failures, in a notebook; print them in a terminal.
+
+        Args:
+            problem: its id.
+            policy: only what this policy sampled.
+            n: how many responses, as many successes as failures where there are.
+            checkpoint: has its tokenizer split the text into tokens, special ones too.
+
+        Raises:
+            TsaeError: where nothing was sampled for it.
+        """
+        from tsae.report.passages import show_problem
+
+        show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
+
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The columns without token ids, plus ``prompt_length`` and ``response_length`` in tokens."""
