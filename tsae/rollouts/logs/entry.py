@@ -182,6 +182,58 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
+def masked_entry(
+    ids: Any,
+    mask: Any,
+    reward: Any,
+    advantages: Any,
+    where: str,
+    *,
+    step: int | None,
+    key: str | None,
+    updates: int | None = None,
+) -> Entry:
+    """The entry of a token sequence that marks what the policy sampled, with one reward, as trainers of tokens log it.
+
+    Args:
+        ids: (n,) token ids.
+        mask: (n,) true, or above 0, for tokens that the policy sampled.
+        reward: a number; without one the trajectory is unscored.
+        advantages: a number, or one a token.
+        where: file and line.
+        step: the trainer's.
+        key: unique among the entries of a log.
+        updates: optimiser steps of the policy, where they are known.
+    """
+    found, sampled = token_ids(ids, "token_ids", where), np.asarray(mask, dtype=float) > 0
+    prompt, response = split_by_mask(found, sampled, where)
+    value = number(reward, "rewards", where)
+    return Entry(
+        where,
+        prompt_ids=prompt,
+        response_ids=response,
+        rewards={"reward": value},
+        reward=value,
+        unscored=value is None,
+        step=step,
+        updates=updates,
+        advantage=_mean_over(advantages, sampled, where),
+        key=key,
+    )
+
+
+def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
+    """Mean of per-token advantages over the sampled tokens; a single number is that number."""
+    if values is None or isinstance(values, (int, float)):
+        return number(values, "advantages", where)
+    found = [value for value, sampled in zip(values, mask.tolist(), strict=False) if sampled and value is not None]
+    if len(values) == 1:
+        found = list(values)
+    # One advantage for all tokens is given back as it is.
+    mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
+    return number(mean, "advantages", where)
+
+
 def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
     """(prompt, response) of a sequence whose sampled tokens are marked; what follows the last of them is dropped.
 

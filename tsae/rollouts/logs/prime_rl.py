@@ -33,13 +33,13 @@ from tsae.rollouts.logs.entry import (
     answer_text,
     each_row,
     get,
+    masked_entry,
     number,
     split_by_mask,
     token_ids,
     whole,
 )
 from tsae.rollouts.logs.files import LogFile
-from tsae.rollouts.logs.nemo_rl import mean_over
 
 TRACES = re.compile(
     r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
@@ -174,24 +174,18 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
     def of(row: Row, where: str) -> Iterator[Entry]:
         if row.get("schema_version") != 1:
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
-        mask = np.asarray(get(row, "loss_mask", where), dtype=bool)
-        ids = token_ids(get(row, "token_ids", where), "token_ids", where)
-        prompt, response = split_by_mask(ids, mask, where)
+        mask = get(row, "loss_mask", where)
         values = {value for value, kept in zip(get(row, "rewards", where), mask, strict=False) if kept}
         if len(values) > 1:
             raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
-        reward = number(values.pop(), "rewards", where)
-        step = whole(get(row, "export_step", where), "export_step", where)
         parts = ("run_id", "export_step", "rank", "export_sequence_idx")
-        yield Entry(
+        yield masked_entry(
+            get(row, "token_ids", where),
+            mask,
+            next(iter(values), None),
+            row.get("advantages"),
             where,
-            prompt_ids=prompt,
-            response_ids=response,
-            rewards={"reward": reward},
-            reward=reward,
-            unscored=reward is None,
-            step=step,
-            advantage=mean_over(row.get("advantages"), mask, where),
+            step=whole(get(row, "export_step", where), "export_step", where),
             key="/".join(str(row.get(part)) for part in parts),
         )
 
