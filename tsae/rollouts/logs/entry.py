@@ -59,6 +59,8 @@ class Entry:
     """Its trainer counts responses whose token ids lack an end token as cut off."""
     key: str | None = None
     """Unique among the entries of a log, where the log has such a thing."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Columns that are kept as they are, by name."""
 
 
 class Unusable(TsaeError):
@@ -74,16 +76,25 @@ Reader = Callable[[LogFile, ImportConfig], Iterator[Entry | Unusable]]
 """(file, config) -> its trajectories, in order."""
 
 
-def each_row(file: LogFile, read: Callable[[Row, str], Iterator[Entry | Unusable]]) -> Iterator[Entry | Unusable]:
+def each_row(
+    file: LogFile, config: ImportConfig, read: Callable[[Row, str], Iterator[Entry | Unusable]]
+) -> Iterator[Entry | Unusable]:
     """The trajectories of every row of a file; `read` gets a row and where it is."""
     for number, row in read_rows(file.path):
+        kept = columns_to_keep(row, config)
         try:
             for found in read(row, file.place(number)):
                 if isinstance(found, Entry):
-                    found.number = number
+                    found.number, found.extra = number, kept | found.extra
                 yield found
         except Unusable as unusable:
             yield unusable
+
+
+def columns_to_keep(row: Row, config: ImportConfig) -> dict[str, Any]:
+    """The columns of `ImportConfig.keep_columns` that a row fills; NaN is how pandas leaves one empty."""
+    found = {name: row.get(name) for name in config.keep_columns}
+    return {name: value for name, value in found.items() if value is not None and value == value}
 
 
 def get(row: Row, name: str, where: str) -> Any:

@@ -52,7 +52,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _only(value: Any) -> Any:

@@ -31,6 +31,7 @@ from tsae.rollouts.logs.entry import (
     Row,
     Unusable,
     answer_text,
+    columns_to_keep,
     each_row,
     get,
     masked_entry,
@@ -77,7 +78,7 @@ def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             except Unusable as unusable:
                 yield unusable
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportConfig, where: str) -> Entry:
@@ -119,6 +120,7 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         advantage=_advantage(trace, nodes, where),
         finish_reason=_finish(trace, nodes),
         key=None if trace.get("id") is None else str(trace["id"]),
+        extra=columns_to_keep(data, config),
     )
 
 
@@ -189,7 +191,7 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             key="/".join(str(row.get(part)) for part in parts),
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _mapping(value: Any) -> Row:
