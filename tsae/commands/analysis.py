@@ -39,6 +39,13 @@ class Diff:
     --features, where a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff of the same SAE: say which effects both found."""
+    insertion: int = 0
+    """Of every checkpoint and of the base's outcome effects this many of the clearest discoveries: does inserting a
+    feature's top tokens elsewhere fire it? Runs the models: give --series and --sae."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, the base first, for --insertion."""
+    sae: Path | None = None
+    """Folder that `tsae train` wrote, for --insertion."""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
@@ -47,12 +54,15 @@ class Diff:
 
     def run(self) -> None:
         import tsae
+        from tsae.causal.insertion import insert_discoveries
         from tsae.checkpoints.loading import token_strings
         from tsae.diff.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
-        from tsae.report.terminal import baseline_text, print_findings
+        from tsae.report.terminal import baseline_text, insertion_text, print_findings
 
+        if self.insertion and not (self.series and self.sae):
+            raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
         strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
@@ -71,9 +81,15 @@ class Diff:
         if self.store is not None:
             found = baselines(features, self.store, self.config)
             print(f"\n{baseline_text(found)}")
+        inserted = None
+        if self.sae is not None and self.insertion:
+            inserted = insert_discoveries(diff, load_series(*self.series), self.sae, features, self.insertion)
+            print(f"\n{insertion_text(inserted, strings)}")
         say_wrote(diff.save(self.to), diff)
         if self.store is not None:
             found.to_parquet(self.to / "baselines.parquet")
+        if inserted is not None:
+            inserted.to_parquet(self.to / "insertion.parquet", index=False)
         if other is not None:
             print(f"\nAgainst {self.compare}: {diff.compare(other).agreement.value_counts().to_dict()}")
         if self.markdown is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -249,6 +250,21 @@ def baseline_text(table: pd.DataFrame) -> str:
         for row in ways.itertuples():
             shown = row.note or f"{row.auroc:.2f} [{row.low:.2f}, {row.high:.2f}]"
             lines.append(f"    {row.way:<19}{shown}")
+    return "\n".join(lines)
+
+
+def insertion_text(table: pd.DataFrame, strings: Sequence[str] | None = None) -> str:
+    """One line a feature of `tsae.causal.insertion`: how much of its activation its top tokens bring elsewhere."""
+    lines = ["Top tokens inserted where the feature is silent (part of its activation, interval; control; verdict)"]
+    for row in table.to_dict("records"):
+        names = [f"#{i}" if strings is None else repr(strings[i]) for i in row["top_ids"]]
+        what = f"  {row['reader']:<12.12}{row['feature']:>6}  {visible(' '.join(names)):<32.31}"
+        if pd.isna(row["kept"]):
+            lines.append(f"{what}{row['verdict']}")
+            continue
+        kept = f"{row['kept']:.2f} [{row['kept_low']:.2f}, {row['kept_high']:.2f}]"
+        control = row["control"] / row["typical"]
+        lines.append(f"{what}{kept:>20} {control:>5.2f}  {row['verdict']}")
     return "\n".join(lines)
 
 
