@@ -48,6 +48,7 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
+_SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 
 
@@ -190,6 +191,8 @@ def _paired(
         both = np.intersect1d(both, among)
     left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
+    if config.within_prompt and part in ("policy", "null"):
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(
             empty,
@@ -241,6 +244,8 @@ def outcome_contrast(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
@@ -297,6 +302,8 @@ def _interaction(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     for band, size in zip((harder, easier), sizes, strict=True):
         if size < config.min_problems:
             return _refused(
@@ -354,16 +361,19 @@ def _detectable(inference: Inference, sizes: tuple[int, ...], config: DiffConfig
 def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repeats: int = 5) -> dict[str, float]:
     """Discoveries per contrast where there is nothing to find: the same procedure on the base against itself.
 
-    shift: every problem's base trajectories split in two at random halves; outcome: labels permuted within problem.
+    shift: every problem's base trajectories split in two at random halves; outcome: labels permuted within problem;
+    interaction: the same labels, in the two hardest bands.
 
     Returns:
-        mean number of discoveries at config.q over the repeats, and the number of features tested.
+        by name the mean number of discoveries at config.q over the repeats, the share of repeats with any, and the
+        number of features tested.
     """
     base = features.readers[0]
     policy = rows.own(base)
     own = rows.pick(base, policy, "all", "all")
     rng = np.random.default_rng([config.seed, 4])
-    found: dict[str, list[int]] = {"shift": [], "outcome": []}
+    bands = contrast_bands(features, config)[1:]
+    found: dict[str, list[int]] = {"shift": [], "outcome": [], "interaction": []}
     tested: dict[str, int] = {}
     for _ in range(repeats):
         order = rng.permutation(own)
@@ -372,8 +382,12 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
         # Both orders are sorted by problem, the second shuffled within: outcomes move, problems keep theirs.
         in_order = np.argsort(rows.problem[own], kind="stable")
         shuffled = np.lexsort((rng.random(len(own)), rows.problem[own]))
-        permuted = outcome_contrast(rows, own[in_order], rows.outcome[own[shuffled]], config, base, "all")
-        for name, contrast in (("shift", halves), ("outcome", permuted)):
+        outcome = rows.outcome.copy()
+        outcome[own[in_order]] = rows.outcome[own[shuffled]]
+        drawn = {"shift": halves, "outcome": outcome_contrast(rows, own, outcome[own], config, base, "all")}
+        if len(bands) > 1:
+            drawn["interaction"] = _interaction(replace(rows, outcome=outcome), policy, config, base, *bands[:-3:-1])
+        for name, contrast in drawn.items():
             if contrast.inference is not None:
                 found[name].append(int((contrast.inference.q <= config.q).sum()))
                 tested[name] = len(contrast.feature)
@@ -381,6 +395,7 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
     for name, counts in found.items():
         if counts:
             result[f"{name}_discoveries"] = float(np.mean(counts))
+            result[f"{name}_any"] = float(np.mean(np.array(counts) > 0))
             result[f"{name}_tested"] = tested[name]
     return result
 
