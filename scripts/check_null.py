@@ -21,7 +21,8 @@ import numpy as np
 import tyro
 
 import tsae
-from tsae.diff.contrasts import Rows, null_contrasts, shift_contrasts
+from tsae.diff.contrasts import Rows, shift_contrasts
+from tsae.diff.null import null_contrasts
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.checking import find_verifier

@@ -33,7 +33,7 @@ class DemoConfig:
     steps: bool = False
     """Follow features along steps 25, 50, 100 and 150 of the runs too: more sampling and reading, about a minute."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """The T-SAE."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))

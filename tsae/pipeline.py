@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,6 +81,8 @@ def analyse(
     """
     import tsae
     from tsae.checkpoints.loading import token_strings
+    from tsae.diff.baselines import baselines
+    from tsae.features.logits import logit_effects
     from tsae.report import write_report
     from tsae.sae.evaluation import Evaluation
 
@@ -129,8 +132,14 @@ def analyse(
             families=families,
             token_strings=strings,
             steps=None if steps is None else _encode_steps(*steps, to / "steps", sae, progress),
+            logits=logit_effects(sae, series.base, strings),
             progress=progress,
         )
+        diff = replace(diff, baselines=baselines(features, store, diffing))
+        try:
+            diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
+        except TsaeError as error:
+            say("reinforcement", f"not computed: {error.what}")
         diff.save(to / "diff")
     say("diff", _drawn(diff))
 

@@ -48,7 +48,8 @@ class ReadingConfig:
     batch_tokens: int = 16_384
     """Tokens of one forward pass, padding included; of a shard that does not fit into memory, half as many."""
     device: str = "cpu"
-    """A torch device; "auto" spreads a model that is too large for one over all GPUs, and the CPU (accelerate)."""
+    """Torch device: cpu, cuda, cuda:1, …; "auto" spreads a model that is too large for one over all GPUs, and the CPU
+    (accelerate)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -31,7 +31,7 @@ class InterventionConfig:
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Every condition draws with the same seed, so that problems and random numbers are paired."""
 

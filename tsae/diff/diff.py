@@ -19,12 +19,12 @@ from tsae.diff.contrasts import (
     Rows,
     contrast_bands,
     interaction_contrasts,
-    null_contrasts,
     outcome_contrasts,
     shift_contrasts,
 )
 from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
@@ -42,6 +42,7 @@ def feature_diff(
     token_strings: Sequence[str] | None = None,
     stability: Stability | str | Path | None = None,
     families: Families | None = None,
+    logits: pd.DataFrame | None = None,
     steps: FeatureTable | str | Path | None = None,
     progress: bool = True,
 ) -> FeatureDiff:
@@ -55,6 +56,7 @@ def feature_diff(
         stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
             found beside the SAE.
         families: token classes of the annotator that make up families, such as `tsae.features.mathematics.FAMILIES`.
+        logits: what `tsae.features.logits.logit_effects` gave, to describe the features by.
         steps: or its folder: the same SAE's codes of more steps of the runs, for `FeatureDiff.dynamics` alone; by
             default the steps in `features`.
         progress: show a bar.
@@ -91,6 +93,8 @@ def feature_diff(
         by_family = family_shifts(features, rows, described.family, config)
     if stable is not None:
         described["stability"] = stable.per_latent
+    if logits is not None:
+        described = described.join(logits)
     return FeatureDiff(
         shifts=_shift_table(features, drawn),
         contrasts=_contrast_table(features, drawn, config),

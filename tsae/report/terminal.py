@@ -233,7 +233,8 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     lines += survival_lines(diff)
     null = diff.info["null"]
     nulls = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
-    for name, what in {**nulls, "interaction": "the same in one band − in another"}.items():
+    nulls["interaction"] = "the same in one band − in another"
+    for name, what in nulls.items():
         if f"{name}_discoveries" in null:
             lines.append(
                 f"  null, {what}: {null[f'{name}_discoveries']:.1f} discoveries of {null[f'{name}_tested']} features "
