@@ -39,26 +39,34 @@ class Diff:
     --features, where a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff of the same SAE: say which effects both found."""
+    insertion: int = 0
+    """Of every checkpoint and of the base's outcome effects this many of the clearest discoveries: does inserting a
+    feature's top tokens elsewhere fire it? Runs the models: give --series and --sae."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, the base first, for --insertion."""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     sae: Path | None = None
-    """The SAE's folder: with --tokenizer's checkpoint, say which next tokens every feature promotes."""
+    """The SAE's folder: with --tokenizer's checkpoint, say which next tokens every feature promotes; for --insertion."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
         import tsae
+        from tsae.causal.insertion import insert_discoveries
         from tsae.checkpoints.loading import token_strings
         from tsae.diff.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
         from tsae.features.logits import logit_effects
         from tsae.report.findings import findings_content
-        from tsae.report.terminal import baseline_text, print_findings
+        from tsae.report.terminal import baseline_text, insertion_text, print_findings
 
+        if self.insertion and not (self.series and self.sae):
+            raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
         base = None if self.tokenizer is None else load_series(self.tokenizer).base
         strings = None if base is None else token_strings(base.load_tokenizer())
         logits = None
@@ -90,6 +98,11 @@ class Diff:
                 print(f"\n{baseline_text(found)}")
                 diff = replace(diff, baselines=found)
                 content["baselines"] = found
+            if self.sae is not None and self.insertion:
+                inserted = insert_discoveries(diff, load_series(*self.series), self.sae, features, self.insertion)
+                print(f"\n{insertion_text(inserted, strings)}")
+                diff = replace(diff, insertion=inserted)
+                content["insertion"] = inserted
             say_wrote(diff.save(self.to), diff)
             if other is not None:
                 content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()

@@ -14,8 +14,10 @@ FalseDiscoveries = Literal["bh", "by"]
 class DiffConfig:
     """Which contrasts are drawn and how their uncertainty is estimated."""
 
-    span: Literal["response", "prompt", "all"] = "response"
-    """Tokens over which a trajectory's mean activation is taken; special tokens never count."""
+    span: Literal["response", "prompt", "last_prompt", "all"] = "response"
+    """Tokens over which a trajectory's mean activation is taken; special tokens never count. last_prompt is the last
+    one of the prompt, from which the first token of the response is drawn. Within prompts only what training changed in
+    reading them can differ: policy parts, outcomes and interactions are refused there."""
     bands: tuple[str, ...] | None = None
     """Bands to split by; by default those of the rollouts, and none where the rollouts have none."""
     n_bootstrap: int = 1000
@@ -47,6 +49,11 @@ class DiffConfig:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
+
+    @property
+    def within_prompt(self) -> bool:
+        """Whether all trajectories of a problem are the same over the span."""
+        return self.span in ("prompt", "last_prompt")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
+_SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 
 
@@ -196,6 +197,8 @@ def _paired(
         both = np.intersect1d(both, among)
     left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
+    if config.within_prompt and part == "policy":
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(
             empty,
@@ -246,6 +249,8 @@ def outcome_contrast(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
@@ -299,6 +304,8 @@ def _interaction(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     for band, size in zip((harder, easier), sizes, strict=True):
         if size < config.min_problems:
             return _refused(

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from tsae.report.plots import Plots
 
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
-_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "reinforcement", "predicted")  # files where known
+_OPTIONAL = (
+    "dynamics",
+    "behaviour_dynamics",
+    "baselines",
+    "insertion",
+    "reinforcement",
+    "predicted",
+)  # files where known
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class FeatureDiff:
     """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
     baselines: pd.DataFrame | None = None
     """See `tsae.diff.baselines.baselines`; None where they were not computed."""
+    insertion: pd.DataFrame | None = None
+    """See `tsae.causal.insertion.insertion`: top tokens inserted elsewhere; None where that was not done."""
     reinforcement: pd.DataFrame | None = None
     """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
     predicted: pd.DataFrame | None = None

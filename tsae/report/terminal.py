@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,9 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         lines.append(f"  stability: {stability_text(diff)}")
     lines += survival_lines(diff)
     null = diff.info["null"]
-    for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
+    nulls = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
+    nulls["interaction"] = "the same in one band − in another"
+    for name, what in nulls.items():
         if f"{name}_discoveries" in null:
             lines.append(
                 f"  null, {what}: {null[f'{name}_discoveries']:.1f} discoveries of {null[f'{name}_tested']} features "
@@ -274,6 +277,21 @@ def statistics_text(table: pd.DataFrame) -> str:
         kl = f"{'–' if np.isnan(row.kl_k3) else format(row.kl_k3, '.4f'):>17}"
         named = f"  {visible(str(reader)):<{wide[0]}}  {visible(str(policy)):<{wide[1]}}  {count[reader, policy]:>12,}"
         lines.append("  ".join([named, *cells, kl]))
+    return "\n".join(lines)
+
+
+def insertion_text(table: pd.DataFrame, strings: Sequence[str] | None = None) -> str:
+    """One line a feature of `tsae.causal.insertion`: how much of its activation its top tokens bring elsewhere."""
+    lines = ["Top tokens inserted where the feature is silent (part of its activation, interval; control; verdict)"]
+    for row in table.to_dict("records"):
+        names = [f"#{i}" if strings is None else repr(strings[i]) for i in row["top_ids"]]
+        what = f"  {row['reader']:<12.12}{row['feature']:>6}  {visible(' '.join(names)):<32.31}"
+        if pd.isna(row["kept"]):
+            lines.append(f"{what}{row['verdict']}")
+            continue
+        kept = f"{row['kept']:.2f} [{row['kept_low']:.2f}, {row['kept_high']:.2f}]"
+        control = row["control"] / row["typical"]
+        lines.append(f"{what}{kept:>20} {control:>5.2f}  {row['verdict']}")
     return "\n".join(lines)
 
 
