@@ -8,6 +8,7 @@ import re
 import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tsae.report.explorer import contrasts_shown
 from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.page import render
+from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
@@ -337,20 +339,20 @@ def test_confounds_are_words(page: Page) -> None:
 def test_stability_is_shown_where_it_is_known(page: Page) -> None:
     made = make()
     known = {"n_others": 2, "n_latents": 6, "cosine": 0.81, "found_again": 0.75, "same_group": 1.0}
-    features = made.features.assign(stability=[0.93, 0.41, 0.7, 0.95, 0.9, 0.99])
+    features = made.features.assign(stability=[0.93, 0.7, 0.41, 0.95, 0.9, 0.99])
     table, strings = source(["a"])
     diff = replace(made, features=features, info={**made.info, "stability": known, "token_strings": strings})
     shown = Page(render(replace(diff, source=table)))
     fact = "2 other seeds on average find 75 % of 6 active features again (cosine of matched decoder directions ≥ 0.7)"
     assert f"{fact}; mean cosine 0.81." in shown.texts
     assert "25 %, high-level, stability 0.93" in shown.texts
-    # Feature 1 alone is below .7: in its rows and for the explorer.
+    # Feature 2 alone is below .7: in its rows and for the explorer.
     flagged = [attributes["title"] for _, attributes in shown.tags if "matched cosine" in str(attributes.get("title"))]
     assert set(flagged) == {"matched cosine 0.41 with other seeds"}
     assert shown.texts.count("not found again") == len(flagged) > 0
     data = shown.part("features")
-    assert data["numbers"]["stability"] == [0.93, 0.41, 0.7, 0.95, 0.9, 0.99]
-    assert [f for f, flags in enumerate(data["columns"]["flags"]) if "not found again" in flags] == [1]
+    assert data["numbers"]["stability"] == [0.93, 0.7, 0.41, 0.95, 0.9, 0.99]
+    assert [f for f, flags in enumerate(data["columns"]["flags"]) if "not found again" in flags] == [2]
     assert "stability" not in page.text.lower()
     assert "stability" not in page.part("features")["numbers"]
     assert "not found again" not in page.texts
@@ -622,3 +624,45 @@ def test_hard_against_medium_comes_first() -> None:
     pairs = [(up, down) for up, down, _ in views.opposed_pairs(made)]
     assert pairs[:2] == [("up-run", "down-run"), ("down-run", "up-run")]
     assert set(pairs[2:]) == {("easy-run", "down-run"), ("down-run", "easy-run")}
+
+
+# Machado, Oliveira and Fernandes (2009), full severity, on linear RGB.
+COLOUR_BLIND = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "typical": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb.clip(0, 1)
+    f = np.cbrt(xyz / np.array([0.9505, 1, 1.089]))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", COLOUR_BLIND)
+def test_colours_stay_apart_for_everybody(sight: str) -> None:
+    seen = {name: lab(np.array(COLOUR_BLIND[sight]) @ linear(name)) for name in (*SERIES, RAISED, LOWERED, NEUTRAL)}
+    apart = [(RAISED, LOWERED), (RAISED, NEUTRAL), (LOWERED, NEUTRAL)]
+    apart += list(combinations([colour for colour, _ in BAND_STYLE.values()], 2))
+    for one, other in apart:
+        # Twenty is far beyond what can be just noticed (about 2.3); shapes tell apart what remains.
+        assert np.linalg.norm(seen[one] - seen[other]) > 12, (one, other)
+    # Where lines share a panel, either their colour or their shape differs.
+    assert len(set(SYMBOLS)) == len(SYMBOLS) == len(SERIES)
+    assert len({symbol for _, symbol in BAND_STYLE.values()}) == len(BAND_STYLE)
+
+
+@pytest.mark.parametrize("page_colour", ["#ffffff", "#14171b"])
+def test_marks_stand_out_from_the_page(page_colour: str) -> None:
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    ground = float(weights @ linear(page_colour))
+    for colour in {*SERIES, RAISED, LOWERED, NEUTRAL}:
+        light, dark = sorted((float(weights @ linear(colour)), ground), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour

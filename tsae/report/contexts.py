@@ -328,7 +328,7 @@ def _trajectories(
     frequent = ids[np.argsort(-counts, kind="stable")]
     rank = {int(id): i for i, id in enumerate(frequent)}
     names = ("problem_id", "policy", "outcome")
-    records = source.rollouts.table.select(names).take(sorted(kept)).to_pylist()
+    records = source.rollouts.table.select(names).take(np.array(sorted(kept), dtype=np.int64)).to_pylist()
     listed = {}
     for trajectory, record in zip(sorted(kept), records, strict=True):
         row = row_of[trajectory]
