@@ -98,13 +98,13 @@ const effectTable = (data, caption, heads, rows) => {
   for (const [contrast, effect, at] of rows) {
     if (contrast.block !== block) {
       block = contrast.block;
-      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 5 }, block)));
+      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 6 }, block)));
     }
     const change = effect.difference[at];
     const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
     const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
     lines.push(element("tr", {},
-      element("th", { scope: "row" }, contrast.where, lost.length ? element("small", { class: "warn" }, ` not beyond ${lost.join(", ")}`) : null),
+      element("th", { scope: "row" }, contrast.where),
       element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
@@ -112,12 +112,13 @@ const effectTable = (data, caption, heads, rows) => {
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
         svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
-      element("td", { class: "n" }, qText(effect.q[at]))));
+      element("td", { class: "n" }, qText(effect.q[at])),
+      element("td", { class: "warn" }, element("small", {}, lost.join(", ")))));
   }
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     element("table", { class: "effects" }, element("caption", {}, caption),
       element("thead", {}, element("tr", {}, ...heads.map((head, i) => element("th", { scope: "col", class: i ? "n" : null }, head)),
-        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"))),
+        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col" }, "not beyond"))),
       element("tbody", {}, ...lines)));
 };
 
@@ -147,9 +148,9 @@ const example = (data, found, maximum) => {
   const [problem, policy, outcome] = data.trajectories[trajectory];
   const read = data.readers[reader] === policy ? "" : `, read by ${data.readers[reader]}`;
   const body = element("div", { class: "tokens", dir: "ltr" });
-  const made = element("div", { class: "example" },
-    element("p", { class: "quiet" }, element("span", { class: "outcome " + (outcome in OUTCOMES ? outcome : "") }, OUTCOMES[outcome] || "? outcome unknown"),
-      " ", element("bdi", {}, problem), `, by `, element("bdi", {}, policy + read), value ? `; strongest ${numberText(value)}` : "; not active"), body);
+  const head = element("p", { class: "quiet" },
+    element("span", { class: "outcome " + (outcome in OUTCOMES ? outcome : "") }, OUTCOMES[outcome] || "? outcome unknown"),
+    " ", element("bdi", {}, problem), `, by `, element("bdi", {}, policy + read), value ? `; strongest ${numberText(value)} ` : "; not active ");
   const cut = writeTokens(body, data, found, maximum, false);
   if (cut) {
     const button = element("button", { type: "button", class: "unfold", "aria-expanded": "false" }, "unfold");
@@ -159,9 +160,9 @@ const example = (data, found, maximum) => {
       button.setAttribute("aria-expanded", String(whole));
       button.textContent = whole ? "fold" : "unfold";
     });
-    made.append(button);
+    head.append(button);
   }
-  return made;
+  return element("div", { class: "example" }, head, body);
 };
 
 // Writes the tokens around the strongest one, or all that the file has; says whether that leaves something out.

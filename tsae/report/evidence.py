@@ -93,8 +93,8 @@ def baselines(diff: FeatureDiff) -> str:
         cells = []
         for way in WAYS:
             r = by_way.get(way)
-            refused = r is None or bool(r.note)
-            cells.append("–" if refused else f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>")
+            known = r is not None and not r.note
+            cells.append(f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>" if known else "–")
         body.append([html_text(what), *cells])
     told = (
         '<p class="quiet">How often a trajectory of one side scores above one of the other side of the same problem '

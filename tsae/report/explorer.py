@@ -14,16 +14,16 @@ import numpy as np
 import pandas as pd
 
 from tsae.diff.confounds import CONTROLS, FAILS
-from tsae.diff.result import FeatureDiff
+from tsae.diff.result import CONTRAST, FeatureDiff
 from tsae.report import views
 from tsae.report.contexts import Contexts, contexts, histograms
 from tsae.report.packing import number_array, packed
-from tsae.report.text import html_text, script_json, visible
+from tsae.report.text import html_text, script_json, shortened, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
 NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
 _NUMBERS = ("reference", "mean", "difference", "low", "high", "d", "q")
-_KEYS = ["kind", "checkpoint", "part", "band", "outcome"]
+_KEYS = list(CONTRAST)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         arrays["family_share"] = table.family_share
     if "promotes" in table:
         for side in ("promotes", "suppresses"):
-            columns[side] = [[visible(str(t)) for t in tokens] for tokens in table[side]]
+            columns[side] = [[shortened(visible(str(t)), 40) for t in tokens] for tokens in table[side]]
             columns[f"{side}_by"] = [[float(f"{v:.3g}") for v in values] for values in table[f"{side}_by"]]
     if found is not None:
         columns["chunk"] = [found.where.get(f, -1) for f in range(len(table))]
@@ -203,8 +203,8 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
         _control("Without confound flags", '<input name="clean" type="checkbox">', "check"),
     ]
     return (
-        '<div id="explorer" hidden><form class="filters" role="search" aria-label="Filter features">'
-        f'{"".join(controls)}<button type="reset">Reset</button></form>'
+        '<div id="explorer" hidden><div class="filters" role="search" aria-label="Filter features">'
+        f'{"".join(controls)}<button type="button" id="reset">Reset</button></div>'
         '<div class="browse"><div class="list"><p class="quiet" role="status" id="found"></p>'
         '<div class="scroll" tabindex="0" role="region" aria-label="Features"><table id="features">'
         "<caption class='unseen'>Features that match the filters</caption><thead></thead><tbody></tbody></table></div>"
