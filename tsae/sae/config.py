@@ -142,8 +142,8 @@ class TrainingConfig:
     """Torch device: cpu, cuda, cuda:1, …"""
     precision: Precision = "float32"
     """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
-    dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes, similarities,
-    losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
+    dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
+    similarities, losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
     save_every_steps: int = 500
     """Steps between checkpoints, from the last of which a run that was killed goes on."""
     resume: Literal["auto", "never"] = "auto"
