@@ -49,6 +49,7 @@ from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
+_SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 
 
@@ -196,6 +197,8 @@ def _paired(
         both = np.intersect1d(both, among)
     left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
+    if config.within_prompt and part == "policy":
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(
             empty,
@@ -205,7 +208,7 @@ def _paired(
     feature = active_features(config, mean_a, mean_b)
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
-    inference = paired_inference((mean_a - mean_b)[:, feature], **_draws(config))
+    inference = paired_inference((mean_a - mean_b)[:, feature], **draws(config))
     reference = mean_b.mean(0)[feature]
     return replace(
         empty,
@@ -246,6 +249,8 @@ def outcome_contrast(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
@@ -257,7 +262,7 @@ def outcome_contrast(
         return _refused(empty, "no feature is active in enough problems")
     code = np.searchsorted(both, rows.problem[picked])
     values = _columns(rows.values[picked], feature)
-    inference = outcome_inference((mean_a - mean_b)[:, feature], values, success, code, **_draws(config))
+    inference = outcome_inference((mean_a - mean_b)[:, feature], values, success, code, **draws(config))
     reference = mean_b.mean(0)[feature]
     return replace(
         empty,
@@ -299,6 +304,8 @@ def _interaction(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     for band, size in zip((harder, easier), sizes, strict=True):
         if size < config.min_problems:
             return _refused(
@@ -312,7 +319,7 @@ def _interaction(
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
     a, b = ((success - failure)[:, feature] for success, failure in means)
-    inference = interaction_inference(a, b, **_draws(config))
+    inference = interaction_inference(a, b, **draws(config))
     return replace(
         empty,
         feature=feature,
@@ -330,7 +337,7 @@ def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
 
 
-def _draws(config: DiffConfig) -> dict[str, Any]:
+def draws(config: DiffConfig) -> dict[str, Any]:
     return {
         "n_bootstrap": config.n_bootstrap,
         "n_permutations": config.n_permutations,
@@ -371,15 +378,15 @@ def _is_pooled(
     return True
 
 
-def active_features(config: DiffConfig, mean_a: np.ndarray, mean_b: np.ndarray) -> np.ndarray:
-    """Features active in at least min_problems problems, on either side: a filter blind to the contrast's sign.
+def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:
+    """Features active in at least min_problems problems, on any side: a filter blind to the contrast's sign.
 
     Args:
         config: min_problems.
-        mean_a: (n_problems, n_features) means of one side, of activations that are not negative.
-        mean_b: of the other.
+        means: (n_problems, n_features) means of each side, of activations that are not negative.
     """
-    return np.flatnonzero(((mean_a > 0) | (mean_b > 0)).sum(0) >= config.min_problems)
+    active = np.logical_or.reduce([side > 0 for side in means])
+    return np.flatnonzero(active.sum(0) >= config.min_problems)
 
 
 def _columns(values: Sparse, feature: np.ndarray) -> Sparse:
