@@ -379,14 +379,19 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 def take_rows(raw: np.ndarray, rows: np.ndarray, dtype: str, out: np.ndarray) -> None:
     """Write rows of stored values into (len(rows), d_model) float32."""
-    raw = np.asarray(raw)
+    # Any other mode makes a copy first; the rows are known to be there.
     if dtype == "float32":
-        # Any other mode makes a copy first; the rows are known to be there.
         np.take(raw, rows, axis=0, out=out, mode="clip")
-    else:
-        import torch
+        return
+    import torch
 
-        torch.from_numpy(out).copy_(_as_torch(np.take(raw, rows, axis=0), dtype))
+    # Some at a time, which are widened while they are in the cache.
+    some = 512
+    stored = np.empty((min(some, len(rows)), raw.shape[1]), raw.dtype)
+    for low in range(0, len(rows), some):
+        part = stored[: len(rows) - low]
+        np.take(raw, rows[low : low + some], axis=0, out=part, mode="clip")
+        torch.from_numpy(out[low : low + some]).copy_(_as_torch(part, dtype))
 
 
 def _as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
