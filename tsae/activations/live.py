@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.capture import load_reader_model, open_reader, raise_not_finite
+from tsae.activations.capture import load_reader_model, open_reader
 from tsae.activations.config import LiveConfig
 from tsae.activations.memory import Reused
 from tsae.activations.plan import check_context, check_tokenizer, cut, plan_readers
@@ -35,6 +35,7 @@ from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.source import Source
 from tsae.activations.store import DTYPES, FORMAT, VERSION, Shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import raise_not_finite
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Memory for batches that is used again once nobody holds the batch.
 
 Fresh memory costs several times what filling it does: the system gives it out page by page, each cleared first. A
-buffer that is always used again would overwrite batches that somebody kept. So memory is used again where nothing refers
-to it, which CPython's reference counts tell: an array, a view of it or a tensor made from it holds what its memory
+buffer that is always used again would overwrite batches that somebody kept. So memory is used again where nothing
+refers to it. CPython's reference counts tell: an array, a view of it or a tensor made from it holds what its memory
 belongs to.
 """
 
