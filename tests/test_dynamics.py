@@ -212,6 +212,7 @@ def test_command_line_and_files(
     diff = tsae.FeatureDiff.load(tmp_path / "diff")
     assert diff.checkpoints == ["run-10"]  # The contrasts are those of --features.
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "diff" / "dynamics.parquet"), diff.dynamics)
+    assert [reader["flagged"] for reader in diff.info["steps"]] == [False] * 5
     assert diff.behaviour_dynamics is not None
     assert set(diff.behaviour_dynamics.step) == {0, *STEPS}
     # A diff without steps in the same folder leaves none of the old ones.

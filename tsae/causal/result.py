@@ -138,6 +138,29 @@ class Intervention:
     def __repr__(self) -> str:
         return f"Intervention({self.info['checkpoint']}; {self.summary()})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        table = self.table(band="all")
+        table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
+        kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
+        config = self.info["config"]
+        return card(
+            "Intervention",
+            {
+                "checkpoint": self.info["checkpoint"],
+                "features": self.info["features"],
+                "done": self._done().lower(),
+                "where": config["tokens"],
+                "hooks alone change nothing": self.info["no_op_identical"],
+            },
+            (
+                "means over problems, and paired changes against none",
+                table[kept].sort_values("behaviour", kind="stable"),
+            ),
+            note="Read features beside random, same_norm and wrong_sign: what these do too is not the features' doing.",
+        )
+
     def mark(self, diff: FeatureDiff) -> FeatureDiff:
         """The diff with this test noted: info["causally_tested"] then lists what was tested.
 

@@ -19,12 +19,12 @@ from tsae.diff.contrasts import (
     Rows,
     contrast_bands,
     interaction_contrasts,
-    null_contrasts,
     outcome_contrasts,
     shift_contrasts,
 )
 from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
@@ -72,7 +72,8 @@ def feature_diff(
     stable = _stability_of(features, stability)
     if families is not None and annotator is None:
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
-    along = dynamics(features if steps is None else _steps_of(features, steps), config)
+    of_steps = features if steps is None else _steps_of(features, steps)
+    along = dynamics(of_steps, config)
     contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
@@ -112,15 +113,13 @@ def feature_diff(
             "config": asdict(config),
             "versions": versions(),
             "sae": features.info["sae"],
-            "readers": [
-                {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
-                for reader in features.info["readers"]
-            ],
+            "readers": _flagged(features, config),
             "null": null_contrasts(features, rows, config),
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "labels": features.rollouts.labels_fingerprint,
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
+            "steps": [] if along is None else _flagged(of_steps, config),
             "no_dynamics": {} if along is None else along.notes,
             "causally_tested": False,
             "token_strings": _strings_of(features, token_strings),
@@ -147,6 +146,14 @@ def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> Featu
             fix="Encode both with one SAE.",
         )
     return steps
+
+
+def _flagged(features: FeatureTable, config: DiffConfig) -> list[dict[str, Any]]:
+    """The readers, and whether the SAE reconstructs them badly."""
+    return [
+        {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
+        for reader in features.info["readers"]
+    ]
 
 
 def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
@@ -134,13 +133,13 @@ def _along(
         problems = np.intersect1d(problems, rows.problem[side])
     if len(problems) < config.min_problems:
         return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
-    tested = active_features(rows, np.concatenate([before, *sides]), problems, config)
+    reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
+    tested = active_features(config, reference, *means)
     if not len(tested):
         return "no feature is active in enough problems"
-    values = sp.csr_array(rows.values[:, tested])
-    reference = side_means(values, before, rows.problem, problems)
+    reference = reference[:, tested]
     start = reference.mean(0)
-    shifts = [side_means(values, side, rows.problem, problems) - reference for side in sides]
+    shifts = [mean[:, tested] - reference for mean in means]
     steps = np.array([_step(features, reader) for reader in readers])
     inferences = [paired_inference(shift, **draws(config)) for shift in shifts]
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)

@@ -20,11 +20,20 @@ from tsae.provenance import write_json
 if TYPE_CHECKING:
     from tsae.diff.reinforcement import Reinforcement
     from tsae.features.table import FeatureTable
+    from tsae.report.passages import Feature
+    from tsae.report.plots import Plots
 
 CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
 """Columns of `FeatureDiff.shifts` that tell one contrast from another."""
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
-_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "reinforcement", "predicted")  # files where known
+_OPTIONAL = (
+    "dynamics",
+    "behaviour_dynamics",
+    "baselines",
+    "insertion",
+    "reinforcement",
+    "predicted",
+)  # files where known
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,15 @@ class FeatureDiff:
     """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
     baselines: pd.DataFrame | None = None
     """See `tsae.diff.baselines.baselines`; None where they were not computed."""
+    insertion: pd.DataFrame | None = None
+    """See `tsae.causal.insertion.insertion`: top tokens inserted elsewhere; None where that was not done."""
     reinforcement: pd.DataFrame | None = None
     """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
     predicted: pd.DataFrame | None = None
     """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens,
-    and why a run has no dynamics."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
+    steps, the readers of the dynamics, and why a run has none."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -191,14 +202,22 @@ class FeatureDiff:
         found.insert(0, "strength", strength[order])
         return found
 
-    def feature(self, feature: int) -> pd.DataFrame:
-        """Every row of one feature."""
+    def feature(self, feature: int) -> Feature:
+        """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
+        from tsae.report.passages import Feature
+
         if feature not in self.features.index:
             raise TsaeError(
                 f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
             )
-        table = self.table()
-        return table[table.feature == feature].reset_index(drop=True)
+        return Feature(self, feature)
+
+    @property
+    def plot(self) -> Plots:
+        """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
+        from tsae.report.plots import Plots
+
+        return Plots(self)
 
     def __repr__(self) -> str:
         total = self.contrasts[
@@ -214,6 +233,22 @@ class FeatureDiff:
             TsaeError: where that is of other rollouts.
         """
         return replace(self, reinforcement=found.table, predicted=found.compare(self))
+
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
+        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries"]]
+        kept = ["checkpoint", "feature", "group", "responds_to", "difference", "low", "high", "d", "q"]
+        kept += ["survives_length", "survives_position", "survives_token"]
+        return card(
+            "FeatureDiff",
+            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
+            ("clearest total shifts (d: standard deviations over problems)", self.top(8)[kept]),
+            ("contrasts over all problems", drawn),
+            ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
+            note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
+        )
 
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""

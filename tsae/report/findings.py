@@ -7,6 +7,7 @@ contrasted. A behaviour counts as changed where the interval of its change leave
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -40,6 +41,20 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
     found += [finding for finding in rest if finding is not None]
     beside = [_predicted(diff), _along_steps(diff), _tested(diff)]
     return [*found[: limit - 1], *(finding for finding in beside if finding is not None), _belief(diff)]
+
+
+def findings_content(diff: FeatureDiff) -> dict[str, Any]:
+    """What a diff found, for a program: sentences, behaviours, contrasts, discoveries with their evidence, gates."""
+    return {
+        "findings": [{"heading": f.heading, "sentences": f.sentences, "note": f.note} for f in findings(diff)],
+        "q": diff.q,
+        "readers": diff.info["readers"],
+        "null": diff.info["null"],
+        "behaviours": diff.behaviours,
+        "contrasts": diff.contrasts,
+        "discoveries": diff.table(discoveries=True, band="all", outcome="all"),
+        "causally_tested": diff.info.get("causally_tested") or [],
+    }
 
 
 def lead(diff: FeatureDiff) -> str:
@@ -282,6 +297,7 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
     null = diff.info.get("null", {})
     found = []
     names = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
+    names["interaction"] = "the same in one band − in another"
     for name, what in names.items():
         if f"{name}_discoveries" in null:
             found.append(f"{what} {number_of(null[f'{name}_discoveries'])} of {int(null[f'{name}_tested'])}")
