@@ -21,8 +21,8 @@ const makeCard = async (data, feature) => {
     `ρ with response length ${numberText(numbers.length_correlation[feature], true)}`,
   ];
   return element("article", { class: "card", id: "feature-" + feature, "aria-label": "Feature " + feature },
-    element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← stronger") : null, place >= 0 ? step(place + 1, "weaker →") : null),
-    element("h3", {}, `Feature ${feature} `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
+    element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
+    element("h3", {}, `Feature ${feature}: `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
     element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
@@ -80,10 +80,10 @@ const effectTables = (data, feature) => {
   });
   if (!tables.size) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
   const made = (name, caption, heads) => (tables.has(name) ? effectTable(data, caption, heads, tables.get(name)) : null);
-  const rest = made("rest", "Further effects", ["problems", "one side → other", "difference [interval]"]);
+  const rest = made("rest", "Further effects", ["problems", "difference [interval]", "one side → other"]);
   return [
-    made("shift", `Shift against ${data.info.base}`, ["problems", "before → after", "change [interval]"]),
-    made("outcome", "Success − failure within problem", ["problems", "failures → successes", "difference [interval]"]),
+    made("shift", `Shift against ${data.info.base}`, ["problems", "change [interval]", "before → after"]),
+    made("outcome", "Success − failure within problem", ["problems", "difference [interval]", "failures → successes"]),
     rest ? element("details", {}, element("summary", {}, "By outcome, other readers, interactions"), rest) : null,
   ];
 };
@@ -105,7 +105,6 @@ const effectTable = (data, caption, heads, rows) => {
     const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
     lines.push(element("tr", {},
       element("th", { scope: "row" }, contrast.where),
-      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
@@ -113,12 +112,14 @@ const effectTable = (data, caption, heads, rows) => {
         svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
       element("td", { class: "n" }, qText(effect.q[at])),
+      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
       element("td", { class: "warn" }, element("small", {}, lost.join(", ")))));
   }
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     element("table", { class: "effects" }, element("caption", {}, caption),
-      element("thead", {}, element("tr", {}, ...heads.map((head, i) => element("th", { scope: "col", class: i ? "n" : null }, head)),
-        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col" }, "not beyond"))),
+      element("thead", {}, element("tr", {}, element("th", { scope: "col" }, heads[0]), element("th", { scope: "col", class: "n" }, heads[1]),
+        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col", class: "n" }, heads[2]),
+        element("th", { scope: "col" }, "not beyond"))),
       element("tbody", {}, ...lines)));
 };
 

@@ -223,7 +223,7 @@ def causal(diff: FeatureDiff) -> str:
     for test in tests:
         links = ", ".join(feature_link(int(feature)) for feature in test["features"])
         sentences = "".join(
-            f"<p>{html_text(test['summaries'][name])}</p>" for name in views.behaviour_order(test["summaries"])
+            f"<p>{html_text(test['summaries'][name])}</p>" for name in views.behaviour_order(test["summaries"])[:2]
         )
         rows = pd.DataFrame(test.get("changes") or [])
         shown = _changes(rows) if len(rows) else ""

@@ -186,7 +186,8 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
     for i, row in enumerate(views.records(shown)):
         named = _contrast(diff, row)
         kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
-        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{html_text(named["where"])}</option>')
+        label = html_text(f"{named['block']}: {named['where']}")
+        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{label}</option>')
     effect = "".join(f'<optgroup label="{html_text(b)}">{"".join(options)}</optgroup>' for b, options in blocks.items())
     families = list(dict.fromkeys(diff.features.family)) if "family" in diff.features else []
     controls = [
