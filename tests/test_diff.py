@@ -16,8 +16,9 @@ from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Rows, outcome_contrasts, shift_contrasts
 from tsae.diff.diff import feature_diff
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.diff.statistics import (
     bootstrap_interval,
@@ -46,7 +47,7 @@ def test_q_values_agree_with_scipy() -> None:
 
 
 @pytest.mark.parametrize("n", [5, 9])
-def test_sign_flips_approach_full_enumeration(n: int) -> None:
+def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(n)
     differences = rng.normal(0.4, 1, size=(n, 12))
     differences[:, 0] = 1.0  # all alike: only the two uniform arrangements are as extreme
@@ -55,12 +56,13 @@ def test_sign_flips_approach_full_enumeration(n: int) -> None:
     means = np.abs(signs @ differences / n)
     exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
     draws = 40_000
+    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)  # as many for every feature
     found = paired_inference(differences, **{**KINDS, "n_permutations": draws}).p
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     assert exact[0] == 2 / 2**n
 
 
-def test_the_outcome_test_approaches_full_enumeration() -> None:
+def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three problems of unequal size, one success of four in one of them."""
     rng = np.random.default_rng(1)
     success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
@@ -86,8 +88,13 @@ def test_the_outcome_test_approaches_full_enumeration() -> None:
     exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
+    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)
     found = outcome_inference(
-        values[shuffled], success[shuffled], problem[shuffled], **{**KINDS, "n_permutations": draws}
+        three,
+        sp.csr_array(values[shuffled]),
+        success[shuffled],
+        problem[shuffled],
+        **{**KINDS, "n_permutations": draws},
     )
     np.testing.assert_allclose(found.difference, statistic(success))
     assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)

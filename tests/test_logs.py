@@ -214,7 +214,7 @@ def test_special_tokens_that_a_text_kept_are_not_doubled(policy: Checkpoint, tmp
     assert column(found, "finish_reason") == ["stop", "stop"]
 
 
-def test_an_adapters_folder_has_a_tokenizer_and_no_context(llama: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_tokenizer_alone_has_no_context(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "grpo" / "checkpoint-5")
     (tmp_path / "grpo" / "checkpoint-5" / "config.json").unlink()
     checkpoint = Checkpoint("base", str(tmp_path / "grpo" / "checkpoint-5"))

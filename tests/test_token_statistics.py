@@ -196,6 +196,23 @@ def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_pat
     assert table[~foreign].notna().drop(columns="band").all(axis=None)
 
 
+def test_encoding_makes_entropy_a_behaviour(captured: ActivationStore, store: ActivationStore, tmp_path: Path) -> None:
+    from tsae.rollouts.behaviours import behaviour_table
+
+    sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=8, k=2, groups=(0.5, 0.5)), site=SITE).requires_grad_(False)
+    features = tsae.encode(sae, captured, to=tmp_path / "features", progress=False)
+    statistics = tsae.trajectory_statistics(captured)
+    own = statistics[statistics.reader == statistics.policy].set_index("trajectory").entropy.sort_index()
+    for table in (features, tsae.FeatureTable.load(tmp_path / "features")):
+        np.testing.assert_array_equal(table.rollouts.frame.entropy, own)
+        found = behaviour_table(table.rollouts)
+        assert set(found[found.behaviour == "entropy"].policy) == {"base", "easy-10"}
+    # Of one reader alone only what that one sampled has an entropy; without statistics nothing has.
+    part = tsae.encode(sae, captured.subset(readers="easy-10"), progress=False).rollouts
+    assert set(part.frame.policy[part.frame.entropy.notna()]) == {"easy-10"}
+    assert "entropy" not in tsae.encode(sae, store, progress=False).rollouts.table.column_names
+
+
 def test_the_estimators_estimate_the_divergence(llama: Path, tmp_path: Path) -> None:
     """On responses that a policy really sampled, both estimates agree with the KL of the full distributions."""
     save_perturbed(llama, tmp_path / "base", amount=0.0)

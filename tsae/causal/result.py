@@ -177,15 +177,25 @@ class Intervention:
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """What a report says of the test: checkpoint, features, mode, amount, and a sentence for every behaviour."""
+        """What a report says of the test: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
+        and the changes over all problems that these sentences name."""
         config = self.info["config"]
+        conditions = [*_NEEDED[1:], "mean_difference"]
+        shown = self.outcomes[
+            (self.outcomes.band == "all")
+            & self.outcomes.behaviour.isin(self.measured)
+            & self.outcomes.condition.isin(conditions)
+        ]
+        columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired"]
         return {
             "checkpoint": self.info["checkpoint"],
             "features": self.info["features"],
             "mode": config["mode"],
             "amount": config["amount"],
+            "tokens": config["tokens"],
             "n_problems": self.info["n_problems"],
             "summaries": {name: self.summary(name) for name in self.measured},
+            "changes": shown[columns].to_dict("records"),
         }
 
     @property

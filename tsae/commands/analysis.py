@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,17 @@ class Diff:
     """Group features by the FAMILIES of the annotator's module and test their shifts."""
     store: Path | None = None
     """The store that was encoded: set plain directions and a probe beside the best features."""
+    steps: Path | None = None
+    """Features of more steps of the runs, of the same SAE: follows features along steps; by default those of
+    --features, where a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff of the same SAE: say which effects both found."""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
+    sae: Path | None = None
+    """The SAE's folder: with --tokenizer's checkpoint, say which next tokens every feature promotes."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -50,10 +55,19 @@ class Diff:
         from tsae.diff.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
+        from tsae.features.logits import logit_effects
         from tsae.report.findings import findings_content
         from tsae.report.terminal import baseline_text, print_findings
 
-        strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
+        base = None if self.tokenizer is None else load_series(self.tokenizer).base
+        strings = None if base is None else token_strings(base.load_tokenizer())
+        logits = None
+        if self.sae is not None:
+            if base is None or strings is None:
+                raise TsaeError(
+                    "needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer."
+                )
+            logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         families = find_families(self.annotator) if self.families else None
@@ -65,6 +79,8 @@ class Diff:
             families=families,
             token_strings=strings,
             stability=self.stability,
+            logits=logits,
+            steps=self.steps,
         )
         with as_json(self.json) as write:
             content = findings_content(diff)
@@ -72,10 +88,9 @@ class Diff:
             if self.store is not None:
                 found = baselines(features, self.store, self.config)
                 print(f"\n{baseline_text(found)}")
+                diff = replace(diff, baselines=found)
                 content["baselines"] = found
             say_wrote(diff.save(self.to), diff)
-            if self.store is not None:
-                found.to_parquet(self.to / "baselines.parquet")
             if other is not None:
                 content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
                 print(f"\nAgainst {self.compare}: {content['agreement']}")
@@ -272,12 +287,27 @@ class Report:
     """Title of the page."""
     causal: tuple[Path, ...] = ()
     """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
+    reinforcement: Path | None = None
+    """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
 
     def run(self) -> None:
+        import pandas as pd
+
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)
         for folder in self.causal:
             diff = tsae.Intervention.load(folder).mark(diff)
+        if self.reinforcement is not None:
+            if not (self.reinforcement / "predicted.parquet").is_file():
+                raise TsaeError(
+                    "holds no predicted.parquet",
+                    where=self.reinforcement,
+                    fix="Make it with `tsae reinforcement --diff`.",
+                )
+            tables = {
+                name: pd.read_parquet(self.reinforcement / f"{name}.parquet") for name in ("reinforcement", "predicted")
+            }
+            diff = replace(diff, **tables)
         say_wrote(diff.to_html(self.to, title=self.title))

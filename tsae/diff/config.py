@@ -21,7 +21,9 @@ class DiffConfig:
     n_bootstrap: int = 1000
     """Bootstrap draws of problems, for intervals."""
     n_permutations: int = 10_000
-    """Sign flips or label permutations, for p-values; no p-value is below 1 / (n_permutations + 1)."""
+    """Sign flips or label permutations, for p-values. Features with a large p need fewer; where a contrast has more
+    than q · n_permutations features, more are drawn for those that only the number of draws keeps from being
+    discoveries."""
     confidence: float = 0.95
     """Confidence level of the intervals."""
     q: float = 0.05

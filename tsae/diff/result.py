@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,13 @@ from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
+    from tsae.diff.reinforcement import Reinforcement
     from tsae.features.table import FeatureTable
     from tsae.report.passages import Feature
     from tsae.report.plots import Plots
 
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
+_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "reinforcement", "predicted")  # files where known
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,27 @@ class FeatureDiff:
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
-    stability (mean decoder cosine with the latents matched in them)."""
+    stability (mean decoder cosine with the latents matched in them); where the model was at hand promotes and
+    suppresses (`tsae.features.logits.logit_effects`)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.families.family_shifts`; empty where no families were given."""
+    dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.table`: features along the steps of runs; None where no run has two steps."""
+    behaviour_dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
+    baselines: pd.DataFrame | None = None
+    """See `tsae.diff.baselines.baselines`; None where they were not computed."""
+    reinforcement: pd.DataFrame | None = None
+    """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
+    predicted: pd.DataFrame | None = None
+    """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
+    steps, the readers of the dynamics, and why a run has none."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -182,6 +196,14 @@ class FeatureDiff:
         found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
         return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
 
+    def with_reinforcement(self, found: Reinforcement) -> FeatureDiff:
+        """The diff with what its rollouts reinforce, and predicted beside realised shifts.
+
+        Raises:
+            TsaeError: where that is of other rollouts.
+        """
+        return replace(self, reinforcement=found.table, predicted=found.compare(self))
+
     def _repr_html_(self) -> str:
         from tsae.report.cards import card
 
@@ -220,6 +242,12 @@ class FeatureDiff:
         for name in _TABLES:
             table = pa.Table.from_pandas(getattr(self, name), preserve_index=name == "features")
             pq.write_table(table, folder / f"{name}.parquet", compression="zstd")
+        for name in _OPTIONAL:
+            optional: pd.DataFrame | None = getattr(self, name)
+            if optional is None:
+                (folder / f"{name}.parquet").unlink(missing_ok=True)
+            else:
+                optional.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
         write_json(folder / "diff.json", self.info)
         return folder
 
@@ -230,5 +258,6 @@ class FeatureDiff:
         missing = [n for n in ("diff.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / n).is_file()]
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
-        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in _TABLES}
+        there = [*_TABLES, *(name for name in _OPTIONAL if (folder / f"{name}.parquet").is_file())]
+        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in there}
         return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)

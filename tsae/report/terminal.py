@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from tsae.diff.confounds import SURVIVES, TOO_FEW
+from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
@@ -33,6 +34,9 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     if "family" in diff.features:
         print()
         print(family_text(diff))
+    if diff.dynamics is not None:
+        print()
+        print(dynamics_text(diff))
     print()
     print(gates_text(diff, evaluation))
 
@@ -165,6 +169,37 @@ def interaction_text(diff: FeatureDiff, n: int) -> str:
             f"    {power_text(found.n_problems, found.detectable_d)}",
         ]
         lines += _effects(diff.top(n, kind="interaction", checkpoint=diff.base, band=found.band))
+    return "\n".join(lines)
+
+
+def dynamics_text(diff: FeatureDiff) -> str:
+    """A run a block: how many features of every kind, when they set in, and what behaviours they went along with."""
+    table, behaviours = diff.dynamics, diff.behaviour_dynamics
+    assert table is not None
+    assert behaviours is not None
+    lines = ["Along the steps of a run (features by kind; onset: the first saved step with half of the shift)"]
+    for run, rows in table.groupby("run", sort=False):
+        last = rows[rows.step == rows.step.max()]
+        counts = last.kind.value_counts().reindex(KINDS, fill_value=0)
+        steps = ", ".join(str(step) for step in sorted(rows.step.unique()))
+        lines.append(f"  {run}, steps {steps}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+        for kind, found in last[last.kind != "flat"].groupby("kind", sort=False):
+            onsets = found.onset.astype(int).value_counts().sort_index()
+            lines.append(f"    {kind:<10}onset at {', '.join(f'{step}: {n}' for step, n in onsets.items())}")
+    lines += [f"  {run}: not followed: {why}" for run, why in diff.info["no_dynamics"].items()]
+    flagged = [reader["id"] for reader in diff.info["steps"] if reader["flagged"]]
+    if flagged:
+        lines.append(f"  badly reconstructed: {', '.join(flagged)}")
+    together = align(table, behaviours)
+    if len(together):
+        points = " or ".join(map(str, sorted(together.n_points.unique())))
+        lines.append(
+            f"  Features with |rank correlation| >= .9 with a behaviour, of {points} points a run, too few to test:"
+        )
+        strong = together.assign(strong=together.rho.abs() >= 0.9).groupby(["run", "behaviour"], sort=False).strong
+        for run, shares in strong.agg(["sum", "size"]).groupby(level="run", sort=False):
+            cells = [f"{name.replace('_', ' ')} {row['sum']}" for (_, name), row in shares.iterrows()]
+            lines.append(f"    {run} (of {shares['size'].max()}): {', '.join(cells)}")
     return "\n".join(lines)
 
 

@@ -47,7 +47,8 @@ SCHEMA = pa.schema(
 )
 """The columns every table has; further columns are kept as they are."""
 
-_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+_NAMES = ["problem_id", "policy", "outcome"]
+_REQUIRED = (*_NAMES, "prompt_ids", "response_ids")
 
 
 class Rollouts:
@@ -116,6 +117,27 @@ class Rollouts:
             ) from error
         info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
         return cls(table.replace_schema_metadata(None), info, where=origin or str(path))
+
+    @classmethod
+    def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
+        """Some of the rows of a file that `write` wrote; memory holds them and one row group.
+
+        Args:
+            path: the file.
+            rows: (n,) bool, which rows.
+        """
+        parts, start = [], 0
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                end = start + file.metadata.row_group(group).num_rows
+                wanted = np.flatnonzero(rows[start:end])
+                if len(wanted):
+                    parts.append(file.read_row_group(group).take(pa.array(wanted)))
+                start = end
+            schema = file.schema_arrow
+        info = json.loads((schema.metadata or {}).get(b"tsae", b"{}"))
+        table = pa.concat_tables(parts) if parts else schema.empty_table()
+        return cls(table.replace_schema_metadata(None), info, where=str(path))
 
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
@@ -280,6 +302,23 @@ class Rollouts:
         from tsae.rollouts.advantages import with_advantages
 
         return with_advantages(self, kind)
+
+
+def read_outline(path: str | Path) -> pd.DataFrame:
+    """Whose trajectories a file of `Rollouts.write` holds, and how long they are; memory holds one row group beside.
+
+    Returns:
+        a row a trajectory: problem_id, policy, outcome, prompt_length and response_length (tokens).
+    """
+    parts = []
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=[*_NAMES, "prompt_ids", "response_ids"])
+            frame = table.select(_NAMES).to_pandas()
+            for name in ("prompt", "response"):
+                frame[f"{name}_length"] = np.diff(_offsets(table[f"{name}_ids"].combine_chunks()))
+            parts.append(frame)
+    return pd.concat(parts, ignore_index=True)
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:

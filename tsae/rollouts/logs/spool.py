@@ -39,13 +39,13 @@ class Spool:
         if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
             self._flush()
 
-    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any]) -> None:
-        """All rows that are kept, as one file."""
+    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
+        """All rows that are kept, as one file; policies are renamed, by their old names."""
         self._flush()
         self._close()
-        write_table(to, self._schema(), self._batches(kept), info)
+        write_table(to, self._schema(), self._batches(kept, policies), info)
 
-    def _batches(self, kept: np.ndarray) -> Iterator[pa.Table]:
+    def _batches(self, kept: np.ndarray, policies: Mapping[str, str]) -> Iterator[pa.Table]:
         schema, start = self._schema(), 0
         for part in self._parts:
             with pq.ParquetFile(part) as file:
@@ -55,6 +55,8 @@ class Spool:
                     for field in schema:
                         if field.name not in table.column_names:
                             table = table.append_column(field, pa.nulls(len(table), field.type))
+                    named = pa.array([policies.get(name, name) for name in table["policy"].to_pylist()])
+                    table = table.set_column(table.column_names.index("policy"), "policy", named)
                     rows = np.flatnonzero(kept[start : start + len(table)])
                     start += len(table)
                     if len(rows):
