@@ -24,7 +24,7 @@ from tyro.conf import Positional
 
 FIGURE = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WIDTH = 1080
+WIDTH = 1040
 """Pixels."""
 
 
@@ -116,7 +116,7 @@ def pictures(figures: list[Any]) -> list[bytes]:
         for figure in figures:
             height = int(figure["layout"].get("height", 450))
             url = page.evaluate(
-                "async ([figure, width, height]) => Plotly.toImage(figure, {format: 'png', width, height, scale: 1.4})",
+                "async ([figure, width, height]) => Plotly.toImage(figure, {format: 'png', width, height, scale: 1.2})",
                 [json.loads(json.dumps(figure)), WIDTH, height],
             )
             found.append(base64.b64decode(url.partition(",")[2]))

@@ -350,7 +350,9 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     analyze_run(config, progress=False, say=lines.append)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
     part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet").frame.drop_duplicates("problem_id")
-    assert f" of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    assert (
+        f" trajectories of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    )
     counts = ", ".join(f"{band} {(part.band == band).sum()}" for band in ("easy", "medium", "hard"))
     assert lines[2].endswith(f"; of those that are read: {counts}")
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")

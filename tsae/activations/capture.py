@@ -145,7 +145,7 @@ def _capture(
                         # The last reader goes before the next comes; the base's model is there already.
                         reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
                         model = None
-                        bar.set_postfix_str(current)
+                        bar.set_postfix_str(current, refresh=False)
                         reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
                         if config.token_statistics:
                             reader = PredictingReader(reader)
