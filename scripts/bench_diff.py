@@ -157,6 +157,7 @@ def measure(folder: Path, config: DiffConfig) -> dict[str, object]:
     diff.save(folder / "diff")
     profile.disable()
     seconds = time.perf_counter() - start
+    print("cpu", time.process_time())
     # Not getrusage: a child's ru_maxrss starts from its parent's.
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1e6

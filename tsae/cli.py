@@ -103,23 +103,34 @@ Command = (
 )
 
 
+def parse(args: Sequence[str]) -> Any:
+    """The command that arguments name, not yet run.
+
+    Raises:
+        SystemExit: after --help (0), and for options that do not parse (2).
+        TsaeError: where a config refuses its values.
+    """
+    helping = "-h" in args or "--help" in args
+    if helping or list(args[:1]) == ["completion"]:
+        join_lines(Command)
+    # Parsing makes the configs, whose checks raise TsaeError too.
+    start = start_as_default(args)
+    given: dict[str, Any] = {} if start is None else {"default": start}
+    with redirect_stdout(WrappedOutput()) if helping else nullcontext():
+        return tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script.
 
     Exit status: 0 done; 2 a `TsaeError`, printed in one paragraph, or options that do not parse; 130 interrupted; 141
     the reader of the output went away; 1 anything else, with its traceback.
     """
-    args = sys.argv[1:] if args is None else args
-    helping = "-h" in args or "--help" in args
+    if not sys.stderr.isatty():
+        # A log keeps every state of a bar; tqdm reads this when it is imported.
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
     try:
-        if helping or args[:1] == ["completion"]:
-            join_lines(Command)
-        # Parsing makes the configs, whose checks raise TsaeError too.
-        start = start_as_default(args)
-        given: dict[str, Any] = {} if start is None else {"default": start}
-        with redirect_stdout(WrappedOutput()) if helping else nullcontext():
-            command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
-        command.run()
+        parse(sys.argv[1:] if args is None else args).run()
     except TsaeError as error:
         print(f"tsae: {error}", file=sys.stderr)
         raise SystemExit(2) from None

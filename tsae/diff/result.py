@@ -243,7 +243,7 @@ class FeatureDiff:
         kept += ["survives_length", "survives_position", "survives_token"]
         return card(
             "FeatureDiff",
-            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": self.q},
+            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
             ("clearest total shifts (d: standard deviations over problems)", self.top(8)[kept]),
             ("contrasts over all problems", drawn),
             ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),

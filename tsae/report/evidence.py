@@ -93,8 +93,10 @@ def baselines(diff: FeatureDiff) -> str:
         cells = []
         for way in WAYS:
             r = by_way.get(way)
-            known = r is not None and not r.note
-            cells.append(f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>" if known else "–")
+            if r is None or r.note:
+                cells.append("–")
+            else:
+                cells.append(f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>")
         body.append([html_text(what), *cells])
     told = (
         '<p class="quiet">How often a trajectory of one side scores above one of the other side of the same problem '
