@@ -47,8 +47,8 @@ SCHEMA = pa.schema(
 )
 """The columns every table has; further columns are kept as they are."""
 
-_NAMES = ["problem_id", "policy", "outcome"]
-_REQUIRED = (*_NAMES, "prompt_ids", "response_ids")
+_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+_OUTLINE = ["problem_id", "policy", "outcome"]
 
 
 class Rollouts:
@@ -313,8 +313,8 @@ def read_outline(path: str | Path) -> pd.DataFrame:
     parts = []
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[*_NAMES, "prompt_ids", "response_ids"])
-            frame = table.select(_NAMES).to_pandas()
+            table = file.read_row_group(group, columns=[*_OUTLINE, "prompt_ids", "response_ids"])
+            frame = table.select(_OUTLINE).to_pandas()
             for name in ("prompt", "response"):
                 frame[f"{name}_length"] = np.diff(_offsets(table[f"{name}_ids"].combine_chunks()))
             parts.append(frame)
