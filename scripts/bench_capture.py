@@ -40,8 +40,9 @@ import tyro
 from tqdm.auto import tqdm
 
 import tsae
-from tsae.activations.capture import capture_shard, open_reader
+from tsae.activations.capture import capture_shard
 from tsae.activations.plan import cut
+from tsae.activations.readers import open_reader
 from tsae.activations.reading import pad, plan_batches
 from tsae.activations.store import DTYPES, FORMAT, VERSION
 from tsae.activations.windows import Windows

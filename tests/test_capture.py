@@ -90,6 +90,11 @@ def test_readers_read_what_the_plan_says(
     with pytest.raises(TsaeError, match="no trajectory was sampled by the base 'base'; policies are elsewhere"):
         capture(series, foreign, [SITE], to=tmp_path / "c", config=config, progress=False)
     assert not (tmp_path / "c").exists()
+    own = capture(series, three, [SITE], to=tmp_path / "d", config=replace(SMALL, plan="own"), progress=False)
+    assert sorted(rows_of(own, "base")) == list(range(9))
+    assert sorted(rows_of(own, "easy-10")) == list(range(9, 18))
+    with pytest.raises(TsaeError, match="no trajectory was sampled by 'easy-10'; policies are base"):
+        capture(series, make_rollouts(), [SITE], to=tmp_path / "e", config=replace(SMALL, plan="own"), progress=False)
 
 
 def test_shards_are_cut_at_their_budget(store: ActivationStore) -> None:

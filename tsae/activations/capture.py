@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.config import CaptureConfig, ReadingConfig
-from tsae.activations.plan import Piece, check_context, check_tokenizer, cut, plan_readers
+from tsae.activations.config import CaptureConfig
+from tsae.activations.plan import Piece, cut
+from tsae.activations.readers import as_reader, open_base
 from tsae.activations.reading import OutOfMemory, Reader, read_batches
 from tsae.activations.store import (
-    DTYPES,
     FORMAT,
     STATISTICS,
     VERSION,
@@ -49,8 +49,7 @@ from tsae.provenance import write_json, write_run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.series import CheckpointSeries
     from tsae.distributed import Processes
     from tsae.rollouts.table import Rollouts
 
@@ -107,49 +106,21 @@ def _capture(
 ) -> ActivationStore:
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.hooks import check_sites
-    from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
     from tsae.checkpoints.predictions import PredictingReader
 
-    tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
-    for checkpoint in series:
-        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-    loader = None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
-    model: PreTrainedModel | None = load_reader_model(series.base, config, loader)
-    assert model is not None
-    text_config = model.config.get_text_config()
-    depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
-    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
-    sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
-    check_sites(sites, depth, series.base.path)
-    dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
-    if dtype not in DTYPES:
-        raise TsaeError(f"cannot store {dtype}", where="CaptureConfig.dtype", fix=f"Choose one of {', '.join(DTYPES)}.")
-
-    plan = plan_readers([c.id for c in series], rollouts, config)
+    base = open_base(series, rollouts, sites or (), config, device)
+    model: PreTrainedModel | None = base.model
+    sites, plan, loader = base.sites, base.plan, base.loader
+    readers = [{**record, "n_trajectories": len(plan[record["id"]]), "shards": []} for record in base.readers]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "complete": False,
-        "dtype": dtype,
-        "sites": {site: {"d_model": d_model} for site in sites},
-        "rollouts": rollouts.fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizers[series.base.id]),
-        "special_ids": sorted(set(tokenizers[series.base.id].all_special_ids)),
+        **base.facts,
         "config": asdict(config),
-        "readers": [
-            {
-                "id": checkpoint.id,
-                "run": checkpoint.run,
-                "step": checkpoint.step,
-                "trained_on": checkpoint.trained_on,
-                "weights": weights_fingerprint(checkpoint),
-                "n_trajectories": len(plan[checkpoint.id]),
-                "shards": [],
-            }
-            for checkpoint in series
-        ],
+        "readers": readers,
     }
+    del base  # The model goes when the base has read.
     fresh = not (to / "manifest.json").is_file()
     processes.first_does(lambda: _begin(to, fresh, manifest, rollouts))
     manifest = read_manifest(to)
@@ -175,7 +146,7 @@ def _capture(
                         reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
                         model = None
                         bar.set_postfix_str(current)
-                        reader, kept = _reader(series[current], sites, config, device, loader, kept), None
+                        reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
                         if config.token_statistics:
                             reader = PredictingReader(reader)
                     assert reader is not None
@@ -231,43 +202,6 @@ def _finish(to: Path, manifest: dict[str, Any], config: CaptureConfig, rollouts:
     inputs = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint, "series": series}
     write_run(to, "capture", config, inputs)
     write_json(to / "manifest.json", {**manifest, "complete": True})
-
-
-def load_reader_model(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | None) -> PreTrainedModel:
-    """Without a loader the model is spread over all devices."""
-    if loader is not None:
-        return loader.load(checkpoint)
-    from tsae.checkpoints.placement import spread
-
-    model = checkpoint.load_model(dtype=config.model_dtype)
-    spread(model)
-    return model
-
-
-def _reader(
-    checkpoint: Checkpoint,
-    sites: list[str],
-    config: ReadingConfig,
-    device: str,
-    loader: ModelLoader | None,
-    model: PreTrainedModel | None,
-) -> Reader:
-    """The model is the checkpoint's own, where it is loaded already."""
-    if config.backend == "transformer_lens":
-        from tsae.checkpoints.bridge import TransformerLensReader
-
-        return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
-    from tsae.checkpoints.hooks import HuggingFaceReader
-
-    return HuggingFaceReader(load_reader_model(checkpoint, config, loader) if model is None else model, sites)
-
-
-def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
-    """A reader of its own for one checkpoint."""
-    from tsae.checkpoints.loading import ModelLoader
-
-    loader = None if config.device == "auto" else ModelLoader(device=config.device, dtype=config.model_dtype)
-    return _reader(checkpoint, sites, config, config.device, loader, None)
 
 
 def capture_shard(

@@ -49,7 +49,7 @@ _REPAIR = "Have it captured again: tsae store check STORE --repair --series SERI
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
 
-TokenSpan = Literal["response", "prompt", "all"]
+TokenSpan = Literal["response", "prompt", "last_prompt", "all"]
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,19 @@ def span_mask(
         token_ids: (n_tokens,) of whole trajectories after one another.
         offsets: (n_trajectories + 1,) where each begins.
         prompt_lengths: (n_trajectories,) tokens of each prompt.
-        span: response, prompt or all.
+        span: response, prompt, last_prompt (the last token of the prompt that is not special) or all.
         special_ids: token ids that never count.
     """
     lengths = np.diff(offsets)
     position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
     in_prompt = position < np.repeat(prompt_lengths, lengths)
-    wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
-    return wanted & ~np.isin(token_ids, list(special_ids))
+    wanted = np.ones_like(in_prompt) if span == "all" else ~in_prompt if span == "response" else in_prompt
+    counted = wanted & ~np.isin(token_ids, list(special_ids))
+    if span == "last_prompt":
+        row, place = np.repeat(np.arange(len(lengths)), lengths)[counted], np.flatnonzero(counted)
+        counted = np.zeros_like(counted)
+        counted[place[np.append(row[1:] != row[:-1], True)[: len(row)]]] = True
+    return counted
 
 
 class ActivationStore(Source):

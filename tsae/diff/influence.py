@@ -70,6 +70,13 @@ class Influence:
         n, m = self.table.trajectory.nunique(), self.table.feature.nunique()
         return f"Influence({n:,} samples on {m:,} features of {self.info['checkpoint']})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        facts = {"samples": self.table.trajectory.nunique(), "checkpoint": self.info["checkpoint"]}
+        caption = "change of the feature's mean activation per unit of learning rate, summed over samples"
+        return card("Influence", facts, (caption, self.by("band", "outcome")))
+
     def by(self, *columns: str) -> pd.DataFrame:
         """Sums over the samples of every feature and value of the columns, such as band and outcome."""
         unknown = [name for name in columns if name not in self.table.columns]

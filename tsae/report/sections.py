@@ -9,7 +9,6 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.sae.stability import FOUND_AGAIN
@@ -151,7 +150,7 @@ def behaviour_details(diff: FeatureDiff) -> str:
                 row.append("–" if cell is None else _behaviour_cell(cell, views.is_share(diff, name)))
             body.append(row)
     head = ["policy", "band", "problems", "responses", *[html_text(views.behaviour_name(n)) for n in names]]
-    return _folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
+    return folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
 
 
 def _behaviour_cell(cell: pd.Series, share: bool) -> str:
@@ -176,8 +175,8 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         body = [
             [
                 feature_link(int(feature)),
-                _description(row),
-                *[_shift_cell(shifts[run], int(feature), diff.q) for run in runs],
+                description(row),
+                *[shift_cell(shifts[run], int(feature), diff.q) for run in runs],
                 _confound_cell(row),
             ]
             for feature, row in shown.iterrows()
@@ -186,7 +185,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         head = ["feature", "responds to", *[html_text(run) for run in runs], "confounds"]
         content = table(caption, head, body, numeric_from=2)
         first_pair = {up, down} == {pairs[0][0], pairs[0][1]}
-        parts.append(content if first_pair else _folded(html_text(caption), content))
+        parts.append(content if first_pair else folded(html_text(caption), content))
         if first_pair:
             drawn += [int(str(f)) for f in found.head(_MAX_OPPOSED // 2).index]
     legend = (
@@ -221,7 +220,7 @@ def shift_counts(diff: FeatureDiff) -> str:
                 *[_count_cell(cells.get(key)) for key in columns],
             ]
         )
-    return _folded(
+    return folded(
         "How many features moved in every contrast",
         table(
             f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2
@@ -261,48 +260,18 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                     [
                         band,
                         feature_link(int(str(feature))),
-                        _description(row),
+                        description(row),
                         number(row["mean"]),
                         number(row.reference),
-                        _shift_cell(found, int(str(feature)), diff.q),
+                        shift_cell(found, int(str(feature)), diff.q),
                         _confound_cell(row),
                     ]
                 )
         if body:
             head = ["band", "feature", "responds to", "successes", "failures", "difference", "confounds"]
             caption = f"{checkpoint}: clearest features by band"
-            parts.append(_folded(html_text(caption), table(caption, head, body, numeric_from=3)))
-    return _folded("Counts for every reader and band", counts) + "".join(parts)
-
-
-def examples(diff: FeatureDiff, features: list[int]) -> str:
-    """Cards of the features named above with their top contexts."""
-    if diff.source is None:
-        return (
-            '<p class="quiet">No examples: the diff was loaded without its feature table. '
-            "Give it with <code>tsae report --features FOLDER</code>.</p>"
-        )
-    cards = []
-    runs = views.final_checkpoints(diff)
-    for feature in features[:_MAX_EXAMPLES]:
-        row: pd.Series = views.record(diff.features, feature)
-        tokens = " ".join(f"<code>{html_text(t)}</code>" for t in list(row.top_tokens)[:5])
-        shifts = []
-        for run in runs:
-            table_ = views.main_shift(diff, run)
-            if feature in table_.index:
-                shifts.append(f"{html_text(run)} {_shift_cell(table_, feature, diff.q)}")
-        warned = _confound_cell(row)
-        words = [f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"]
-        facts = "; ".join([*words, f"stability {number(row.stability)}"] if "stability" in row else words)
-        cards.append(
-            f'<article class="card" id="feature-{feature}">'
-            f"<h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}</span></h3>"
-            f'<p class="quiet">{facts}{"; " + warned if warned else ""}</p>'
-            + (f'<p class="quiet">Shift: {" · ".join(shifts)}</p>' if shifts else "")
-            + f"{feature_examples(diff, feature)}</article>"
-        )
-    return "".join(cards) if cards else '<p class="quiet">No feature moved.</p>'
+            parts.append(folded(html_text(caption), table(caption, head, body, numeric_from=3)))
+    return folded("Counts for every reader and band", counts) + "".join(parts)
 
 
 def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int]:
@@ -324,17 +293,19 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
 
 
 def feature_link(feature: int) -> str:
-    """The feature's number; the page's script links it to its card where there is one."""
+    """The feature's number; the page's script links it to its card."""
     return f'<span class="feature" data-feature="{feature}">{feature}</span>'
 
 
-def _description(row: pd.Series) -> str:
+def description(row: pd.Series) -> str:
+    """What a feature responds to, for a cell."""
     share = f"{100 * row.share:.0f} %, " if "share" in row else ""
     stable = f", stability {number(row.stability)}" if "stability" in row else ""
     return f"<bdi>{html_text(row.responds_to)}</bdi> <small>{share}{html_text(row.group)}-level{stable}</small>"
 
 
-def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
+def shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
+    """A feature's change with direction, interval and q."""
     if feature not in shifts.index:
         return '<small class="quiet">not tested</small>'
     row = views.record(shifts, feature)
@@ -382,8 +353,9 @@ def _refused(data: pd.DataFrame) -> str:
     )
     head = ["checkpoint", "contrast", "band", "outcome", "why"]
     caption = f"{count(len(refused), 'contrast')} refused"
-    return _folded(caption, table(f"{caption}, with the reason", head, body, numeric_from=9))
+    return folded(caption, table(f"{caption}, with the reason", head, body, numeric_from=9))
 
 
-def _folded(summary: str, content: str) -> str:
+def folded(summary: str, content: str) -> str:
+    """Content that opens on a click; both are finished HTML."""
     return f"<details><summary>{summary}</summary>{content}</details>"

@@ -19,8 +19,10 @@ BAND_STYLE = {
     "easy": ("#1b9381", "circle"),
     "medium": ("#a55cc0", "diamond"),
     "hard": ("#b8860b", "square"),
-    "all": ("#858b95", "circle"),
+    "all": ("#858b95", "circle-open"),
 }
+LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+"""Above the figure, from its left."""
 # Light tiles on either page, so that dark numbers on them are always readable.
 DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"

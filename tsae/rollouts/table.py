@@ -47,7 +47,8 @@ SCHEMA = pa.schema(
 )
 """The columns every table has; further columns are kept as they are."""
 
-_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+_NAMES = ["problem_id", "policy", "outcome"]
+_REQUIRED = (*_NAMES, "prompt_ids", "response_ids")
 
 
 class Rollouts:
@@ -117,6 +118,27 @@ class Rollouts:
         info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
         return cls(table.replace_schema_metadata(None), info, where=origin or str(path))
 
+    @classmethod
+    def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
+        """Some of the rows of a file that `write` wrote; memory holds them and one row group.
+
+        Args:
+            path: the file.
+            rows: (n,) bool, which rows.
+        """
+        parts, start = [], 0
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                end = start + file.metadata.row_group(group).num_rows
+                wanted = np.flatnonzero(rows[start:end])
+                if len(wanted):
+                    parts.append(file.read_row_group(group).take(pa.array(wanted)))
+                start = end
+            schema = file.schema_arrow
+        info = json.loads((schema.metadata or {}).get(b"tsae", b"{}"))
+        table = pa.concat_tables(parts) if parts else schema.empty_table()
+        return cls(table.replace_schema_metadata(None), info, where=str(path))
+
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
         return write_table(Path(path), self.table.schema, [self.table], self.info)
@@ -127,6 +149,48 @@ class Rollouts:
     def __repr__(self) -> str:
         policies = ", ".join(self.policies[:4]) + (", …" if len(self.policies) > 4 else "")
         return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
+
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        frame = self.frame.assign(
+            band=self.frame.band.fillna("none"),
+            right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
+        )
+        groups = frame.groupby(["policy", "band"], sort=False)
+        table = groups.agg(
+            problems=("problem_id", "nunique"),
+            trajectories=("problem_id", "size"),
+            pass_rate=("right", "mean"),
+            response_tokens=("response_length", "mean"),
+        )
+        order = {name: i for i, name in enumerate((*self.policies, *BANDS, "none"))}
+        table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
+        facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": self._outcomes()}
+        note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
+        return card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
+
+    def _outcomes(self) -> str:
+        counts = self.frame.outcome.value_counts()
+        return ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
+
+    def show(
+        self, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """Display a problem and responses to it, successes above failures, in a notebook; print them in a terminal.
+
+        Args:
+            problem: its id.
+            policy: only what this policy sampled.
+            n: how many responses, as many successes as failures where there are.
+            checkpoint: has its tokenizer split the text into tokens, special ones too.
+
+        Raises:
+            TsaeError: where nothing was sampled for it.
+        """
+        from tsae.report.passages import show_problem
+
+        show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -241,6 +305,23 @@ class Rollouts:
         from tsae.rollouts.advantages import with_advantages
 
         return with_advantages(self, kind)
+
+
+def read_outline(path: str | Path) -> pd.DataFrame:
+    """Whose trajectories a file of `Rollouts.write` holds, and how long they are; memory holds one row group beside.
+
+    Returns:
+        a row a trajectory: problem_id, policy, outcome, prompt_length and response_length (tokens).
+    """
+    parts = []
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=[*_NAMES, "prompt_ids", "response_ids"])
+            frame = table.select(_NAMES).to_pandas()
+            for name in ("prompt", "response"):
+                frame[f"{name}_length"] = np.diff(_offsets(table[f"{name}_ids"].combine_chunks()))
+            parts.append(frame)
+    return pd.concat(parts, ignore_index=True)
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
