@@ -319,7 +319,7 @@ def read_outline(path: str | Path) -> pd.DataFrame:
             table = file.read_row_group(group, columns=[*_NAMES, "prompt_ids", "response_ids"])
             frame = table.select(_NAMES).to_pandas()
             for name in ("prompt", "response"):
-                frame[f"{name}_length"] = np.diff(_offsets(table[f"{name}_ids"].combine_chunks()))
+                frame[f"{name}_length"] = _lengths(table[f"{name}_ids"])
             parts.append(frame)
     return pd.concat(parts, ignore_index=True)
 
