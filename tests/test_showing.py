@@ -322,7 +322,7 @@ def test_stored_notebooks_are_light(executed: Any, monkeypatch: pytest.MonkeyPat
     notebook = copy.deepcopy(executed)
     lighten(notebook)
     first, volcano, _ = (cell.outputs for cell in notebook.cells)
-    assert [set(output.data) for output in first] == [{"text/html", "text/plain"}]
+    assert [set(output.data) for output in first] == [{"text/html"}]
     assert volcano[0].data["text/plain"] == "Shift of every tested feature"
     head = base64.b64decode(volcano[0].data["image/png"])[16:24]
     assert int.from_bytes(head[:4], "big") >= WIDTH
