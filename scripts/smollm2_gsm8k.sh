@@ -30,5 +30,5 @@ mkdir -p "$out"
 [ -f "$out/sae/run.json" ] || "$bin/tsae" train --store "$out/activations" --to "$out/sae" --d-sae 4096 --k 20 --tokens ${TOKENS:-1000000}
 "$bin/tsae" evaluate --sae "$out/sae" --store "$out/activations"
 [ -f "$out/features/run.json" ] || "$bin/tsae" encode --sae "$out/sae" --store "$out/activations" --to "$out/features"
-"$bin/tsae" diff --features "$out/features" --tokenizer "$model" --to "$out/diff"
+"$bin/tsae" diff --features "$out/features" --tokenizer "$model" --sae "$out/sae" --to "$out/diff"
 "$bin/tsae" report --diff "$out/diff" --features "$out/features" --to "$out/report.html" --title "SmolLM2-135M reads GSM8K solutions"

@@ -22,8 +22,9 @@ from builders import ARCHITECTURES, BOS, D_MODEL, EOS, N_LAYERS, make_rollouts, 
 
 from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
-from tsae.activations.store import ActivationStore, Shard, ShardWriter
+from tsae.activations.store import ActivationStore, Shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import ShardWriter
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -89,6 +90,11 @@ def test_readers_read_what_the_plan_says(
     with pytest.raises(TsaeError, match="no trajectory was sampled by the base 'base'; policies are elsewhere"):
         capture(series, foreign, [SITE], to=tmp_path / "c", config=config, progress=False)
     assert not (tmp_path / "c").exists()
+    own = capture(series, three, [SITE], to=tmp_path / "d", config=replace(SMALL, plan="own"), progress=False)
+    assert sorted(rows_of(own, "base")) == list(range(9))
+    assert sorted(rows_of(own, "easy-10")) == list(range(9, 18))
+    with pytest.raises(TsaeError, match="no trajectory was sampled by 'easy-10'; policies are base"):
+        capture(series, make_rollouts(), [SITE], to=tmp_path / "e", config=replace(SMALL, plan="own"), progress=False)
 
 
 def test_shards_are_cut_at_their_budget(store: ActivationStore) -> None:
@@ -215,7 +221,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 import tsae
-from tsae.activations.store import ShardWriter
+from tsae.activations.writing import ShardWriter
 
 finish, written = ShardWriter.finish, []
 

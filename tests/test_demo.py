@@ -31,21 +31,29 @@ TINY = DemoConfig(
 def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for name in ("one", "two"):
-        demo(replace(TINY, to=tmp_path / name), progress=False)
+        demo(replace(TINY, to=tmp_path / name, steps=True), progress=False)
         printed.append(capsys.readouterr().out.replace(str(tmp_path / name), ""))
     assert printed[0] == printed[1]
     # Not two empty tables: the hard run's collapse is found even at this size.
     assert "hard-150 raised and medium-150 lowered: 0 at" not in printed[0]
     one, two = (tsae.FeatureDiff.load(tmp_path / name / "diff") for name in ("one", "two"))
     pd.testing.assert_frame_equal(one.shifts, two.shifts)
+    pd.testing.assert_frame_equal(one.dynamics, two.dynamics)
+    assert one.checkpoints == ["easy-150", "medium-150", "hard-150"]
+    assert one.dynamics is not None
+    assert one.behaviour_dynamics is not None
+    assert set(one.dynamics.run) == {"easy", "medium", "hard"}
+    assert set(one.behaviour_dynamics.step) == {0, 25, 50, 100, 150}
+    entropy = one.behaviour_dynamics[one.behaviour_dynamics.behaviour == "entropy"]
+    assert entropy["mean"].between(0, 3).all()
     assert (tmp_path / "one" / "report.html").read_bytes() == (tmp_path / "two" / "report.html").read_bytes()
 
     # Again in the same folder: stages are read from disk and say the same.
-    demo(replace(TINY, to=tmp_path / "one"), progress=False)
+    demo(replace(TINY, to=tmp_path / "one", steps=True), progress=False)
     assert capsys.readouterr().out.replace(str(tmp_path / "one"), "") == printed[0]
 
     with pytest.raises(tsae.TsaeError, match="something else"):
-        demo(replace(TINY, to=tmp_path / "one", seed=1), progress=False)
+        demo(replace(TINY, to=tmp_path / "one", steps=True, seed=1), progress=False)
 
 
 def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:

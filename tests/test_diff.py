@@ -16,8 +16,9 @@ from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, null_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Rows, outcome_contrasts, shift_contrasts
 from tsae.diff.diff import feature_diff
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.diff.statistics import (
     bootstrap_interval,
@@ -46,7 +47,7 @@ def test_q_values_agree_with_scipy() -> None:
 
 
 @pytest.mark.parametrize("n", [5, 9])
-def test_sign_flips_approach_full_enumeration(n: int) -> None:
+def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(n)
     differences = rng.normal(0.4, 1, size=(n, 12))
     differences[:, 0] = 1.0  # all alike: only the two uniform arrangements are as extreme
@@ -55,12 +56,13 @@ def test_sign_flips_approach_full_enumeration(n: int) -> None:
     means = np.abs(signs @ differences / n)
     exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
     draws = 40_000
+    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)  # as many for every feature
     found = paired_inference(differences, **{**KINDS, "n_permutations": draws}).p
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     assert exact[0] == 2 / 2**n
 
 
-def test_the_outcome_test_approaches_full_enumeration() -> None:
+def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three problems of unequal size, one success of four in one of them."""
     rng = np.random.default_rng(1)
     success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
@@ -86,8 +88,13 @@ def test_the_outcome_test_approaches_full_enumeration() -> None:
     exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
+    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)
     found = outcome_inference(
-        values[shuffled], success[shuffled], problem[shuffled], **{**KINDS, "n_permutations": draws}
+        three,
+        sp.csr_array(values[shuffled]),
+        success[shuffled],
+        problem[shuffled],
+        **{**KINDS, "n_permutations": draws},
     )
     np.testing.assert_allclose(found.difference, statistic(success))
     assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
@@ -430,13 +437,35 @@ def test_trajectories_are_not_taken_for_independent() -> None:
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 
+def test_prompts_tell_of_reading_alone() -> None:
+    """What a run reads out of the same prompts can shift; what no two trajectories of a problem differ in cannot."""
+    table = world(shift=1.5)
+    codes = table.codes.toarray()
+    starts = table.row_offsets[:-1]
+    noise = 1e-3 * np.random.default_rng(0).random((len(starts), 40))
+    codes[starts] = 1 + table.reader[:, None] * (np.arange(40) < 20)[None] + noise
+    first = replace(table, codes=sp.csr_array(codes.astype(np.float32)))
+    assert (first.span_mask("last_prompt").nonzero()[0] == starts).all()
+    diff = feature_diff(first, DiffConfig(span="last_prompt", n_bootstrap=100, n_permutations=1000), progress=False)
+    found = diff.table(kind="shift", part="total", band="all", outcome="all", discoveries=True)
+    assert set(range(20)) <= set(found.feature)
+    np.testing.assert_allclose(found[found.feature < 20].difference, 1, atol=1e-2)
+    refused = diff.contrasts[diff.contrasts.note == "both sides read the same prompts with the same checkpoint"]
+    assert set(refused.kind) == {"shift", "outcome"}
+    assert set(refused[refused.kind == "shift"].part) == {"policy"}
+    assert set(diff.shifts.kind) == {"shift"}
+
+
 def test_the_null_is_measured_on_the_base() -> None:
-    table = world(shift=2.0, outcome=1.5, n_samples=6)
+    table = world(shift=2.0, outcome=1.5, n_samples=6, bands=True)
     config = DiffConfig(n_bootstrap=100, n_permutations=1000)
     null = null_contrasts(table, Rows.of(table, config), config, repeats=6)
     assert null["shift_tested"] == null["outcome_tested"] == 40
     assert null["shift_discoveries"] < 3
     assert null["outcome_discoveries"] < 3
+    assert null["interaction_tested"] == 40
+    assert null["interaction_discoveries"] < 3
+    assert null["shift_any"] <= null["shift_discoveries"]
     contrasts = drawn(table)
     assert (contrasts["base", "success_minus_failure", "all", "all"].inference.q < 0.05).sum() == 40
 
@@ -484,7 +513,7 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     top = diff.top(3)
     assert top.d.abs().tolist() == sorted(total[total.q <= 0.05].d.abs(), reverse=True)[:3]
     assert (diff.table(discoveries=True).q <= 0.05).all()
-    assert set(diff.feature(4).feature) == {4}
+    assert set(diff.feature(4).table().feature) == {4}
     with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
         diff.feature(10)
     with pytest.raises(TsaeError, match="no column 'bands'"):

@@ -81,16 +81,17 @@ def test_outliers_do_not_count_as_badly_reconstructed(sae: TemporalSAE, store: A
     assert record["n_tokens"] == int(((norms <= limit) & ~np.isin(ids, [BOS, 18, EOS])).sum())
 
 
-@pytest.mark.parametrize("span", ["response", "prompt", "all"])
+@pytest.mark.parametrize("span", ["response", "prompt", "last_prompt", "all"])
 def test_row_means_against_a_loop(table: FeatureTable, span: Any) -> None:
     codes, found = table.codes.toarray(), table.row_means(span).toarray()
     for row in range(0, table.n_rows, 5):
         prompt, response = table.rollouts.tokens(int(table.trajectory[row]))
         picked = []
         for t, token in enumerate([*prompt, *response]):
-            inside = span == "all" or (span == "prompt") == (t < len(prompt))
+            inside = span == "all" or (span != "response") == (t < len(prompt))
             if inside and token not in (BOS, 18, EOS):
                 picked.append(codes[table.row_offsets[row] + t])
+        picked = picked[-1:] if span == "last_prompt" else picked
         np.testing.assert_allclose(found[row], np.mean(picked, axis=0), rtol=1e-5, atol=1e-7)
 
 
@@ -101,6 +102,12 @@ def test_a_row_without_tokens_of_the_span_has_mean_zero() -> None:
     lone = feature_table(Rollouts.from_records([record]), np.ones((2, 3)), [("base", np.array([0]))])
     assert lone.row_means("response").toarray().tolist() == [[0, 0, 0]]
     assert lone.row_means("prompt").toarray().tolist() == [[1, 1, 1]]
+    special = feature_table(
+        Rollouts.from_records([{**record, "prompt_ids": [BOS]}, {**record, "prompt_ids": [2, BOS]}]),
+        np.arange(15).reshape(5, 3),
+        [("base", np.array([0, 1]))],
+    )
+    assert special.row_means("last_prompt").toarray().tolist() == [[0, 0, 0], [6, 7, 8]]
 
 
 def test_rows_are_of_a_reader_and_a_policy(table: FeatureTable) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.difficulty import pass_rates, wilson_interval
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.sampling import encode_prompt, sample
-from tsae.rollouts.table import SCHEMA, Rollouts
+from tsae.rollouts.table import SCHEMA, Rollouts, read_outline, write_table
 
 
 def table_of(**changes: Any) -> pa.Table:
@@ -460,3 +462,29 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     assert encode_prompt(tokenizer, "1+1?") == [16, 1, 10, 1, 13, 14, 15]  # no second <bos>
     assert encode_prompt(tokenizer, "1+1?", "chat") == [16, 1, 10, 1, 13, 14, 15]
     assert encode_prompt(tokenizer, "1+1?", "plain") == plain
+
+
+def test_parts_of_a_file_are_read_without_the_rest_in_memory(tmp_path: Path) -> None:
+    few = make_rollouts(n_problems=16, n_samples=4)
+    few = few.with_column("prompt", [f"{i} {'long ' * 4000}" for i in range(len(few))])
+    whole = Rollouts(pa.concat_tables([few.table] * 20), {"tokenizer": "t"})
+    file = write_table(tmp_path / "r.parquet", few.table.schema, [few.table] * 20, whole.info)
+    outline = read_outline(file)
+    pd.testing.assert_frame_equal(outline, whole.frame[list(outline)])
+    rows = np.arange(len(whole)) % 97 == 5
+    # Peaks so far, in a process of its own: a memory pool's highest mark does not go down.
+    code = (
+        "import sys, numpy as np, pyarrow as pa\n"
+        "from tsae.rollouts.table import Rollouts, read_outline\n"
+        "for read in (read_outline, lambda f: Rollouts.read_rows(f, np.arange(1280) % 97 == 5), Rollouts.read):\n"
+        "    found = read(sys.argv[1])\n"
+        "    print(pa.default_memory_pool().max_memory())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    outlined, some, everything = map(int, done.stdout.split())
+    assert everything > 25e6  # 1,280 prompts of 20 kB
+    assert outlined < 1e6
+    assert some < 8e6
+    found = Rollouts.read_rows(file, rows)
+    assert found.table.equals(whole.select(rows).table)
+    assert found.info == whole.info

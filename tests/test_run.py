@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,17 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from builders import make_rollouts
+from test_finding import cached
 
 import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.run import RunConfig, analyze_run, band_problems, choose_sae, draw_problems, find_series
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.drawing import band_problems, draw_problems
+from tsae.rollouts.logs.tokens import Tokens
+from tsae.run import RunConfig, analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()
 TINY = RunConfig(
@@ -81,6 +89,8 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert "that of the policy of its step (16 responses; easy >= 0.75" in said["bands"]
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
+    # Of the base's own rollouts too few problems are drawn.
+    assert said["diff"].endswith("; reinforcement not computed (has one problem only, which tells nothing of others)")
     for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
         assert any((out / name).iterdir())
     page = (out / "report.html").read_text()
@@ -212,6 +222,85 @@ def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
     series, origin = find_series(RunConfig(tmp_path / "lora"))
     assert [(c.id, c.step) for c in series] == [("base", 0), ("lora-00005", 5)]
     assert origin == f"the base is {base}"
+    adapter, whole = (Tokens(checkpoint, ImportConfig()) for checkpoint in (series["lora-00005"], series.base))
+    assert (adapter.context, adapter.ends) == (whole.context, whole.ends) == (128, {19})
+
+
+@pytest.fixture
+def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The testbed's base as a Hugging Face id that lies in the cache, and nothing asks the network about it."""
+    asked = []
+    cached(tmp_path / "hub", "org/arithmetic", {"main": {"": SHIPPED / "base"}})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        asked.append(args)
+        raise ConnectionError("no network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield "org/arithmetic"
+    assert not asked
+
+
+def test_adapters_over_a_base_in_the_cache(
+    trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "lora"
+    shutil.copytree(trl_run / "completions", run / "completions")
+    for step in (25, 50):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
+            base = AutoModelForCausalLM.from_pretrained(SHIPPED / "base")
+            model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        generator = torch.Generator().manual_seed(step)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+        model.peft_config["default"].base_model_name_or_path = hub_base
+        # The vocabulary is the base's; peft would ask the hub whether it is.
+        model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
+    assert lines[-1].endswith("report.html")
+    # Readers are the base, and the base with its adapter: by hand, merged.
+    store = tsae.ActivationStore(tmp_path / "out" / "activations")
+    site = next(iter(store.manifest["sites"]))
+    merged = model.merge_and_unload().eval()
+    for reader, whole in (("base", AutoModelForCausalLM.from_pretrained(SHIPPED / "base")), ("lora-00050", merged)):
+        shard = next(iter(store.shards(reader)))
+        ids = torch.from_numpy(shard.token_ids[: shard.offsets[1]].astype(np.int64))[None]
+        expected = whole(ids, output_hidden_states=True).hidden_states[2][0].detach().numpy()
+        np.testing.assert_allclose(shard.read(site, slice(0, shard.offsets[1])), expected, atol=1e-4)
+    assert (diff.shifts.checkpoint == "lora-00050").any()
+    shutil.rmtree(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TsaeError, match=r"lora: names org/arithmetic as its base, which cannot be used: .*--base"):
+        analyze_run(replace(config, to=tmp_path / "without"), progress=False, say=lines.append)
+    assert not (tmp_path / "without").exists()
+
+
+def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
+    run = tmp_path / "full"
+    for step in (25, 50):
+        shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
+    shutil.copytree(trl_run / "completions", run / "completions")
+    (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
+    local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
+    same = analyze_run(local, progress=False, say=lambda line: None)
+    pd.testing.assert_frame_equal(diff.shifts, same.shifts)
+    series, origin = find_series(replace(config, base=hub_base))
+    assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
 
 
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
@@ -262,6 +351,12 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     lines: list[str] = []
     analyze_run(config, progress=False, say=lines.append)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
+    part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet").frame.drop_duplicates("problem_id")
+    assert (
+        f" trajectories of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    )
+    counts = ", ".join(f"{band} {(part.band == band).sum()}" for band in ("easy", "medium", "hard"))
+    assert lines[2].endswith(f"; of those that are read: {counts}")
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
     np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
 
@@ -292,49 +387,51 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
 
 
 def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
-    rollouts = make_rollouts(n_problems=40, n_samples=4)
+    outline = make_rollouts(n_problems=40, n_samples=4).frame
     bands = ["easy"] * 4 + ["medium"] * 8 + ["hard"] * 28
-    problem = rollouts.frame.problem_id.str[1:].astype(int)
-    rollouts = rollouts.with_column("band", [bands[p] for p in problem])
-    length = rollouts.frame.prompt_length + rollouts.frame.response_length
-    assert draw_problems(rollouts, int(length.sum()), 0) is rollouts
+    outline["band"] = [bands[int(problem[1:])] for problem in outline.problem_id]
+    length = outline.prompt_length + outline.response_length
+    assert draw_problems(outline, int(length.sum()), 0, "log").all()
     budget = int(length.sum()) // 2
-    drawn = draw_problems(rollouts, budget, 0)
-    assert set(drawn.frame.groupby("problem_id").size()) == {4}
-    total = int((drawn.frame.prompt_length + drawn.frame.response_length).sum())
+    rows = draw_problems(outline, budget, 0, "log")
+    drawn = outline[rows]
+    assert set(drawn.groupby("problem_id").size()) == {4}
+    total = int((drawn.prompt_length + drawn.response_length).sum())
     assert budget - 4 * 18 < total <= budget  # No further problem of 4 × at most 18 tokens fits.
-    counts = drawn.frame.drop_duplicates("problem_id").band.value_counts()
+    counts = drawn.drop_duplicates("problem_id").band.value_counts()
     assert (counts["easy"], counts["medium"]) == (4, 8)  # The small bands are exhausted before the large one.
     assert 4 <= counts["hard"] < 28
-    few = draw_problems(rollouts, budget // 3, 0).frame.drop_duplicates("problem_id").band.value_counts()
+    few = outline[draw_problems(outline, budget // 3, 0, "log")].drop_duplicates("problem_id").band.value_counts()
     assert max(few) - min(few) <= 1
-    assert draw_problems(rollouts, budget, 0).fingerprint == drawn.fingerprint
-    assert draw_problems(rollouts, budget, 1).fingerprint != drawn.fingerprint
-    with pytest.raises(TsaeError, match="one problem alone has"):
-        draw_problems(rollouts, 5, 0)
+    assert (draw_problems(outline, budget, 0, "log") == rows).all()
+    assert (draw_problems(outline, budget, 1, "log") != rows).any()
+    with pytest.raises(TsaeError, match="log: one problem alone has"):
+        draw_problems(outline, 5, 0, "log")
 
 
 def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:
-    rollouts = make_rollouts(n_problems=18, n_samples=20)
-    problem = rollouts.frame.problem_id.str[1:].astype(int).to_numpy()
-    nth = np.arange(len(rollouts)) % 20
-    outcome = lambda successes: np.where(nth < successes[problem], "success", "failure")  # noqa: E731
-    even = rollouts.with_column("outcome", outcome(np.arange(18) + 1))  # pass rates .05, .10, … .90
-    by_cutoffs = band_problems(even, fewest=4)[1]
+    outline = make_rollouts(n_problems=18, n_samples=20).frame
+    problem = outline.problem_id.str[1:].astype(int).to_numpy()
+    nth = np.arange(len(outline)) % 20
+
+    def even(successes: Any, fewest: int) -> tuple[Any, str]:
+        outcome = np.where(nth < successes[problem], "success", "failure")
+        return band_problems(outline.assign(outcome=outcome), "log", fewest)
+
+    rates = np.arange(18) + 1  # pass rates .05, .10, … .90
+    by_cutoffs = even(rates, 4)[1]
     assert by_cutoffs.startswith("problems: easy 4, medium 9, hard 5")
     assert "easy >= 0.75, hard <= 0.25)" in by_cutoffs
-    assert band_problems(even, fewest=5)[1].startswith("problems: easy 6, medium 6, hard 6")
-    middling = rollouts.with_column("outcome", outcome(np.arange(18) // 3 + 7))  # .35 to .60, three of each
-    banded, line = band_problems(middling)
+    assert even(rates, 5)[1].startswith("problems: easy 6, medium 6, hard 6")
+    bands, line = even(np.arange(18) // 3 + 7, 5)  # .35 to .60, three of each
     assert line.startswith("problems: easy 6, medium 6, hard 6")
     assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 5" in line
-    assert set(banded.where(band="easy").frame.problem_id) == {f"p{i:03d}" for i in range(12, 18)}
+    assert set(bands.problems.index[bands.problems.band == "easy"]) == {f"p{i:03d}" for i in range(12, 18)}
 
 
 def test_bands_of_one_response_each_are_none() -> None:
-    rollouts = make_rollouts(n_problems=12, n_samples=1)
-    banded, line = band_problems(rollouts)
-    assert banded is rollouts
+    bands, line = band_problems(make_rollouts(n_problems=12, n_samples=1).frame, "log", 5)
+    assert bands is None
     assert line.startswith("none: ")
 
 
@@ -360,7 +457,7 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo")]
+    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo"), "anonymous"]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     run = tmp_path / "grpo"
     assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
@@ -374,8 +471,8 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     # Without token ids in the log, the texts are tokenised again, and give back what was sampled.
     rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
     assert rollouts.frame.round_trip.all()
-    # checkpoint-1 sampled what step 2 logged; step 1's weights were not kept, and pass for those one update later.
-    assert rollouts.policies == ["grpo-00001"]
+    # checkpoint-1 sampled what step 2 logged; what step 1 logged is the base's, which is not there.
+    assert rollouts.policies == ["grpo-00000", "grpo-00001"]
     assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
     assert (tmp_path / "out" / "report.html").is_file()
 
@@ -386,20 +483,45 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_path: Path) -> None:
+    """Trained by its Hugging Face id, whole or as an adapter: nothing else than the folder is needed."""
+    script, run = tmp_path / "train.py", tmp_path / "grpo"
+    script.write_text(TRAIN)
+    subprocess.run(
+        [sys.executable, str(script), hub_base, str(run), kind],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    lines: list[str] = []
+    diff = analyze_run(replace(TINY, path=run, to=tmp_path / "out"), progress=False, say=lines.append)
+    told = "" if kind == "lora" else " (by its model card)"
+    assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
+    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert rollouts.policies == ["base", "grpo-00001"]
+    assert rollouts.frame.round_trip.all()
+    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+
+
 TRAIN = """
 import sys
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from tsae.testbed import make_tokenizer, verify
 from tsae.testbed.problems import generate_problems
 
-base, out = sys.argv[1:]
+base, out, kind = sys.argv[1:]
 problems = generate_problems("medium", 16, 0, "train")
 def correct(completions, answer, **_):
     return [float(verify(text, right)) for text, right in zip(completions, answer)]
 trainer = GRPOTrainer(
-    model=LlamaForCausalLM.from_pretrained(base, dtype="float32"),
+    # A model that is given as such says nothing of where it came from.
+    model=LlamaForCausalLM.from_pretrained(base, dtype="float32") if kind == "anonymous" else base,
+    peft_config=LoraConfig(r=2, target_modules="all-linear") if kind == "lora" else None,
     processing_class=make_tokenizer(),
     reward_funcs=correct,
     train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),

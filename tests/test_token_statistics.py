@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.special
 import torch
@@ -18,6 +19,7 @@ from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import HuggingFaceReader, positions
 from tsae.checkpoints.predictions import body_output, predictions
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.cli import main
 from tsae.errors import TsaeError
 
 SITE = "blocks.1.hook_resid_post"
@@ -186,6 +188,27 @@ def test_a_subset_has_the_same_rows(captured: ActivationStore) -> None:
     assert part.equals(expected.reset_index(drop=True))
 
 
+def test_the_command_line_tabulates(
+    captured: ActivationStore, store: ActivationStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "below" / "statistics.parquet"
+    options = ["--quantile", "0.7", "--readers", "base", "--outcomes", "failure"]
+    main(["store", "statistics", str(captured.path), "--to", str(to), *options])
+    subset = captured.subset(readers="base", outcomes="failure")
+    expected = tsae.trajectory_statistics(subset, quantile=0.7)
+    pd.testing.assert_frame_equal(pd.read_parquet(to), expected, check_dtype=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["base", "base"], ["base", "easy-10"]]
+    own = expected[expected.policy == "easy-10"]
+    means = [np.average(own[name], weights=own.n_tokens) for name in ("entropy", "choice_points", "kl_k3")]
+    assert lines[3].split()[2] == str(len(own))
+    assert lines[3].split()[3:5] == [f"{means[0]:.3f}", f"{means[1]:.1%}"]
+    assert lines[3].split()[6] == f"{means[2]:.4f}"
+    with pytest.raises(SystemExit):
+        main(["store", "statistics", str(store.path), "--to", str(to)])
+    assert "(--token-statistics)" in capsys.readouterr().err
+
+
 def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_path: Path) -> None:
     rollouts = make_rollouts(("base", "elsewhere"), n_problems=2)
     store = tsae.capture(series, rollouts, [SITE], to=tmp_path / "acts", config=CONFIG, progress=False)
@@ -194,6 +217,23 @@ def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_pat
     assert table[foreign][["logprob_policy", "kl_k1", "kl_k3"]].isna().all(axis=None)
     assert table[foreign][["logprob_base", "logprob_reader", "choice_points"]].notna().all(axis=None)
     assert table[~foreign].notna().drop(columns="band").all(axis=None)
+
+
+def test_encoding_makes_entropy_a_behaviour(captured: ActivationStore, store: ActivationStore, tmp_path: Path) -> None:
+    from tsae.rollouts.behaviours import behaviour_table
+
+    sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=8, k=2, groups=(0.5, 0.5)), site=SITE).requires_grad_(False)
+    features = tsae.encode(sae, captured, to=tmp_path / "features", progress=False)
+    statistics = tsae.trajectory_statistics(captured)
+    own = statistics[statistics.reader == statistics.policy].set_index("trajectory").entropy.sort_index()
+    for table in (features, tsae.FeatureTable.load(tmp_path / "features")):
+        np.testing.assert_array_equal(table.rollouts.frame.entropy, own)
+        found = behaviour_table(table.rollouts)
+        assert set(found[found.behaviour == "entropy"].policy) == {"base", "easy-10"}
+    # Of one reader alone only what that one sampled has an entropy; without statistics nothing has.
+    part = tsae.encode(sae, captured.subset(readers="easy-10"), progress=False).rollouts
+    assert set(part.frame.policy[part.frame.entropy.notna()]) == {"easy-10"}
+    assert "entropy" not in tsae.encode(sae, store, progress=False).rollouts.table.column_names
 
 
 def test_the_estimators_estimate_the_divergence(llama: Path, tmp_path: Path) -> None:

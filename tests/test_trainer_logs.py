@@ -110,7 +110,7 @@ def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
     assert len(found.where(policy="base")) == 3 * 256
     kept = {c.id for c in tsae.testbed.series()} - {"base"}
     assert set(found.policies) == kept | {"base"} | {
-        f"{r}-{s:05d}" for r in ("easy", "medium", "hard") for s in (75, 125)
+        f"{r}-{s:05d}" for r in ("easy", "medium", "hard") for s in (74, 124)
     }
     assert {step for policy, step in columns(found, "policy", "step") if policy == "hard-150"} == {150}
     (note,) = [note for note in found.info["log"]["notes"] if "one update older" in note]
@@ -132,11 +132,43 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     notes = found.info["log"]["notes"]
     assert any("stands in for the base" in note for note in notes)
     assert any(note.startswith("grpo-00052: ") for note in notes)
-    assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00051", "grpo-00052"]
-    assert read(folder, run="x").policies == ["x-00051", "x-00052"]
+    assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00050", "grpo-00051"]
+    assert read(folder, run="x").policies == ["x-00050", "x-00051"]
     stand_in = source.slice(32, 16)
     pq.write_table(stand_in.set_column(0, "step", pa.array([11] * 16)), folder / "completions_00011.parquet")
     assert read(folder).policies == ["grpo-00010", "grpo-00050", "grpo-00052"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "logged", "expected"),
+    [
+        # Every step kept, without the model that training started from: nothing else passes for it.
+        ([1, 2, 3], [1, 2, 3], {1: "grpo-00000", 2: "grpo-00001", 3: "grpo-00002"}),
+        # What step 2 logged was sampled by one update, what step 3 logged by checkpoint-2 itself.
+        ([2, 4], [1, 2, 3, 4], {1: "grpo-00000", 2: "grpo-00001", 3: "grpo-00002", 4: "grpo-00004"}),
+        ([2, 4], [2, 4], {2: "grpo-00002", 4: "grpo-00004"}),
+        ([2, 4], [3], {3: "grpo-00002"}),
+    ],
+)
+def test_an_id_is_one_policys(tmp_path: Path, saved: list[int], logged: list[int], expected: dict[int, str]) -> None:
+    folder = tmp_path / "grpo" / "completions"
+    folder.mkdir(parents=True)
+    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
+    for step in logged:
+        table = source.slice(16 * step, 16)
+        pq.write_table(table.set_column(0, "step", pa.array([step] * 16)), folder / f"completions_{step:05d}.parquet")
+    for step in saved:
+        shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
+    summary = import_log(tmp_path / "grpo", tmp_path / "r.parquet", progress=False)
+    assert dict(columns(Rollouts.read(tmp_path / "r.parquet"), "step", "policy")) == expected
+    assert dict(zip(summary.table.step, summary.table.policy, strict=True)) == expected
+    late = [policy for step, policy in expected.items() if policy == f"grpo-{step:05d}"]
+    notes = [note for note in summary.notes if "one update older" in note]
+    assert [note.partition(":")[0].split(" and ")[0] for note in notes] == late[:1]
+    # With the base before it, step 1 is the base's.
+    base = CheckpointSeries.load(tsae.testbed.series_path() / "base", tmp_path / "grpo")
+    with_base = dict(columns(read(folder, base), "step", "policy"))
+    assert with_base == {step: "base" if step == 1 else name for step, name in expected.items()}
 
 
 def without_ids(source: Path, to: Path) -> Path:
@@ -281,7 +313,7 @@ def one_row(log: Path, row: int) -> Path:
 
 def test_verl(chat: Checkpoint) -> None:
     found = read(LOGS / "verl", chat)
-    assert columns(found, "step", "policy") == [(1, "verl-00001")] * 4 + [(2, "verl-00002")] * 2
+    assert columns(found, "step", "policy") == [(1, "verl-00000")] * 4 + [(2, "verl-00001")] * 2
     assert found.table["prompt_ids"].to_pylist()[0] == ASKED
     assert found.table["response_ids"].to_pylist()[1] == [1, 10, 1, 14, 3, 15, 16, 3]
     assert found.table["answer"].to_pylist() == ["2", "2", "6", "6", "2", "2"]
@@ -300,7 +332,7 @@ def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) ->
     old[1]["output"] = "#3"
     found = read(write(tmp_path / "dump" / "3.jsonl", old), chat)
     assert found.n_problems == 1
-    assert found.policies == ["dump-00003"]
+    assert found.policies == ["dump-00002"]
     assert found.table["outcome"].to_pylist() == ["success", "failure"]
 
 
@@ -336,7 +368,7 @@ def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, 
 
 def test_open_instruct(chat: Checkpoint) -> None:
     found = read(LOGS / "open-instruct", chat)
-    assert found.policies == ["tiny-00001", "tiny-00002"]
+    assert found.policies == ["tiny-00000", "tiny-00001"]
     assert found.table["step"].to_pylist() == [1] * 4 + [2] * 4
     assert found.table["prompt_ids"].to_pylist()[:2] == [PLAIN, PLAIN]
     assert found.table["response_ids"].to_pylist()[:2] == [[16, 2, EOS], [1, 10, 1, 14]]
@@ -429,6 +461,20 @@ def test_prime_rls_policy_version_is_the_number_of_updates(chat: Checkpoint, tmp
     )
     found = read(LOGS / "prime-rl", series, outcome="correct")
     assert columns(found, "step", "policy") == [(1, "base"), (1, "base"), (2, "one"), (2, "one")]
+
+
+def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat: Checkpoint, tmp_path: Path) -> None:
+    """Asynchronous sampling: step 4 trains on responses of 1, 3, 2 and of nobody knows how many updates."""
+    (row,) = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[:1]
+    rows = [{**row, "id": f"t{i}", "policy_version": version} for i, version in enumerate((1, 3, 2, None))]
+    log = write(tmp_path / "mine" / "rollouts" / "step_4" / "train" / "effective" / "traces.jsonl", rows)
+    for step in (2, 4):
+        shutil.copytree(chat.path, tmp_path / "mine" / f"checkpoint-{step}")
+    found = read(log, CheckpointSeries.load(chat.path, tmp_path / "mine"), outcome="correct")
+    assert found.table["policy"].to_pylist() == ["mine-00001", "mine-00004", "mine-00002", "mine-step00004"]
+    assert any(note.startswith("mine-00004: ") and "at least one update" in note for note in found.info["log"]["notes"])
+    alone = read(log, chat, outcome="correct")
+    assert alone.table["policy"].to_pylist() == ["mine-00001", "mine-00003", "mine-00002", "mine-step00004"]
 
 
 def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
@@ -650,3 +696,28 @@ def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpo
     rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
     log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", [{**row, "kind": "eval"} for row in rows])
     assert len(read(log, chat, outcome="correct")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "expected"),
+    [
+        ("verl", "pred", None),
+        ("open-instruct", "dataset", None),
+        ("open-r1", "solution", None),
+        ("prime-rl", "idx", [0] * 4),  # of the task, which is not a column of its own
+        ("prime-rl", "env_name", ["add", "add", None, None]),
+        ("nemo-rl", "idx", None),
+        ("prime-rl-tokens", "rank", None),
+    ],
+)
+def test_every_log_keeps_columns_that_are_named(
+    chat: Checkpoint, name: str, kept: str, expected: list[Any] | None
+) -> None:
+    config: dict[str, Any] = {"outcome": "correct"} if name == "prime-rl" else {}
+    if expected is None:
+        rows = [row for file in sorted((LOGS / name).rglob("*.jsonl")) for row in rows_of(file) if kept in row]
+        several = [len(row.get("pass_rate_generations") or [0]) for row in rows]
+        expected = [row[kept] for row, n in zip(rows, several, strict=True) for _ in range(n)]
+    found = read(LOGS / name, chat, keep_columns=(kept,), **config)
+    assert len(found) == len(expected)
+    assert found.table[f"extra/{kept}"].to_pylist() == expected

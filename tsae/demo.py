@@ -6,6 +6,7 @@ problems are called hard.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
     from tsae.rollouts.table import Rollouts
 
 
@@ -28,8 +30,10 @@ class DemoConfig:
     """Responses per problem and checkpoint."""
     band_samples: int = 24
     """Further responses of the base per problem, only to measure bands."""
+    steps: bool = False
+    """Follow features along steps 25, 50, 100 and 150 of the runs too: more sampling and reading, about a minute."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """The T-SAE."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
@@ -62,6 +66,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         diffing=tsae.DiffConfig(seed=config.seed),
         annotator=token_classes,
         families=FAMILIES,
+        steps=demo_steps(config, rollouts, progress=progress) if config.steps else None,
         title="What easy, medium and hard training did to an arithmetic model",
         progress=progress,
     )
@@ -75,21 +80,45 @@ def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
     """The demo's rollouts, sampled, or read where an earlier run left them."""
     import tsae
     from tsae.testbed.classes import with_behaviours
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
 
     path = config.to / "rollouts.parquet"
     if path.is_file():
         return tsae.Rollouts.read(path)
     series = tsae.testbed.series().final()
+    for_bands = _sampled([series.base], config, progress, n_samples=config.band_samples, seed=config.seed + 1)
+    rollouts = with_behaviours(_sampled(series, config, progress)).with_advantages()
+    rollouts = rollouts.with_bands(series.base, measured_on=for_bands)
+    rollouts.write(path)
+    return rollouts
+
+
+def demo_steps(config: DemoConfig, rollouts: Rollouts, *, progress: bool = True) -> tuple[CheckpointSeries, Rollouts]:
+    """All shipped checkpoints with the demo's rollouts and as many of every earlier step."""
+    import tsae
+    from tsae.testbed.classes import with_behaviours
+
+    series, path = tsae.testbed.series(), config.to / "steps" / "rollouts.parquet"
+    if path.is_file():
+        return series, tsae.Rollouts.read(path)
+    earlier = [checkpoint for checkpoint in series if checkpoint.id not in rollouts.policies]
+    sampled = with_behaviours(_sampled(earlier, config, progress))
+    band = dict(zip(*(rollouts.table[name].to_pylist() for name in ("problem_id", "band")), strict=True))
+    sampled = sampled.with_column("band", [band[id] for id in sampled.table["problem_id"].to_pylist()])
+    together = tsae.Rollouts.concat([rollouts, sampled])
+    together.write(path)
+    return series, together
+
+
+def _sampled(checkpoints: Iterable[Checkpoint], config: DemoConfig, progress: bool, **changes: int) -> Rollouts:
+    import tsae
+    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+
     problems = tsae.testbed.eval_problems(config.problems, seed=config.seed)
     sampling = tsae.SamplingConfig(
         n_samples=config.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=config.seed
     )
-    for_bands = replace(sampling, n_samples=config.band_samples, seed=config.seed + 1)
+    sampling = replace(sampling, **changes)
     verify = tsae.testbed.verify
-    measured_on = tsae.sample(series.base, problems, for_bands, verify=verify, progress=progress)
-    parts = [tsae.sample(checkpoint, problems, sampling, verify=verify, progress=progress) for checkpoint in series]
-    rollouts = with_behaviours(tsae.Rollouts.concat(parts)).with_advantages()
-    rollouts = rollouts.with_bands(series.base, measured_on=measured_on)
-    rollouts.write(path)
-    return rollouts
+    return tsae.Rollouts.concat(
+        [tsae.sample(checkpoint, problems, sampling, verify=verify, progress=progress) for checkpoint in checkpoints]
+    )

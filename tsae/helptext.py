@@ -1,16 +1,27 @@
-"""Field docstrings as running text in --help.
+"""Field docstrings as running text in --help, and defaults said once.
 
 tyro takes a docstring's lines as they stand in the source, where they are wrapped for the editor and indented; in a
-terminal they would break there again. It prefers a field's metadata, where the joined text goes.
+terminal they would break there again. It prefers a field's metadata, where the joined text goes. A default of None or
+of nothing is explained by the docstring ("by default …"), so that neither it nor None as a choice is shown as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
+import shutil
+import sys
+import textwrap
+import types
 import typing
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.conf import arg
+
+_WORDS = {Path: "PATH", str: "STR", int: "INT", float: "FLOAT"}
 
 
 def join_lines(kind: Any) -> None:
@@ -38,4 +49,46 @@ def join_lines(kind: Any) -> None:
             paragraphs = re.split(r"\n\s*\n", text.strip())
             joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             field.metadata = MappingProxyType({**field.metadata, "help": joined})
+            if field.default is None or field.default == ():
+                _hide_default(kind, field.name, hints[field.name])
         join_lines(hints[field.name])
+
+
+def _hide_default(kind: type, name: str, hint: Any) -> None:
+    inner = [part for part in typing.get_args(hint) if part is not type(None)]
+    optional = isinstance(hint, types.UnionType) and len(inner) == 1
+    shown = arg(help_behavior_hint="", metavar=_metavar(inner[0]) if optional else None)
+    owner = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
+    owner.__annotations__[name] = Annotated[hint, shown]
+
+
+def _metavar(kind: Any) -> str | None:
+    """PATH for Path, [INT [INT ...]] for tuple[int, ...]; None for what tyro is to name."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and parts[0] in _WORDS:
+        words = [_WORDS[part] for part in parts if part in _WORDS]
+        return f"[{words[0]} [{words[0]} ...]]" if parts[-1] is Ellipsis else " ".join(words)
+    return _WORDS.get(kind)
+
+
+class WrappedOutput(io.TextIOBase):
+    """Standard output whose long lines end where the terminal does; tyro leaves a command's description long."""
+
+    def __init__(self) -> None:
+        self.out, self.width = sys.stdout, shutil.get_terminal_size().columns
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.out.encoding
+
+    def isatty(self) -> bool:
+        return self.out.isatty()
+
+    def write(self, text: str) -> int:
+        return self.out.write("\n".join(map(self._wrapped, text.split("\n"))))
+
+    def _wrapped(self, line: str) -> str:
+        # Boxes are wrapped already, and what is coloured is longer than it looks.
+        if len(line) <= self.width or "│" in line or "\x1b" in line:
+            return line
+        return textwrap.fill(line, self.width, break_on_hyphens=False, break_long_words=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from tsae.diff.config import DiffConfig
     from tsae.diff.result import FeatureDiff
     from tsae.features.annotations import Annotator
+    from tsae.features.table import FeatureTable
     from tsae.rollouts.table import Rollouts
     from tsae.sae.config import SAEConfig, TrainingConfig
     from tsae.sae.evaluation import Evaluation
+    from tsae.sae.model import TemporalSAE
 
 
 class Choice(NamedTuple):
@@ -50,6 +53,7 @@ def analyse(
     diffing: DiffConfig | None = None,
     annotator: Annotator | None = None,
     families: Mapping[str, Sequence[str]] | None = None,
+    steps: tuple[CheckpointSeries, Rollouts] | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = quiet,
     progress: bool = True,
@@ -66,6 +70,8 @@ def analyse(
         diffing: defaults of `DiffConfig`.
         annotator: names the class of every response token.
         families: classes of each family of features.
+        steps: checkpoints at more steps of the runs, the base among them, and rollouts of all of them: what features
+            and behaviours do along steps. Below `to`/steps; the SAE is not trained on them.
         title: of the report.
         say: called with the name of every finished stage and a line on what it did.
         progress: show bars.
@@ -75,6 +81,8 @@ def analyse(
     """
     import tsae
     from tsae.checkpoints.loading import token_strings
+    from tsae.diff.baselines import baselines
+    from tsae.features.logits import logit_effects
     from tsae.report import write_report
     from tsae.sae.evaluation import Evaluation
 
@@ -118,8 +126,20 @@ def analyse(
     else:
         strings = token_strings(series.base.load_tokenizer())
         diff = tsae.feature_diff(
-            features, diffing, annotator=annotator, families=families, token_strings=strings, progress=progress
+            features,
+            diffing,
+            annotator=annotator,
+            families=families,
+            token_strings=strings,
+            steps=None if steps is None else _encode_steps(*steps, to / "steps", sae, progress),
+            logits=logit_effects(sae, series.base, strings),
+            progress=progress,
         )
+        diff = replace(diff, baselines=baselines(features, store, diffing))
+        try:
+            diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
+        except TsaeError as error:
+            diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
         diff.save(to / "diff")
     say("diff", _drawn(diff))
 
@@ -128,6 +148,19 @@ def analyse(
         write_report(diff, report, title=title)
     say("report", str(report))
     return diff, evaluation
+
+
+def _encode_steps(
+    series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
+) -> FeatureTable:
+    """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
+    import tsae
+
+    if (to / "features" / "run.json").is_file():
+        return tsae.FeatureTable.load(to / "features")
+    reading = tsae.CaptureConfig(plan="own", token_statistics=True)
+    store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)
+    return tsae.encode(sae, store, to=to / "features", progress=progress)
 
 
 def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
@@ -161,4 +194,6 @@ def _drawn(diff: FeatureDiff) -> str:
     if len(refused):
         cells = refused.band + refused.outcome.where(refused.outcome != "all", "").radd(" ").str.rstrip()
         text += f", {len(refused)} not (too few problems): {', '.join(dict.fromkeys(cells))}"
+    if "no_reinforcement" in diff.info:
+        text += f"; reinforcement not computed ({diff.info['no_reinforcement']})"
     return text

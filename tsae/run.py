@@ -66,15 +66,18 @@ class RunConfig:
     training_tokens: int | None = None
     """Tokens to train the SAE on; by default 4 times the store, of small stores up to 20 times, until 1 M."""
     device: str = "cpu"
-    """A torch device, for capture and training."""
+    """Torch device of capture and training: cpu, cuda, cuda:1, …"""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
     """How the log is read. Trajectories that do not fit are left out and counted (skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)
     """Which contrasts are drawn; its seed is the run's."""
 
     def __post_init__(self) -> None:
+        for name in ("path", "to", "log"):
+            if getattr(self, name) is not None:  # Python callers may give strings.
+                object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("tokens", "d_sae", "k", "training_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -164,31 +167,34 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
     Raises:
         TsaeError: where there are none, the base is not there, or nothing can be compared with it.
     """
+    from tsae.checkpoints.files import folder_of
     from tsae.checkpoints.series import CheckpointSeries
 
-    path, named = config.path, None
+    path = config.path
     if config.base is not None:
-        base, told = config.base, "as asked"
+        base, told = config.base, " (as asked)"
     else:
         found = CheckpointSeries.load(path)
-        if found.base.step == 0 and len(found) > 1:
-            return found, f"the base is {found.base.path}"
         named = _named_base(found, path)
-        if named is None:
+        if found.base.step == 0 and len(found) > 1:
+            base, told = found.base.path, ""
+        elif named is None:
             return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
-        base, told = named
+        else:
+            base, told = named[0], f" ({named[1]})"
     try:
-        series = CheckpointSeries.load(base, path)
+        series = CheckpointSeries.load(base, path) if told else found
+        folder_of(series.base)
         series.base.load_tokenizer()
     except TsaeError as error:
-        if named is None:
+        if config.base is not None:
             raise
         raise TsaeError(
-            f"names {base} as its base ({told}), which cannot be used: {error}",
+            f"names {base} as its base{told}, which cannot be used: {error}",
             where=path,
             fix="Give the model that training started from (--base).",
         ) from error
-    return _comparable(series, path), f"the base is {base} ({told})"
+    return _comparable(series, path), f"the base is {base}{told}"
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
@@ -212,62 +218,6 @@ def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     )
 
 
-def draw_problems(rollouts: Rollouts, tokens: int, seed: int) -> Rollouts:
-    """Whole problems at random up to a number of tokens, in turn from every band; all where there are no more."""
-    import numpy as np
-    import pandas as pd
-
-    frame = rollouts.frame
-    cost = (frame.prompt_length + frame.response_length).groupby(frame.problem_id).sum()
-    if cost.sum() <= tokens:
-        return rollouts
-    rng = np.random.default_rng(seed)
-    order = pd.Series(rng.permutation(len(cost)), index=cost.index)
-    band = frame.groupby("problem_id").band.first().fillna("none")
-    turn = order.groupby(band).rank()
-    ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
-    kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]
-    if not len(kept):
-        raise TsaeError(
-            f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read",
-            where=rollouts.origin,
-            fix="Allow more (--tokens).",
-        )
-    return rollouts.select(frame.problem_id.isin(kept).to_numpy())
-
-
-def band_problems(rollouts: Rollouts, fewest: int = DiffConfig.min_problems) -> tuple[Rollouts, str]:
-    """Bands by the pass rates that the log itself shows, and a line on them.
-
-    By the usual cut-offs, or by thirds where these leave a band with fewer than `fewest` problems, too few for a
-    contrast, and thirds do not; none where neither tells easy from hard.
-    """
-    from tsae.rollouts.config import BandCutoffs, BandQuantiles
-    from tsae.rollouts.table import BANDS
-
-    found, refused = [], ""
-    for cutoffs in (BandCutoffs(), BandQuantiles()):
-        try:
-            banded = rollouts.with_bands(None, cutoffs=cutoffs)
-        except TsaeError as error:
-            refused = error.what
-            continue
-        counts = banded.frame.drop_duplicates("problem_id").band.value_counts()
-        found.append((bool(counts.min() >= fewest), cutoffs, banded, counts))
-    if not found:
-        return rollouts, f"none: {refused}"
-    _, cutoffs, banded, counts = max(found, key=lambda item: item[0])  # The first, where both are as good.
-    used, frame = banded.info["bands"], rollouts.frame
-    by_problem = frame[frame.outcome != "unknown"].groupby("problem_id").policy
-    who = "the policy of its step" if (by_problem.nunique() == 1).all() else "all policies"
-    thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {fewest} problems"
-    return banded, (
-        f"problems: {', '.join(f'{band} {counts[band]:,}' for band in BANDS)}; by each one's pass rate in the log, "
-        f"that of {who} ({by_problem.size().median():.0f} responses; easy >= {used['easy']:g}, hard <= "
-        f"{used['hard']:g}{thirds if isinstance(cutoffs, BandQuantiles) else ''}), not from separate rollouts"
-    )
-
-
 def _rollouts(
     config: RunConfig,
     series: CheckpointSeries,
@@ -276,33 +226,44 @@ def _rollouts(
     success: str,
     progress: bool,
 ) -> Rollouts:
-    """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them."""
+    """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them.
+
+    Of the whole log memory holds an outline; token ids and texts only of what is drawn.
+    """
     import tsae
+    from tsae.rollouts.drawing import band_counts, band_problems, draw_problems
     from tsae.rollouts.importing import import_log
+    from tsae.rollouts.table import read_outline
 
     folder = config.to / "rollouts"
-    file = folder / "rollouts.parquet"
+    file, whole = folder / "rollouts.parquet", folder / "log.parquet"
     if file.is_file():
         return tsae.Rollouts.read(file)
-    if not (folder / "log.parquet").is_file():
-        import_log(log, folder / "log.parquet", series, importing, progress=progress)
-    rollouts = tsae.Rollouts.read(folder / "log.parquet")
-    logged = rollouts.info["log"]
+    if not whole.is_file():
+        import_log(log, whole, series, importing, progress=progress)
+    outline = read_outline(whole)
+    bands, told = band_problems(outline, whole, config.diff.min_problems)
+    outline["band"] = None if bands is None else outline.problem_id.map(bands.problems.band)
+    rows = draw_problems(outline, config.tokens, config.seed, whole)
+    drawn = tsae.Rollouts.read_rows(whole, rows)
+    if bands is not None:
+        drawn = bands.put_on(drawn)
+    logged = drawn.info["log"]
     left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
-    banded, bands = band_problems(rollouts, config.diff.min_problems)
-    drawn = draw_problems(banded, config.tokens, config.seed)
     if not (drawn.frame.outcome == "success").any():
         success += " (there is not one, so that successes and failures are not compared)"
-    part = (
-        "all of them are read"
-        if drawn is banded
-        else f"{len(drawn):,} of {drawn.n_problems:,} problems are read, drawn as many from every band up to "
-        f"{config.tokens:,} tokens"
-    )
+    part = "all of them are read"
+    if not rows.all():
+        part = (
+            f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up "
+            f"to {config.tokens:,} tokens"
+        )
+        if bands is not None:
+            told += f"; of those that are read: {band_counts(drawn.frame.drop_duplicates('problem_id').band)}"
     drawn.info["stages"] = {
-        "rollouts": f"{logged['format']}, {len(rollouts):,} trajectories of {rollouts.n_problems:,} problems{left}; "
-        f"{part}; success: {success}",
-        "bands": bands,
+        "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} problems"
+        f"{left}; {part}; success: {success}",
+        "bands": told,
     }
     drawn.write(file)
     return drawn

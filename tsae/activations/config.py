@@ -34,10 +34,11 @@ class Subset:
 class ReadingConfig:
     """How checkpoints read trajectories."""
 
-    plan: Literal["auto", "paired", "all"] = "auto"
+    plan: Literal["auto", "paired", "all", "own"] = "auto"
     """Which reader reads what. "paired": the base reads everything, every other checkpoint the base's trajectories and
-    its own, which is what the shift decomposition needs. "all": every reader reads everything. "auto": "paired" where
-    the checkpoints of the series sampled the rollouts, else "all"."""
+    its own, which is what the shift decomposition needs. "all": every reader reads everything. "own": what it sampled
+    itself, which total shifts and dynamics need. "auto": "paired" where the checkpoints of the series sampled the
+    rollouts, else "all"."""
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -47,7 +48,8 @@ class ReadingConfig:
     batch_tokens: int = 16_384
     """Tokens of one forward pass, padding included; of a shard that does not fit into memory, half as many."""
     device: str = "cpu"
-    """A torch device; "auto" spreads a model that is too large for one over all GPUs, and the CPU (accelerate)."""
+    """Torch device: cpu, cuda, cuda:1, …; "auto" spreads a model that is too large for one over all GPUs, and the CPU
+    (accelerate)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -34,6 +34,8 @@ def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) 
     everything = np.arange(len(rollouts))
     if plan == "all":
         return dict.fromkeys(ids, everything)
+    if plan == "own":
+        return {id: _sampled_by(id, policy) for id in ids}
     if base not in policy:
         raise TsaeError(
             f"no trajectory was sampled by the base {base!r}; policies are {', '.join(rollouts.policies)}",
@@ -41,6 +43,17 @@ def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) 
             fix='Sample from the base too, or use plan="all".',
         )
     return {id: everything if id == base else np.flatnonzero((policy == base) | (policy == id)) for id in ids}
+
+
+def _sampled_by(id: str, policy: np.ndarray) -> np.ndarray:
+    rows = np.flatnonzero(policy == id)
+    if not len(rows):
+        raise TsaeError(
+            f"no trajectory was sampled by {id!r}; policies are {', '.join(dict.fromkeys(policy))}",
+            where="CaptureConfig.plan",
+            fix="Sample from it too, leave that checkpoint out, or use another plan.",
+        )
+    return rows
 
 
 def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) -> Iterator[Piece]:

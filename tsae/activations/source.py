@@ -55,6 +55,28 @@ class Source:
         what = f"{', '.join(self.readers)} at {', '.join(self.sites)}{part}"
         return f"{type(self).__name__}({str(self.path)!r}: {what})"
 
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        from tsae.report.cards import card
+
+        readers = [record for record in self.manifest["readers"] if self._has_reader(record)]
+        table = pd.DataFrame(
+            {
+                **{key: [record.get(key) for record in readers] for key in ("id", "run", "step", "trained_on")},
+                # Live models have no shards.
+                "trajectories": [sum(s.get("n_trajectories", 0) for s in r.get("shards", ())) or None for r in readers],
+                "tokens": [sum(s.get("n_tokens", 0) for s in r.get("shards", ())) or None for r in readers],
+            }
+        )
+        facts = {
+            "path": self.path,
+            "sites": [f"{site} (d_model {self.d_model(site)})" for site in self.sites],
+            "stored as": self.manifest.get("dtype"),
+            "part": "; ".join(f"{a} {', '.join(v)}" for a, v in self.selection.as_dict().items()) or None,
+        }
+        return card(type(self).__name__, facts, ("readers", table.dropna(axis=1, how="all")))
+
     @property
     def sites(self) -> list[str]:
         return list(self.manifest["sites"])

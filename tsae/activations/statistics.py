@@ -19,6 +19,7 @@ import numpy as np
 
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,3 +112,22 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
             }
         )
     return pd.DataFrame(records)
+
+
+def with_entropy(store: ActivationStore) -> Rollouts:
+    """The store's rollouts with the behaviour entropy: nats per response token, of each policy on its own responses.
+
+    As they are where the store holds no token statistics, or no policy read what it sampled.
+    """
+    if not store.has_token_statistics:
+        return store.rollouts
+    read = trajectory_statistics(store)
+    own = read[read.reader == read.policy]
+    if own.empty:
+        return store.rollouts
+    entropy = np.full(len(store.rollouts), np.nan)
+    entropy[own.trajectory.to_numpy()] = own.entropy
+    info = store.rollouts.info
+    named = list(dict.fromkeys([*info.get("behaviours", []), "entropy"]))
+    table = store.rollouts.with_column("entropy", entropy).table
+    return Rollouts(table, {**info, "behaviours": named}, store.rollouts.origin)

@@ -31,7 +31,7 @@ class InterventionConfig:
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Every condition draws with the same seed, so that problems and random numbers are paired."""
 
@@ -55,3 +55,36 @@ class InterventionConfig:
             )
         if not 0 < self.confidence < 1:
             raise TsaeError(f"confidence={self.confidence} must lie between 0 and 1", where=where)
+
+
+@dataclass(frozen=True)
+class InsertionConfig:
+    """How top tokens of features are inserted into other contexts."""
+
+    n_tokens: int = 3
+    """Top tokens of a feature that are inserted, by their share of its activation."""
+    n_contexts: int = 64
+    """Places a feature, each in another trajectory; in each a top token and its control are read."""
+    min_problems: int = 5
+    """Places in fewer problems than this say nothing."""
+    batch_tokens: int = 4096
+    """Tokens of one forward pass, padding included."""
+    n_bootstrap: int = 1000
+    """Draws of problems, for intervals."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    device: str = "cpu"
+    """A torch device."""
+    seed: int = 0
+    """Of the halves of problems, the places and the tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_tokens", "n_contexts", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")
+        if self.min_problems < 2 or self.n_bootstrap < 100 or not 0 < self.confidence < 1:
+            raise TsaeError(
+                f"min_problems={self.min_problems} must be at least 2, n_bootstrap={self.n_bootstrap} at least 100, "
+                f"and confidence={self.confidence} between 0 and 1",
+                where="InsertionConfig",
+            )

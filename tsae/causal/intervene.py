@@ -82,13 +82,13 @@ def intervene(
     device = config.sampling.device
     sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(device)
     chosen = tuple(int(feature) for feature in chosen)
-    _check_sae(sae, features)
+    check_sae(sae, features)
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
-    _check_features(chosen, scales, features.n_features)
-    _check_features(tuple(exclude), None, features.n_features)
+    _check_chosen(chosen, scales, features.n_features)
+    check_features(tuple(exclude), features.n_features)
     asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
     model, rewriting = _load(checkpoint, config)
-    _check_model(model, sae, checkpoint, features)
+    check_model(model, sae, checkpoint, features)
     seed = config.sampling.seed
     sets = matched_features(chosen, scales, sae, config.n_random, seed, exclude=exclude)
 
@@ -138,7 +138,8 @@ def intervene(
     )
 
 
-def _check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
+def check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
+    """Refuse an SAE that did not encode the table."""
     expected = features.info["sae"].get("weights")
     if expected != sae.fingerprint:
         raise TsaeError(
@@ -148,14 +149,17 @@ def _check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
         )
 
 
-def _check_features(chosen: tuple[int, ...], scales: FeatureScales | None, n_features: int) -> None:
-    if scales is not None and not chosen:
-        raise TsaeError("no features chosen", where="intervene", fix="Give at least one.")
+def check_features(chosen: tuple[int, ...], n_features: int) -> None:
+    """Refuse indices that there are not."""
     outside = [feature for feature in chosen if not 0 <= feature < n_features]
     if outside:
-        raise TsaeError(f"no feature {outside[0]}; there are 0 to {n_features - 1}", where="intervene")
-    if scales is None:
-        return
+        raise TsaeError(f"no feature {outside[0]}; there are 0 to {n_features - 1}", where="features")
+
+
+def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: int) -> None:
+    if not chosen:
+        raise TsaeError("no features chosen", where="intervene", fix="Give at least one.")
+    check_features(chosen, n_features)
     if len(set(chosen)) < len(chosen):
         raise TsaeError("a feature comes twice", where="intervene", fix="Give every feature once.")
     silent = [feature for feature in chosen if not scales.typical[feature] > 0]
@@ -167,7 +171,8 @@ def _check_features(chosen: tuple[int, ...], scales: FeatureScales | None, n_fea
         )
 
 
-def _check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
+def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
+    """Refuse a model that the SAE or the table's tokens do not fit."""
     from tsae.checkpoints.loading import tokenizer_fingerprint
 
     check_sites([sae.site], model.config.get_text_config().num_hidden_layers, checkpoint.path)

@@ -138,6 +138,29 @@ class Intervention:
     def __repr__(self) -> str:
         return f"Intervention({self.info['checkpoint']}; {self.summary()})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        table = self.table(band="all")
+        table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
+        kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
+        config = self.info["config"]
+        return card(
+            "Intervention",
+            {
+                "checkpoint": self.info["checkpoint"],
+                "features": self.info["features"],
+                "done": self._done().lower(),
+                "where": config["tokens"],
+                "hooks alone change nothing": self.info["no_op_identical"],
+            },
+            (
+                "means over problems, and paired changes against none",
+                table[kept].sort_values("behaviour", kind="stable"),
+            ),
+            note="Read features beside random, same_norm and wrong_sign: what these do too is not the features' doing.",
+        )
+
     def mark(self, diff: FeatureDiff) -> FeatureDiff:
         """The diff with this test noted: info["causally_tested"] then lists what was tested.
 
@@ -154,15 +177,25 @@ class Intervention:
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """What a report says of the test: checkpoint, features, mode, amount, and a sentence for every behaviour."""
+        """What a report says of the test: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
+        and the changes over all problems that these sentences name."""
         config = self.info["config"]
+        conditions = [*_NEEDED[1:], "mean_difference"]
+        shown = self.outcomes[
+            (self.outcomes.band == "all")
+            & self.outcomes.behaviour.isin(self.measured)
+            & self.outcomes.condition.isin(conditions)
+        ]
+        columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired"]
         return {
             "checkpoint": self.info["checkpoint"],
             "features": self.info["features"],
             "mode": config["mode"],
             "amount": config["amount"],
+            "tokens": config["tokens"],
             "n_problems": self.info["n_problems"],
             "summaries": {name: self.summary(name) for name in self.measured},
+            "changes": shown[columns].to_dict("records"),
         }
 
     @property

@@ -124,6 +124,19 @@ class CheckpointSeries:
         base = replace(ordered[0], base=None)
         object.__setattr__(self, "checkpoints", (base, *(replace(c, base=base) for c in ordered[1:])))
 
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        from tsae.report.cards import card
+
+        kept = ["id", "run", "step", "trained_on", "path", "revision", "subfolder"]
+        table = pd.DataFrame([asdict(c) for c in self])[kept].dropna(axis=1, how="all")
+        return card(
+            "CheckpointSeries",
+            {"name": self.name, "checkpoints": len(self), "base": self.base.id, "notes": self.notes or None},
+            ("checkpoints, the base first", table),
+        )
+
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self.checkpoints)
 

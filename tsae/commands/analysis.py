@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tyro.conf import OmitArgPrefixes
 
 from tsae.causal.config import InterventionConfig
-from tsae.commands.common import load_series, own_rollouts, say_wrote
+from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import DiffConfig, InfluenceConfig
 from tsae.errors import TsaeError
 
@@ -34,23 +34,46 @@ class Diff:
     """Group features by the FAMILIES of the annotator's module and test their shifts."""
     store: Path | None = None
     """The store that was encoded: set plain directions and a probe beside the best features."""
+    steps: Path | None = None
+    """Features of more steps of the runs, of the same SAE: follows features along steps; by default those of
+    --features, where a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff of the same SAE: say which effects both found."""
+    insertion: int = 0
+    """Of every checkpoint and of the base's outcome effects this many of the clearest discoveries: does inserting a
+    feature's top tokens elsewhere fire it? Runs the models: give --series and --sae."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, the base first, for --insertion."""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
+    sae: Path | None = None
+    """The SAE's folder, for --insertion; with --tokenizer's checkpoint it says which next tokens features promote."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
         import tsae
+        from tsae.causal.insertion import insert_discoveries
         from tsae.checkpoints.loading import token_strings
         from tsae.diff.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
-        from tsae.report.terminal import baseline_text, print_findings
+        from tsae.features.logits import logit_effects
+        from tsae.report.findings import findings_content
+        from tsae.report.terminal import baseline_text, insertion_text, print_findings
 
-        strings = None if self.tokenizer is None else token_strings(load_series(self.tokenizer).base.load_tokenizer())
+        if self.insertion and not (self.series and self.sae):
+            raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
+        base = None if self.tokenizer is None else load_series(self.tokenizer).base
+        strings = None if base is None else token_strings(base.load_tokenizer())
+        logits = None
+        if self.sae is not None and base is not None and strings is not None:
+            logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
+        elif self.sae is not None and not self.insertion:
+            raise TsaeError("needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer.")
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         families = find_families(self.annotator) if self.families else None
@@ -62,19 +85,30 @@ class Diff:
             families=families,
             token_strings=strings,
             stability=self.stability,
+            logits=logits,
+            steps=self.steps,
         )
-        print_findings(diff)
-        if self.store is not None:
-            found = baselines(features, self.store, self.config)
-            print(f"\n{baseline_text(found)}")
-        say_wrote(diff.save(self.to), diff)
-        if self.store is not None:
-            found.to_parquet(self.to / "baselines.parquet")
-        if other is not None:
-            print(f"\nAgainst {self.compare}: {diff.compare(other).agreement.value_counts().to_dict()}")
-        if self.markdown is not None:
-            self.markdown.write_text(diff.to_markdown(), encoding="utf-8")
-            say_wrote(self.markdown)
+        with as_json(self.json) as write:
+            content = findings_content(diff)
+            print_findings(diff)
+            if self.store is not None:
+                found = baselines(features, self.store, self.config)
+                print(f"\n{baseline_text(found)}")
+                diff = replace(diff, baselines=found)
+                content["baselines"] = found
+            if self.sae is not None and self.insertion:
+                inserted = insert_discoveries(diff, load_series(*self.series), self.sae, features, self.insertion)
+                print(f"\n{insertion_text(inserted, strings)}")
+                diff = replace(diff, insertion=inserted)
+                content["insertion"] = inserted
+            say_wrote(diff.save(self.to), diff)
+            if other is not None:
+                content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
+                print(f"\nAgainst {self.compare}: {content['agreement']}")
+            if self.markdown is not None:
+                self.markdown.write_text(diff.to_markdown(), encoding="utf-8")
+                say_wrote(self.markdown)
+            write(content)
 
 
 @dataclass(frozen=True)
@@ -101,11 +135,11 @@ class Causal:
     """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. Those
     of them that are not chosen are no random features either."""
     raised: str | None = None
-    """Checkpoint id."""
+    """With --diff: id of the checkpoint that raised the features."""
     lowered: str | None = None
-    """Checkpoint id."""
+    """With --diff: id of the checkpoint that lowered them."""
     top: int | None = None
-    """Only the clearest this many of them."""
+    """With --diff: only this many of them, the clearest."""
     store: Path | None = None
     """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised."""
     problems: Path | None = None
@@ -115,6 +149,8 @@ class Causal:
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     describe: str | None = None
     """module:function of your own Rollouts -> Rollouts that adds columns and names them as behaviours."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 
     def run(self) -> None:
@@ -150,10 +186,12 @@ class Causal:
             exclude=family,
             describe=describe,
         )
-        print(behaviour_text(found.outcomes.rename(columns={"condition": "policy"})))
-        for behaviour in found.measured:
-            print(f"\n{found.summary(behaviour)}")
-        say_wrote(found.save(self.to))
+        with as_json(self.json) as write:
+            print(behaviour_text(found.outcomes.rename(columns={"condition": "policy"})))
+            for behaviour in found.measured:
+                print(f"\n{found.summary(behaviour)}")
+            say_wrote(found.save(self.to))
+            write({**found.info, "record": found.record(), "outcomes": found.outcomes})
 
     def _family(self) -> list[int]:
         """Features that one checkpoint raised and another lowered; none where they are chosen by number alone."""
@@ -185,6 +223,8 @@ class Reinforcement:
     """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
     policy: str | None = None
     """Whose rollouts count; by default the base's."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
@@ -193,15 +233,17 @@ class Reinforcement:
 
         found = tsae.reinforcement(self.features, self.config, policy=self.policy)
         tables = {"reinforcement": found.table, "groups": found.groups}
-        print(reinforcement_text(found))
-        if self.diff is not None:
-            tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
-            print(f"\n{prediction_text(tables['predicted'])}")
-        if self.to is not None:
-            self.to.mkdir(parents=True, exist_ok=True)
-            for name, table in tables.items():
-                table.to_parquet(self.to / f"{name}.parquet", index=False)
-            say_wrote(self.to)
+        with as_json(self.json) as write:
+            print(reinforcement_text(found))
+            if self.diff is not None:
+                tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
+                print(f"\n{prediction_text(tables['predicted'])}")
+            if self.to is not None:
+                self.to.mkdir(parents=True, exist_ok=True)
+                for name, table in tables.items():
+                    table.to_parquet(self.to / f"{name}.parquet", index=False)
+                say_wrote(self.to)
+            write(tables)
 
 
 @dataclass(frozen=True)
@@ -211,7 +253,7 @@ class Influence:
     series: tuple[str, ...]
     """Folder of checkpoints (series.json or checkpoint-N folders), or one checkpoint."""
     rollouts: Path
-    """Parquet file with advantages."""
+    """Parquet file of rollouts with advantages."""
     sae: Path
     """Folder that `tsae train` wrote."""
     features: tuple[int, ...]
@@ -222,6 +264,8 @@ class Influence:
     """Other rollouts of that checkpoint, over which features are averaged; by default the batch."""
     to: Path | None = None
     """Folder for influence.parquet, one row a sample and feature."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)
 
     def run(self) -> None:
@@ -233,9 +277,11 @@ class Influence:
         rollouts = own_rollouts(self.rollouts, checkpoint.id)
         on = None if self.on is None else own_rollouts(self.on, checkpoint.id)
         found = tsae.influence(checkpoint, rollouts, self.sae, self.features, on=on, config=self.config)
-        print(influence_text(found))
-        if self.to is not None:
-            say_wrote(found.save(self.to), found)
+        with as_json(self.json) as write:
+            print(influence_text(found))
+            if self.to is not None:
+                say_wrote(found.save(self.to), found)
+            write({**found.info, "influence": found.table})
 
 
 @dataclass(frozen=True)
@@ -252,12 +298,27 @@ class Report:
     """Title of the page."""
     causal: tuple[Path, ...] = ()
     """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
+    reinforcement: Path | None = None
+    """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
 
     def run(self) -> None:
+        import pandas as pd
+
         import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)
         for folder in self.causal:
             diff = tsae.Intervention.load(folder).mark(diff)
+        if self.reinforcement is not None:
+            if not (self.reinforcement / "predicted.parquet").is_file():
+                raise TsaeError(
+                    "holds no predicted.parquet",
+                    where=self.reinforcement,
+                    fix="Make it with `tsae reinforcement --diff`.",
+                )
+            tables = {
+                name: pd.read_parquet(self.reinforcement / f"{name}.parquet") for name in ("reinforcement", "predicted")
+            }
+            diff = replace(diff, **tables)
         say_wrote(diff.to_html(self.to, title=self.title))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import OmitArgPrefixes
 
 from tsae.activations.config import CaptureConfig
-from tsae.commands.common import load_series, say_wrote
+from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Capture:
     """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
     adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
     rollouts: Path
-    """Parquet file."""
+    """Parquet file of rollouts, which the checkpoints read."""
     to: Path
     """Folder of the activation store."""
     sites: tuple[str, ...] = ()
@@ -61,6 +61,8 @@ class Drift:
     """Spectral norm and stable rank of the updates too, which takes most of the time."""
     to: Path | None = None
     """Folder for drift.parquet, one row a checkpoint and tensor, and the page drift.html."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
         import tsae
@@ -73,9 +75,11 @@ class Drift:
                 "there is nothing but the base", where=series.name, fix="Give at least one more checkpoint."
             )
         drift = tsae.weight_drift(series, spectral=self.spectral)
-        print(drift_text(drift))
-        if self.to is not None:
-            self.to.mkdir(parents=True, exist_ok=True)
-            drift.to_parquet(self.to / "drift.parquet", index=False)
-            write_drift(drift, self.to / "drift.html")
-            say_wrote(self.to)
+        with as_json(self.json) as write:
+            print(drift_text(drift))
+            if self.to is not None:
+                self.to.mkdir(parents=True, exist_ok=True)
+                drift.to_parquet(self.to / "drift.parquet", index=False)
+                write_drift(drift, self.to / "drift.html")
+                say_wrote(self.to)
+            write({"drift": drift})

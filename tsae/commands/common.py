@@ -1,10 +1,14 @@
-"""What commands share: reading a series and rollouts, and saying what was written."""
+"""What commands share: reading a series and rollouts, saying what was written, and results as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tsae.errors import TsaeError
 
@@ -43,3 +47,42 @@ def own_rollouts(path: Path, policy: str) -> Rollouts:
 
 def say_wrote(path: Path, what: object | None = None) -> None:
     print(f"wrote {path}" + (f": {what}" if what is not None else ""))
+
+
+@contextmanager
+def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """What `--json` asks for: yields a function that takes what a command found.
+
+    It goes into the file, whole or not at all; for ``-`` to standard output, and what the command prints meanwhile goes
+    to standard error, so that a program reads nothing else. Without a path it goes nowhere.
+    """
+    from tsae.provenance import write_json
+
+    out = sys.stdout
+
+    def write(content: Mapping[str, Any]) -> None:
+        if path == Path("-"):
+            print(json.dumps(_plain(content), indent=2, allow_nan=False), file=out)
+        elif path is not None:
+            say_wrote(write_json(path, _plain(content)))
+
+    if path == Path("-"):
+        with redirect_stdout(sys.stderr):
+            yield write
+    else:
+        yield write
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: a table is a list of its rows, and null stands for NaN and infinity, which JSON does not know."""
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict("records"))
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from tsae.commands.common import load_series, say_wrote
+from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Sample:
     problems: Path
     """JSON lines of id, prompt, answer and, optionally, level."""
     to: Path
-    """Parquet file to write."""
+    """Parquet file of rollouts to write."""
     verifier: str = "last_number"
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     checkpoints: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Import:
     log: Positional[Path]
     """The .jsonl or .parquet file, or the folder that the trainer fills with them, which is read whole."""
     to: Path
-    """Parquet file to write."""
+    """Parquet file of rollouts to write."""
     checkpoint: Path | None = None
     """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
     config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
@@ -76,7 +76,7 @@ class Bands:
     """Put every problem into easy, medium or hard by a policy's pass rate."""
 
     rollouts: Path
-    """Parquet file."""
+    """Parquet file of rollouts."""
     to: Path
     """Parquet file to write; may be the same."""
     reference: str | None = None
@@ -111,6 +111,8 @@ class Difficulty:
     """Policy that sets shares and bands, and that others are compared with; by default the base, or the first."""
     to: Path | None = None
     """Folder for the tables and the page difficulty.html."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
@@ -126,9 +128,12 @@ class Difficulty:
             reference=self.reference,
             cutoffs=self.cutoffs if self.shares is None else BandQuantiles(*self.shares),
         )
-        print(found)
-        if self.to is not None:
-            say_wrote(found.save(self.to))
+        with as_json(self.json) as write:
+            print(found)
+            if self.to is not None:
+                say_wrote(found.save(self.to))
+            tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
+            write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ class Behaviours:
     """Parquet file to write with a column for every behaviour; may be the same."""
     reference: str | None = None
     """Policy that others are compared with, and whose successes set a problem's usual length; by default the first."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
@@ -156,10 +163,13 @@ class Behaviours:
         name = self.required_steps
         required = None if name is None else find_function(name, where="required_steps", fix=fix)
         found = with_behaviours(rollouts, required_steps=required, reference=reference)
-        print(behaviour_text(behaviour_table(found, reference=reference)))
-        print(f"\n{format_text(format_table(found, reference=reference))}")
-        if self.to is not None:
-            say_wrote(found.write(self.to), found)
+        behaviours, formats = (table(found, reference=reference) for table in (behaviour_table, format_table))
+        with as_json(self.json) as write:
+            print(behaviour_text(behaviours))
+            print(f"\n{format_text(formats)}")
+            if self.to is not None:
+                say_wrote(found.write(self.to), found)
+            write({"behaviours": behaviours, "formats": formats})
 
 
 @dataclass(frozen=True)

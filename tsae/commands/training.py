@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
 from tsae.activations.config import LiveConfig, Subset
-from tsae.commands.common import load_series, say_wrote
+from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 
@@ -31,7 +31,7 @@ class Live:
     series: Path | None = None
     """Folder of checkpoints, as of `tsae capture`."""
     rollouts: Path | None = None
-    """Parquet file."""
+    """Parquet file of rollouts, which the checkpoints read."""
     checkpoints: tuple[str, ...] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
     config: Annotated[LiveConfig, arg(name="")] = field(default_factory=LiveConfig)
@@ -44,6 +44,7 @@ class Train:
     Fine-tune one with --start; train several in one pass with --seeds and --sites.
 
     On several processes: torchrun --nproc-per-node 2 -m tsae train …
+
     Without a store: tsae train --live.series SERIES --live.rollouts ROLLOUTS --site SITE …
     """
 
@@ -181,11 +182,10 @@ class Evaluate:
     seeds: tuple[Path, ...] = ()
     """The same training with other seeds: match latents into stability.json, which `tsae encode` takes along."""
     json: Path | None = None
-    """File to write all numbers to."""
+    """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
         import tsae
-        from tsae.provenance import write_json
         from tsae.sae.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
@@ -202,18 +202,18 @@ class Evaluate:
         content: dict[str, Any] = {"evaluation": found.as_dict()}
         if store.selection.as_dict():
             content["subset"] = store.selection.as_dict()
-        print(found)
-        if self.baseline is not None:
-            separated = self._separation(sae, store, series)
-            content["separation"] = separated.as_dict()
-            print(f"\n{separated}")
-        if self.seeds:
-            stable = stability(sae, [other for other in self.seeds if other.resolve() != self.sae.resolve()])
-            content["stability"] = stable.summary()
-            print(f"\n{stable}")
-            say_wrote(stable.save(self.sae))
-        if self.json is not None:
-            say_wrote(write_json(self.json, content))
+        with as_json(self.json) as write:
+            print(found)
+            if self.baseline is not None:
+                separated = self._separation(sae, store, series)
+                content["separation"] = separated.as_dict()
+                print(f"\n{separated}")
+            if self.seeds:
+                stable = stability(sae, [other for other in self.seeds if other.resolve() != self.sae.resolve()])
+                content["stability"] = stable.summary()
+                print(f"\n{stable}")
+                say_wrote(stable.save(self.sae))
+            write(content)
 
     def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
         from tsae.checkpoints.loading import token_strings

@@ -59,7 +59,9 @@ def baselines(
     base, records = features.readers[0], []
     for reader in features.readers:
         policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
-        sides = {"outcome": tuple(rows.pick(reader, policy, "all", o) for o in ("success", "failure"))}
+        sides: dict[str, tuple[np.ndarray, ...]] = {}
+        if not config.within_prompt:
+            sides["outcome"] = tuple(rows.pick(reader, policy, "all", o) for o in ("success", "failure"))
         if reader != base and policy is not None and len(rows.by_reader[base, base]):
             sides["shift"] = (rows.by_reader[reader, reader], rows.by_reader[base, base])
         for kind, (a, b) in sides.items():

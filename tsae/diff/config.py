@@ -14,16 +14,19 @@ FalseDiscoveries = Literal["bh", "by"]
 class DiffConfig:
     """Which contrasts are drawn and how their uncertainty is estimated."""
 
-    span: Literal["response", "prompt", "all"] = "response"
-    """Tokens over which a trajectory's mean activation is taken; special tokens never count."""
+    span: Literal["response", "prompt", "last_prompt", "all"] = "response"
+    """Tokens over which a trajectory's mean activation is taken; special tokens never count. last_prompt is the last
+    one of the prompt, from which the first token of the response is drawn. Within prompts only what training changed in
+    reading them can differ: policy parts, outcomes and interactions are refused there."""
     bands: tuple[str, ...] | None = None
     """Bands to split by; by default those of the rollouts, and none where the rollouts have none."""
     n_bootstrap: int = 1000
     """Bootstrap draws of problems, for intervals."""
     n_permutations: int = 10_000
-    """Sign flips or label permutations, for p-values; no p-value is below 1 / (n_permutations + 1)."""
+    """Sign flips or label permutations, for p-values. Features with a large p need fewer. Where a contrast has more
+    than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     q: float = 0.05
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
@@ -33,7 +36,7 @@ class DiffConfig:
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     seed: int = 0
-    """Of the bootstrap and the permutations."""
+    """Seed of the bootstrap and the permutations."""
 
     def __post_init__(self) -> None:
         if self.n_bootstrap < 100 or self.n_permutations < 100:
@@ -46,6 +49,11 @@ class DiffConfig:
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
 
+    @property
+    def within_prompt(self) -> bool:
+        """Whether all trajectories of a problem are the same over the span."""
+        return self.span in ("prompt", "last_prompt")
+
 
 @dataclass(frozen=True)
 class InfluenceConfig:
@@ -55,15 +63,15 @@ class InfluenceConfig:
     """How the trainer normalises: over all response tokens of the batch (dapo, TRL's default), over every response's
     own tokens (grpo), or by max_completion_length (dr_grpo)."""
     max_completion_length: int | None = None
-    """The trainer's, for dr_grpo."""
+    """The trainer's limit in tokens, by which dr_grpo divides; for dr_grpo alone."""
     temperature: float = 1.0
-    """Of the trainer's sampling, by which it divides logits."""
+    """Temperature of the trainer's sampling, by which it divides logits."""
     parts: tuple[Literal["representation", "policy"], ...] = ("representation", "policy")
     """How a feature's mean depends on the weights; a part left out counts 0."""
     batch_tokens: int = 4096
     """Tokens per forward pass, padding included."""
     device: str = "cpu"
-    """A torch device."""
+    """Torch device: cpu, cuda, cuda:1, …"""
     model_dtype: Literal["auto", "float32", "float64"] = "float32"
     """Precision of the weights and of the differentiation; auto keeps that of the file."""
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -37,7 +38,6 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.power import detectable_d
 from tsae.diff.statistics import (
     Inference,
-    group_difference,
     interaction_inference,
     outcome_inference,
     paired_inference,
@@ -48,6 +48,8 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
+Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
+_SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 
 
@@ -86,6 +88,11 @@ class Rows:
             by_reader=by_reader,
             pooled=_is_pooled(features, by_reader, problem, config),
         )
+
+    @cached_property
+    def columns(self) -> sp.csc_array:
+        """`values` by columns."""
+        return sp.csc_array(self.values)
 
     def own(self, reader: str) -> str | None:
         """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
@@ -190,25 +197,26 @@ def _paired(
         both = np.intersect1d(both, among)
     left_out = len(np.union1d(rows.problem[a], rows.problem[b])) - len(both)
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
+    if config.within_prompt and part == "policy":
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(
             empty,
             f"{len(both)} problems have such trajectories on both sides; {config.min_problems} are needed",
         )
-    feature = _active_features(rows, np.concatenate([a, b]), both, config)
+    mean_a, mean_b = (side_means(rows.values, side, rows.problem, both) for side in (a, b))
+    feature = active_features(config, mean_a, mean_b)
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
-    values = sp.csr_array(rows.values[:, feature])
-    differences = group_difference(values, a, b, rows.problem, both)
-    inference = paired_inference(differences, **_draws(config))
-    mean_b = side_means(values, b, rows.problem, both).mean(0)
+    inference = paired_inference((mean_a - mean_b)[:, feature], **draws(config))
+    reference = mean_b.mean(0)[feature]
     return replace(
         empty,
         feature=feature,
         inference=inference,
-        mean_a=mean_b + inference.difference,
-        mean_b=mean_b,
-        auroc=within_problem_auroc(values, a, b, rows.problem, both),
+        mean_a=reference + inference.difference,
+        mean_b=reference,
+        auroc=within_problem_auroc(_columns(rows.columns, feature), a, b, rows.problem, both),
         detectable_d=_detectable(inference, (len(both),), config),
     )
 
@@ -241,29 +249,28 @@ def outcome_contrast(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     if len(both) < config.min_problems:
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
     picked, success = picked[keep], success[keep]
-    feature = _active_features(rows, picked, both, config)
+    sides = picked[success], picked[~success]
+    mean_a, mean_b = (side_means(rows.values, side, rows.problem, both) for side in sides)
+    feature = active_features(config, mean_a, mean_b)
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
-    values = np.asarray(rows.values[picked][:, feature].todense(), dtype=np.float64)
     code = np.searchsorted(both, rows.problem[picked])
-    inference = outcome_inference(values, success, code, **_draws(config))
-    sides, problems, sparse = (
-        (np.flatnonzero(success), np.flatnonzero(~success)),
-        np.arange(len(both)),
-        sp.csr_array(values),
-    )
-    mean_b = side_means(sparse, sides[1], code, problems).mean(0)
+    values = _columns(rows.values[picked], feature)
+    inference = outcome_inference((mean_a - mean_b)[:, feature], values, success, code, **draws(config))
+    reference = mean_b.mean(0)[feature]
     return replace(
         empty,
         feature=feature,
         inference=inference,
-        mean_a=mean_b + inference.difference,
-        mean_b=mean_b,
-        auroc=within_problem_auroc(sparse, *sides, code, problems),
+        mean_a=reference + inference.difference,
+        mean_b=reference,
+        auroc=within_problem_auroc(_columns(rows.columns, feature), *sides, rows.problem, both),
         detectable_d=_detectable(inference, (len(both),), config),
     )
 
@@ -297,22 +304,22 @@ def _interaction(
         left_out,
         np.empty(0, dtype=int),
     )
+    if config.within_prompt:
+        return _refused(empty, _SAME_PROMPTS)
     for band, size in zip((harder, easier), sizes, strict=True):
         if size < config.min_problems:
             return _refused(
                 empty, f"{size} problems of the band {band} have both outcomes; {config.min_problems} are needed"
             )
-    feature = _active_features(
-        rows, np.concatenate([*picked[harder], *picked[easier]]), np.sort(np.concatenate(mixed)), config
-    )
+    means = [
+        [side_means(rows.values, side, rows.problem, both) for side in picked[band]]
+        for band, both in zip((harder, easier), mixed, strict=True)
+    ]
+    feature = active_features(config, *(np.concatenate(side) for side in zip(*means, strict=True)))
     if not len(feature):
         return _refused(empty, "no feature is active in enough problems")
-    values = sp.csr_array(rows.values[:, feature])
-    a, b = (
-        group_difference(values, *picked[band], rows.problem, both)
-        for band, both in zip((harder, easier), mixed, strict=True)
-    )
-    inference = interaction_inference(a, b, **_draws(config))
+    a, b = ((success - failure)[:, feature] for success, failure in means)
+    inference = interaction_inference(a, b, **draws(config))
     return replace(
         empty,
         feature=feature,
@@ -330,12 +337,13 @@ def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
 
 
-def _draws(config: DiffConfig) -> dict[str, Any]:
+def draws(config: DiffConfig) -> dict[str, Any]:
     return {
         "n_bootstrap": config.n_bootstrap,
         "n_permutations": config.n_permutations,
         "confidence": config.confidence,
         "seed": config.seed,
+        "q": config.q,
         "method": config.fdr,
     }
 
@@ -346,43 +354,8 @@ def _detectable(inference: Inference, sizes: tuple[int, ...], config: DiffConfig
         q=config.q,
         n_tested=len(inference.q),
         n_discoveries=int((inference.q <= config.q).sum()),
-        n_permutations=config.n_permutations,
         method=config.fdr,
     )
-
-
-def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repeats: int = 5) -> dict[str, float]:
-    """Discoveries per contrast where there is nothing to find: the same procedure on the base against itself.
-
-    shift: every problem's base trajectories split in two at random halves; outcome: labels permuted within problem.
-
-    Returns:
-        mean number of discoveries at config.q over the repeats, and the number of features tested.
-    """
-    base = features.readers[0]
-    policy = rows.own(base)
-    own = rows.pick(base, policy, "all", "all")
-    rng = np.random.default_rng([config.seed, 4])
-    found: dict[str, list[int]] = {"shift": [], "outcome": []}
-    tested: dict[str, int] = {}
-    for _ in range(repeats):
-        order = rng.permutation(own)
-        rank = pd.Series(rows.problem[order]).groupby(rows.problem[order]).cumcount().to_numpy()
-        halves = _paired(rows, order[rank % 2 == 0], order[rank % 2 == 1], config, base, "null", "all", "all")
-        # Both orders are sorted by problem, the second shuffled within: outcomes move, problems keep theirs.
-        in_order = np.argsort(rows.problem[own], kind="stable")
-        shuffled = np.lexsort((rng.random(len(own)), rows.problem[own]))
-        permuted = outcome_contrast(rows, own[in_order], rows.outcome[own[shuffled]], config, base, "all")
-        for name, contrast in (("shift", halves), ("outcome", permuted)):
-            if contrast.inference is not None:
-                found[name].append(int((contrast.inference.q <= config.q).sum()))
-                tested[name] = len(contrast.feature)
-    result: dict[str, float] = {"repeats": repeats}
-    for name, counts in found.items():
-        if counts:
-            result[f"{name}_discoveries"] = float(np.mean(counts))
-            result[f"{name}_tested"] = tested[name]
-    return result
 
 
 def _is_pooled(
@@ -405,16 +378,20 @@ def _is_pooled(
     return True
 
 
-def _active_features(rows: Rows, picked: np.ndarray, problems: np.ndarray, config: DiffConfig) -> np.ndarray:
-    """Features active in at least min_problems problems, on either side: a filter blind to the contrast's sign."""
-    picked = picked[np.isin(rows.problem[picked], problems)]
-    code = np.searchsorted(problems, rows.problem[picked])
-    active = sp.csr_array(rows.values[picked].astype(bool).astype(np.float32))
-    membership = sp.csr_array(
-        (np.ones(len(picked), np.float32), (code, np.arange(len(picked)))), shape=(len(problems), len(picked))
-    )
-    counts = np.asarray(sp.csr_array(membership @ active).astype(bool).sum(0)).ravel()
-    return np.flatnonzero(counts >= config.min_problems)
+def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:
+    """Features active in at least min_problems problems, on any side: a filter blind to the contrast's sign.
+
+    Args:
+        config: min_problems.
+        means: (n_problems, n_features) means of each side, of activations that are not negative.
+    """
+    active = np.logical_or.reduce([side > 0 for side in means])
+    return np.flatnonzero(active.sum(0) >= config.min_problems)
+
+
+def _columns(values: Sparse, feature: np.ndarray) -> Sparse:
+    """The features' columns; all are not copied."""
+    return values if len(feature) == values.shape[1] else values[:, feature]
 
 
 def _refused(empty: Contrast, note: str) -> Contrast:

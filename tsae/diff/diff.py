@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
@@ -19,14 +20,16 @@ from tsae.diff.contrasts import (
     Rows,
     contrast_bands,
     interaction_contrasts,
-    null_contrasts,
     outcome_contrasts,
     shift_contrasts,
 )
+from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
+from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
+from tsae.features.sums import active_counts
 from tsae.features.table import FeatureTable
 from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
@@ -41,6 +44,8 @@ def feature_diff(
     token_strings: Sequence[str] | None = None,
     stability: Stability | str | Path | None = None,
     families: Families | None = None,
+    logits: pd.DataFrame | None = None,
+    steps: FeatureTable | str | Path | None = None,
     progress: bool = True,
 ) -> FeatureDiff:
     """Compare every checkpoint with the base, and successes with failures.
@@ -53,11 +58,14 @@ def feature_diff(
         stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
             found beside the SAE.
         families: token classes of the annotator that make up families, such as `tsae.features.mathematics.FAMILIES`.
+        logits: what `tsae.features.logits.logit_effects` gave, to describe the features by.
+        steps: or its folder: the same SAE's codes of more steps of the runs, for `FeatureDiff.dynamics` alone; by
+            default the steps in `features`.
         progress: show a bar.
 
     Raises:
-        TsaeError: where a band that is asked for is empty, the stability is that of another SAE, or families are given
-            without an annotator.
+        TsaeError: where a band that is asked for is empty, stability or steps are those of another SAE, or families are
+            given without an annotator.
     """
     from tqdm.auto import tqdm
 
@@ -66,6 +74,8 @@ def feature_diff(
     stable = _stability_of(features, stability)
     if families is not None and annotator is None:
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
+    of_steps = features if steps is None else _steps_of(features, steps)
+    along = dynamics(of_steps, config)
     contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
     drawn: list[Contrast] = []
@@ -85,6 +95,8 @@ def feature_diff(
         by_family = family_shifts(features, rows, described.family, config)
     if stable is not None:
         described["stability"] = stable.per_latent
+    if logits is not None:
+        described = described.join(logits)
     return FeatureDiff(
         shifts=_shift_table(features, drawn),
         contrasts=_contrast_table(features, drawn, config),
@@ -97,19 +109,20 @@ def feature_diff(
         ),
         confounds=confound_table(features, rows, drawn, config),
         families=by_family,
+        dynamics=None if along is None else along.table,
+        behaviour_dynamics=None if along is None else along.behaviours,
         info={
             "config": asdict(config),
             "versions": versions(),
             "sae": features.info["sae"],
-            "readers": [
-                {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
-                for reader in features.info["readers"]
-            ],
+            "readers": _flagged(features, config),
             "null": null_contrasts(features, rows, config),
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "labels": features.rollouts.labels_fingerprint,
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
+            "steps": [] if along is None else _flagged(of_steps, config),
+            "no_dynamics": {} if along is None else along.notes,
             "causally_tested": False,
             "token_strings": _strings_of(features, token_strings),
         },
@@ -123,6 +136,26 @@ def _stability_of(features: FeatureTable, given: Stability | str | Path | None) 
     found = given if isinstance(given, Stability) else Stability.load(given)
     where = "stability" if isinstance(given, Stability) else given
     return found.of(features.info["sae"].get("weights"), where)
+
+
+def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> FeatureTable:
+    steps = given if isinstance(given, FeatureTable) else FeatureTable.load(given)
+    expected, found = (table.info["sae"].get("weights") for table in (features, steps))
+    if expected != found or steps.n_features != features.n_features:
+        raise TsaeError(
+            f"the steps were encoded with another SAE ({found}) than the features ({expected})",
+            where=steps.origin,
+            fix="Encode both with one SAE.",
+        )
+    return steps
+
+
+def _flagged(features: FeatureTable, config: DiffConfig) -> list[dict[str, Any]]:
+    """The readers, and whether the SAE reconstructs them badly."""
+    return [
+        {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
+        for reader in features.info["readers"]
+    ]
 
 
 def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:
@@ -175,13 +208,13 @@ def _describe(
     classes: TokenClasses | None,
     strings: Sequence[str],
 ) -> pd.DataFrame:
-    counted = features.span_mask(config.span)
-    fired = np.bincount(features.codes[np.flatnonzero(counted)].indices, minlength=features.n_features)
+    counted = np.flatnonzero(features.span_mask(config.span))
+    fired = active_counts(features.codes, counted)
     index = pd.RangeIndex(features.n_features, name="feature")
     table = pd.DataFrame(
         {
             "group": np.where(np.arange(features.n_features) < features.d_high, "high", "low"),
-            "firing_rate": fired / max(int(counted.sum()), 1),
+            "firing_rate": fired / max(len(counted), 1),
             "length_correlation": _length_correlation(features, rows),
         },
         index=index,
@@ -199,11 +232,18 @@ def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     base = features.readers[0]
     picked = rows.by_reader[base, rows.own(base)]
     length = rankdata(features.rollouts.lengths("response_ids")[features.trajectory[picked]])
-    values = rankdata(np.asarray(rows.values[picked].todense()), axis=0)
-    length = length - length.mean()
-    values = values - values.mean(0)
-    norm = np.sqrt((values**2).sum(0) * (length**2).sum())
-    return np.divide(length @ values, norm, out=np.zeros(features.n_features), where=norm > 0)
+    length, n = length - length.mean(), len(picked)
+    columns = sp.csc_array(rows.values[picked])
+    product, square = np.zeros((2, features.n_features))
+    for feature in range(features.n_features):
+        column = slice(columns.indptr[feature], columns.indptr[feature + 1])
+        # Activations are not negative, so that zeros share the lowest ranks.
+        zeros = n - (column.stop - column.start)
+        above = rankdata(columns.data[column]) + (zeros - 1) / 2
+        product[feature] = above @ length[columns.indices[column]]
+        square[feature] = ((above - (n - zeros) / 2) ** 2).sum() + zeros * ((n - zeros) / 2) ** 2
+    norm = np.sqrt(square * (length**2).sum())
+    return np.divide(product, norm, out=np.zeros(features.n_features), where=norm > 0)
 
 
 def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[str, str]:

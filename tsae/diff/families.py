@@ -194,6 +194,7 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
                     n_permutations=config.n_permutations,
                     confidence=config.confidence,
                     seed=config.seed,
+                    q=config.q,
                     method=config.fdr,
                 )
                 for name in ("difference", "low", "high", "d", "p", "q"):

@@ -41,24 +41,23 @@ def detectable_d(
     q: float,
     n_tested: int,
     n_discoveries: int,
-    n_permutations: int,
     method: FalseDiscoveries = "bh",
 ) -> float:
-    """The |d| that is found 8 times in 10; infinite where the draws cannot give a p-value that small.
+    """The |d| that is found 8 times in 10; infinite where the problems cannot give a p-value that small.
 
     Args:
-        n_problems: of one group of paired differences, or of two groups.
+        n_problems: of one group of paired differences, or of two groups; no p-value is below 2 / the number of their
+            arrangements. Draws set no limit (`tsae.diff.statistics.sequential_p`).
         q: false-discovery rate.
         n_tested: features tested.
         n_discoveries: features found.
-        n_permutations: draws; no p-value is below 1 / (n_permutations + 1), nor below 2 / the number of arrangements.
         method: of the q-values.
     """
     level = q * max(n_discoveries, 1) / n_tested
     if method == "by":
         level /= sum(1 / k for k in range(1, n_tested + 1))
     arrangements = 2 ** min(n_problems[0], 60) if len(n_problems) == 1 else math.comb(sum(n_problems), n_problems[0])
-    if level < 1 / (n_permutations + 1) or level < 2 / arrangements:
+    if level < 2 / arrangements:
         return math.inf
     top = 1.0
     while power(top, n_problems, level) < POWER:
@@ -69,5 +68,5 @@ def detectable_d(
 def power_text(n_problems: int, d: float) -> str:
     """“with these 180 problems an effect of d = 0.25 is found 8 times in 10”."""
     if math.isinf(d):
-        return f"with these {n_problems} problems and draws no p-value is small enough for a single feature to be found"
+        return f"with these {n_problems} problems no p-value is small enough for a single feature to be found"
     return f"with these {n_problems} problems an effect of d = {d:.2f} is found 8 times in 10"

@@ -72,6 +72,23 @@ class Reinforcement:
         n = int((found.q <= self.config.q).sum())
         return f"Reinforcement({len(self.groups)} groups; {n} of {len(found)} features at q <= {self.config.q})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        whole = self.table[self.table["by"] == "all"]
+        kept = ["feature", "reinforcement", "low", "high", "d", "q"]
+        kinds = self.groups.groupby("kind", sort=False).size().rename("groups").reset_index()
+        return card(
+            "Reinforcement",
+            {
+                "groups": len(self.groups),
+                f"features at q ≤ {self.config.q:g}": f"{(whole.q <= self.config.q).sum()} of {len(whole)}",
+            },
+            ("clearest features: covariance of advantage and mean activation within groups", self.top(8)[kept]),
+            ("kinds of groups", kinds),
+            note="A prediction of the policy gradient's first step; compare(diff) sets it beside what runs did.",
+        )
+
     def top(self, n: int = 10, part: str = "all") -> pd.DataFrame:
         """The n features with the largest |d| among those of a part with q at most the config's."""
         table = self.table[(self.table.part == part) & (self.table.q <= self.config.q)]
@@ -236,7 +253,9 @@ def _parts(frame: pd.DataFrame, kind: np.ndarray) -> dict[tuple[str, str], np.nd
 
 
 def _active(values: sp.csr_array, problem: np.ndarray, min_problems: int) -> np.ndarray:
-    """Features active in at least min_problems problems."""
+    """Features active in at least min_problems problems; none where nobody read anything."""
+    if not len(problem):
+        return np.zeros(0, dtype=np.int64)
     active = sp.csr_array(_sums(problem, np.ones(len(problem))) @ values.astype(bool).astype(np.float64))
     return np.flatnonzero(np.asarray(active.astype(bool).sum(0)).ravel() >= min_problems)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,9 +18,22 @@ from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
+    from tsae.diff.reinforcement import Reinforcement
     from tsae.features.table import FeatureTable
+    from tsae.report.passages import Feature
+    from tsae.report.plots import Plots
 
+CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
+"""Columns of `FeatureDiff.shifts` that tell one contrast from another."""
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
+_OPTIONAL = (
+    "dynamics",
+    "behaviour_dynamics",
+    "baselines",
+    "insertion",
+    "reinforcement",
+    "predicted",
+)  # files where known
 
 
 @dataclass(frozen=True)
@@ -52,15 +67,29 @@ class FeatureDiff:
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
-    stability (mean decoder cosine with the latents matched in them)."""
+    stability (mean decoder cosine with the latents matched in them); where the model was at hand promotes and
+    suppresses (`tsae.features.logits.logit_effects`)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.families.family_shifts`; empty where no families were given."""
+    dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.table`: features along the steps of runs; None where no run has two steps."""
+    behaviour_dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
+    baselines: pd.DataFrame | None = None
+    """See `tsae.diff.baselines.baselines`; None where they were not computed."""
+    insertion: pd.DataFrame | None = None
+    """See `tsae.causal.insertion.insertion`: top tokens inserted elsewhere; None where that was not done."""
+    reinforcement: pd.DataFrame | None = None
+    """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
+    predicted: pd.DataFrame | None = None
+    """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens."""
+    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
+    steps, the readers of the dynamics, and why a run has none."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -71,16 +100,33 @@ class FeatureDiff:
             discoveries: only rows with q at most the config's.
             keys: select rows, such as kind="shift", part="total", band="all", outcome="all".
         """
-        table = self.shifts
+        contrast = {name: value for name, value in keys.items() if name in CONTRAST}
+        table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
         for name, value in keys.items():
             if name not in table.columns:
                 raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
-            table = table[table[name] == value]
+            if name not in contrast:
+                table = table[table[name] == value]
         if discoveries:
             table = table[table.q <= self.q]
         table = table.reset_index(drop=True)
-        controlled = table.join(survival(self.confounds, table))
+        controlled = table.join(survival(confounds, table))
         return controlled.join(self.features, on="feature").reset_index(drop=True)
+
+    @cached_property
+    def _places(self) -> dict[str, dict[tuple[str, ...], np.ndarray]]:
+        """Rows of every contrast, by table: comparing names over all rows for every look takes seconds."""
+        tables = {"shifts": self.shifts, "confounds": self.confounds}
+        return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
+
+    def _of_contrasts(self, name: str, keys: dict[str, str]) -> pd.DataFrame:
+        """Rows of the shifts or confounds whose contrast has these keys, in their order."""
+        table: pd.DataFrame = getattr(self, name)
+        if not keys or not len(table):
+            return table
+        wanted = [(CONTRAST.index(key), value) for key, value in keys.items()]
+        found = [rows for of, rows in self._places[name].items() if all(of[i] == value for i, value in wanted)]
+        return table.iloc[np.sort(np.concatenate(found)) if found else []]
 
     @property
     def q(self) -> float:
@@ -98,15 +144,21 @@ class FeatureDiff:
         return [reader["id"] for reader in self.info["readers"][1:]]
 
     def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
-        """The n discoveries with the largest |d| of the selected contrast, by default all total shifts."""
-        table = self.table(
-            discoveries=True, **(keys or {"kind": "shift", "part": "total", "band": "all", "outcome": "all"})
-        )
+        """The n discoveries with the largest |d| of the selected contrast.
+
+        By default of all total shifts, or of those on the same trajectories where nothing else could be drawn.
+        """
+        keys = keys or {"kind": "shift", "part": self._main_part, "band": "all", "outcome": "all"}
+        table = self.table(discoveries=True, **keys)
         return (
             table.reindex(table.d.abs().sort_values(ascending=False, kind="stable").index)
             .head(n)
             .reset_index(drop=True)
         )
+
+    @property
+    def _main_part(self) -> str:
+        return "total" if (self.contrasts.part == "total").any() else "same_trajectories"
 
     def compare(self, other: FeatureDiff) -> pd.DataFrame:
         """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
@@ -126,7 +178,7 @@ class FeatureDiff:
                 where="FeatureDiff.compare",
                 fix="Encode both with one SAE.",
             )
-        keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+        keys = [*CONTRAST, "feature"]
         numbers = ["difference", "low", "high", "d", "q"]
         both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))
         found = (both.q <= self.q).astype(int) + (both.q_other <= other.q).astype(int)
@@ -156,21 +208,55 @@ class FeatureDiff:
         found.insert(0, "strength", strength[order])
         return found
 
-    def feature(self, feature: int) -> pd.DataFrame:
-        """Every row of one feature."""
+    def feature(self, feature: int) -> Feature:
+        """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
+        from tsae.report.passages import Feature
+
         if feature not in self.features.index:
             raise TsaeError(
                 f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
             )
-        table = self.table()
-        return table[table.feature == feature].reset_index(drop=True)
+        return Feature(self, feature)
+
+    @property
+    def plot(self) -> Plots:
+        """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
+        from tsae.report.plots import Plots
+
+        return Plots(self)
 
     def __repr__(self) -> str:
         total = self.contrasts[
-            (self.contrasts.part == "total") & (self.contrasts.band == "all") & (self.contrasts.outcome == "all")
+            (self.contrasts.part == self._main_part)
+            & (self.contrasts.band == "all")
+            & (self.contrasts.outcome == "all")
         ]
         found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
         return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
+
+    def with_reinforcement(self, found: Reinforcement) -> FeatureDiff:
+        """The diff with what its rollouts reinforce, and predicted beside realised shifts.
+
+        Raises:
+            TsaeError: where that is of other rollouts.
+        """
+        return replace(self, reinforcement=found.table, predicted=found.compare(self))
+
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
+        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries"]]
+        kept = ["checkpoint", "feature", "group", "responds_to", "difference", "low", "high", "d", "q"]
+        kept += ["survives_length", "survives_position", "survives_token"]
+        return card(
+            "FeatureDiff",
+            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
+            ("clearest shifts (d: standard deviations over problems)", self.top(8)[kept]),
+            ("contrasts over all problems", drawn),
+            ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
+            note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
+        )
 
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""
@@ -194,6 +280,12 @@ class FeatureDiff:
         for name in _TABLES:
             table = pa.Table.from_pandas(getattr(self, name), preserve_index=name == "features")
             pq.write_table(table, folder / f"{name}.parquet", compression="zstd")
+        for name in _OPTIONAL:
+            optional: pd.DataFrame | None = getattr(self, name)
+            if optional is None:
+                (folder / f"{name}.parquet").unlink(missing_ok=True)
+            else:
+                optional.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
         write_json(folder / "diff.json", self.info)
         return folder
 
@@ -204,5 +296,6 @@ class FeatureDiff:
         missing = [n for n in ("diff.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / n).is_file()]
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
-        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in _TABLES}
+        there = [*_TABLES, *(name for name in _OPTIONAL if (folder / f"{name}.parquet").is_file())]
+        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in there}
         return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)

@@ -10,6 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from tsae.activations.statistics import with_entropy
 from tsae.activations.store import ActivationStore, Shard
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
@@ -28,6 +29,8 @@ def encode(
     progress: bool = True,
 ) -> FeatureTable:
     """Sparse codes of everything in a store, or in a subset of it.
+
+    Of a store with token statistics the table's rollouts have the behaviour entropy.
 
     Args:
         sae: or its folder, whose stability.json goes along where there is one.
@@ -76,7 +79,7 @@ def encode(
         row_offsets=np.concatenate([[0], np.concatenate(lengths).cumsum()]),
         reader=np.concatenate(readers),
         trajectory=np.concatenate(trajectories),
-        rollouts=store.rollouts,
+        rollouts=with_entropy(store),
         info={
             "sae": {
                 **asdict(sae.config),

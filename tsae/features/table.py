@@ -13,11 +13,11 @@ One folder::
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -28,6 +28,9 @@ from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 from tsae.sae.stability import Stability
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
 
 _ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory")
 
@@ -77,6 +80,49 @@ class FeatureTable:
             f"FeatureTable({self.n_rows:,} rows (reader, trajectory), {self.codes.shape[0]:,} tokens, "
             f"{self.n_features:,} features, {self.codes.nnz:,} active; readers: {', '.join(self.readers)})"
         )
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        from tsae.report.cards import card
+
+        kept = ["id", "run", "step", "trained_on", "n_tokens", "fve", "l0", "flagged"]
+        readers = pd.DataFrame(self.info["readers"])
+        facts = {
+            "rows (reader, trajectory)": self.n_rows,
+            "tokens": self.codes.shape[0],
+            "features": self.n_features,
+            "high-level": self.d_high,
+            "active a token": self.codes.nnz / max(1, self.codes.shape[0]),
+            "stability known": self.stability is not None,
+        }
+        readers = readers[[name for name in kept if name in readers]]
+        note = "features.show(trajectory) shows what fires on one."
+        return card("FeatureTable", facts, ("reconstruction per reader", readers), note=note)
+
+    def show(
+        self,
+        trajectory: int,
+        features: int | Sequence[int] | None = None,
+        *,
+        reader: str | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Display a trajectory with the activation of some features on its tokens; print it in a terminal.
+
+        Args:
+            trajectory: row id into `rollouts`.
+            features: one or several; by default the four that are most active on its response, each against its own
+                root mean square over all rows.
+            reader: who read it; by default the base.
+            checkpoint: whose tokenizer names the tokens; without one they are shown by id.
+
+        Raises:
+            TsaeError: where that reader did not read it, or no feature fires there.
+        """
+        from tsae.report.passages import show_trajectory
+
+        show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
 
     def reader_info(self, reader: str) -> Mapping[str, Any]:
         for record in self.info["readers"]:

@@ -7,6 +7,7 @@ contrasted. A behaviour counts as changed where the interval of its change leave
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -32,12 +33,33 @@ class Finding:
 
 
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
-    """At most `limit` findings: one a run, then runs in opposition, outcomes, and how far to believe it."""
+    """At most `limit` findings: one a run, then runs in opposition, outcomes, and how far to believe it; before the
+    last, where they are known, also what was predicted, how it went along steps, and what was tested causally."""
     runs = views.final_checkpoints(diff)
     found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
     rest = [_opposed(diff), _outcomes(diff) if not runs else None]
     found += [finding for finding in rest if finding is not None]
-    return [*found[: limit - 1], _belief(diff)]
+    beside = [_predicted(diff), _along_steps(diff), _tested(diff)]
+    return [*found[: limit - 1], *(finding for finding in beside if finding is not None), _belief(diff)]
+
+
+def findings_content(diff: FeatureDiff) -> dict[str, Any]:
+    """What a diff found, for a program: sentences, behaviours, contrasts, discoveries with their evidence, gates."""
+    return {
+        "findings": [{"heading": f.heading, "sentences": f.sentences, "note": f.note} for f in findings(diff)],
+        "q": diff.q,
+        "readers": diff.info["readers"],
+        "null": diff.info["null"],
+        "behaviours": diff.behaviours,
+        "contrasts": diff.contrasts,
+        "discoveries": diff.table(discoveries=True, band="all", outcome="all"),
+        **{
+            name: table
+            for name, table in (("baselines", diff.baselines), ("predicted", diff.predicted))
+            if table is not None
+        },
+        "causally_tested": diff.info.get("causally_tested") or [],
+    }
 
 
 def lead(diff: FeatureDiff) -> str:
@@ -198,6 +220,61 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
     return Finding("Success against failure", tuple(sentences), "outcomes") if sentences else None
 
 
+def _predicted(diff: FeatureDiff) -> Finding | None:
+    """Prediction and policy part on all problems, for each run."""
+    table = diff.predicted
+    if table is None or table.empty:
+        return None
+    whole = table[(table.part == "policy") & (table.predicted_on == "all") & (table.realised_on == "all")]
+    whole = whole[whole.checkpoint.isin(views.final_checkpoints(diff)) & (whole.note == "")]
+    clauses = [
+        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} (p {r.p:.2g})"
+        for r in views.records(whole)
+    ]
+    if not clauses:
+        return None
+    told = (
+        f"What the rewards of {diff.base}'s own rollouts reinforce, set against the shifts that runs made through new "
+        f"responses; rank correlation over features: {'; '.join(clauses)}."
+    )
+    return Finding("Predicted against realised", (told,), "predicted")
+
+
+def _along_steps(diff: FeatureDiff) -> Finding | None:
+    table = diff.dynamics
+    if table is None or table.empty:
+        return None
+    clauses = []
+    for run, rows in table.groupby("run", sort=False):
+        clear = rows[(rows.step == rows.step.max()) & (rows.kind != "flat")]
+        if len(clear):
+            half = f", half of them with their onset by step {clear.onset.median():g}"
+            clauses.append(f"{run}: {count(len(clear), 'feature')} moved{half}")
+        else:
+            clauses.append(f"{run}: no feature moved")
+    return Finding("Along the steps", (f"{'; '.join(clauses)}.",), "steps")
+
+
+def _tested(diff: FeatureDiff) -> Finding | None:
+    """A sentence a test: direct answers where they were measured, else the first behaviour."""
+    sentences = []
+    for test in diff.info.get("causally_tested") or []:
+        rows = [row for row in test.get("changes") or [] if row["condition"] in ("features", "random")]
+        names = views.behaviour_order(row["behaviour"] for row in rows)
+        for name in ["direct_answer"] if "direct_answer" in names else names[:1]:
+            both = {row["condition"]: row for row in rows if row["behaviour"] == name}
+            changes = [
+                f"{number(row['change'], sign=True)} {interval(row['change_low'], row['change_high'], sign=True)}"
+                for row in (both["features"], both["random"])
+            ]
+            what = f"{views.test_name(test)}: {views.behaviour_name(name)} {changes[0]}"
+            sentences.append(f"{what[0].upper()}{what[1:]}; matched random features {changes[1]}.")
+    if not sentences:
+        return None
+    more = [f"{count(len(sentences) - 3, 'more test')} below."] if len(sentences) > 3 else []
+    return Finding("Tested causally", tuple(sentences[:3] + more), "causal")
+
+
 def _belief(diff: FeatureDiff) -> Finding:
     readers = diff.info["readers"]
     known = [reader["fve"] for reader in readers if reader["fve"] is not None]
@@ -225,6 +302,7 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
     null = diff.info.get("null", {})
     found = []
     names = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
+    names["interaction"] = "the same in one band − in another"
     for name, what in names.items():
         if f"{name}_discoveries" in null:
             found.append(f"{what} {number_of(null[f'{name}_discoveries'])} of {int(null[f'{name}_tested'])}")

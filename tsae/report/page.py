@@ -1,7 +1,8 @@
 """The page: one HTML file that loads nothing.
 
 The content security policy forbids every request and every script but the two that are inlined here, by hash. Text
-from files is escaped on its way in; if some of it ever were not, it still could not run.
+from files is escaped on its way in; if some of it ever were not, it still could not run. What the explorer shows comes
+as packed JSON and is written as text nodes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -17,26 +20,41 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import figures, sections, views
+from tsae.report import evidence, evidence_figures, figures, sections, views
+from tsae.report.explorer import explorer
 from tsae.report.findings import Finding, findings, lead
 from tsae.report.overview import overview, overview_caption
-from tsae.report.text import html_text, script_json
+from tsae.report.steps_figure import steps_figure
+from tsae.report.text import html_text, script_json, shortened
 
 _TITLE = "What changed inside the model"
 
 
 def render(diff: FeatureDiff, title: str | None = None) -> str:
     """The report as one string of HTML; the same diff gives the same string."""
-    title = title or _TITLE
+    title, diff = title or _TITLE, _readable(diff)
     drawn: dict[str, go.Figure | None] = {}
-    body = _body(diff, title, drawn)
-    return document(title, body, drawn)
+    parts: dict[str, str] = {}
+    body = _body(diff, title, drawn, parts)
+    return document(title, body, drawn, parts)
 
 
-def document(title: str, body: str, drawn: dict[str, go.Figure | None]) -> str:
-    """A whole page of finished HTML, whose elements of class plot name the figures to draw in them."""
+def document(title: str, body: str, drawn: dict[str, go.Figure | None], parts: Mapping[str, str] | None = None) -> str:
+    """A whole page of finished HTML, whose elements of class plot name the figures to draw in them.
+
+    Args:
+        title: of the page.
+        body: its HTML.
+        drawn: figures by name.
+        parts: packed data of the explorer by name; without it the page has none.
+    """
     data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
-    plotly, ours = get_plotlyjs(), _resource("report.js")
+    modules = ["report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
+    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
+    plotly = get_plotlyjs()
+    packs = "".join(
+        f'<script type="text/plain" id="part-{name}">{text}</script>\n' for name, text in (parts or {}).items()
+    )
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
         f"script-src {_digest(plotly)} {_digest(ours)}"
@@ -47,28 +65,39 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{html_text(title)}</title><style>{_resource('report.css')}</style></head>\n"
-        f'<body>{body}<script type="application/json" id="figures">{data}</script>\n'
+        f'<body>{body}<script type="application/json" id="figures">{data}</script>\n{packs}'
         f"<script>{plotly}</script>\n<script>{ours}</script></body></html>\n"
     )
 
 
-def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
+def _readable(diff: FeatureDiff) -> FeatureDiff:
+    """The diff with descriptions and top tokens of a length that tables can hold."""
+    features = diff.features.assign(
+        responds_to=[shortened(str(text), 80) for text in diff.features.responds_to],
+        top_tokens=[[shortened(str(token), 40) for token in tokens] for tokens in diff.features.top_tokens],
+    )
+    return replace(diff, features=features)
+
+
+def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], packs: dict[str, str]) -> str:
     opposed_tables, opposed_features = sections.opposed(diff)
     runs = views.final_checkpoints(diff)
+    behaviours = figure_block(
+        drawn,
+        "behaviours-figure",
+        figures.behaviour_figure(diff),
+        "Mean over problems with intervals; colour and shape mark the band. The table below has the numbers.",
+    )
     parts = [
         ("gates", "Before you believe it", sections.gates(diff, _written_with())),
         (
             "behaviours",
             "Behaviour by band",
-            figure_block(
-                drawn,
-                "behaviours-figure",
-                figures.behaviour_figure(diff),
-                "Mean over problems with intervals; colour and shape mark the band. The table below has the numbers.",
-            )
-            + (sections.behaviour_details(diff) or '<p class="quiet">No behaviours were measured.</p>'),
+            behaviours + (sections.behaviour_details(diff) or '<p class="quiet">No behaviours were measured.</p>'),
         ),
     ]
+    if runs:
+        parts.append(("shifts", "What moved, by run, band and part", _shifts(diff, drawn)))
     if len(runs) > 1:
         caption = "".join(
             f"Shift in every run of the features that {one} and {other} moved apart most clearly."
@@ -82,8 +111,15 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
                 figure_block(drawn, "opposed-figure", picture, caption) + opposed_tables,
             )
         )
-    if runs:
-        parts.append(("shifts", "Shifts by band, outcome and part", _shifts(diff, drawn)))
+    if families := evidence.families(diff):
+        caption = (
+            "Mean shift of a family's features, each in units of its standard deviation over trajectories, with its "
+            "interval."
+        )
+        picture = evidence_figures.family_figure(diff)
+        parts.append(
+            ("families", "Families of features", figure_block(drawn, "family-figure", picture, caption) + families)
+        )
     parts.append(
         (
             "outcomes",
@@ -96,18 +132,36 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> 
                 "features of every band. Problems whose responses all agree carry no such contrast and are left out; "
                 "how many is in the table.",
             )
-            + sections.outcome_tables(diff),
+            + sections.outcome_tables(diff)
+            + evidence.interactions(diff)
+            + evidence.baselines(diff),
         )
     )
-    chosen = sections.example_features(diff, opposed_features)
+    if predicted := evidence.predictions(diff):
+        caption = (
+            "Rank correlation over features of the shift that rewards predict with the one that came, over all "
+            "problems, with interval; the grey line is the ceiling that noise sets."
+        )
+        picture = evidence_figures.prediction_figure(diff)
+        told = figure_block(drawn, "prediction-figure", picture, caption) + predicted
+        parts.append(("predicted", "Predicted against realised", told))
+    if along := evidence.steps(diff):
+        caption = (
+            "Along the steps of every run, with intervals: accuracy, and the shift of the features that moved most."
+        )
+        picture = steps_figure(diff, evidence.step_features(diff))
+        parts.append(("steps", "Along the steps", figure_block(drawn, "steps-figure", picture, caption) + along))
+    caption = (
+        "Change of the share of responses against no edit, paired over problems, with interval: the tested features "
+        "(diamond) beside their controls (rings)."
+    )
+    picture = evidence_figures.causal_figure(diff)
     parts.append(
-        (
-            "examples",
-            "Examples",
-            '<p class="quiet">Responses on which each feature is most active, at most one a problem. The deeper the '
-            "colour, the stronger; ▸ starts the response.</p>" + sections.examples(diff, chosen),
-        )
+        ("causal", "Tested causally", figure_block(drawn, "causal-figure", picture, caption) + evidence.causal(diff))
     )
+    explored = explorer(diff, sections.example_features(diff, opposed_features))
+    packs |= explored.parts
+    parts.append(("explorer-section", "All features", explored.frame))
     links = "".join(f'<a href="#{id}">{heading}</a>' for id, heading, _ in parts)
     rest = "".join(
         f'<section id="{id}" aria-labelledby="{id}-h"><h2 id="{id}-h">{heading}</h2>{content}</section>'
@@ -172,7 +226,14 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
         "Total shift = policy part (the base reads what the run writes, against what the base writes) + representation "
         "part (the run reads its own responses, against the base reading them). The diamond is the total.",
     )
-    return f"{by_band}{parts}{sections.shift_counts(diff)}"
+    spread = figure_block(
+        drawn,
+        "spread-figure",
+        evidence_figures.spread_figure(diff),
+        "Every tested feature, by how active it is and how far it moved; a click leads to its card."
+        + evidence_figures.thinned_text(diff),
+    )
+    return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}{evidence.insertion(diff)}"
 
 
 def figure_block(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:

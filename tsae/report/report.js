@@ -1,46 +1,84 @@
-// Draws the figures from the page's JSON, in the page's colours and width, and again when either changes.
-(() => {
-  const specs = JSON.parse(document.getElementById("figures").textContent);
-  const narrow = window.matchMedia("(max-width: 760px)");
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const config = { responsive: true, displaylogo: false, displayModeBar: false };
+// Draws the figures from the page's JSON when they come near the screen, in the page's colours and width, and again
+// when either changes.
+const specs = JSON.parse(document.getElementById("figures").textContent);
+const narrow = window.matchMedia("(max-width: 760px)");
+const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
+const plotConfig = { responsive: true, displaylogo: false, displayModeBar: false };
+const drawn = new Set();
 
-  const themed = (layout) => {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(name).trim();
-    const copy = JSON.parse(JSON.stringify(layout));
-    copy.font = { ...copy.font, color: colour("--ink") };
-    copy.hoverlabel = { ...copy.hoverlabel, bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--ink") } };
-    for (const key of Object.keys(copy)) {
-      if (/^[xy]axis\d*$/.test(key)) {
-        copy[key].gridcolor = colour("--grid");
-        copy[key].linecolor = colour("--line");
-        copy[key].tickcolor = colour("--line");
-      }
-    }
-    return copy;
-  };
+const probe = document.createElement("span");
+probe.hidden = true;
+document.body.append(probe);
+// The colour that a variable has now, light or dark.
+const colour = (name) => {
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+};
 
-  const draw = () => {
-    for (const element of document.querySelectorAll(".plot")) {
-      const name = narrow.matches && element.dataset.narrow ? element.dataset.narrow : element.dataset.figure;
-      const spec = specs[name];
-      element.style.minHeight = spec.layout.height + "px";
-      Plotly.react(element, spec.data, themed(spec.layout), config);
-    }
-  };
-  draw();
-  narrow.addEventListener("change", draw);
-  dark.addEventListener("change", draw);
-
-  // A feature's number leads to its card where it has one.
-  for (const element of document.querySelectorAll(".feature")) {
-    const id = "feature-" + element.dataset.feature;
-    if (document.getElementById(id)) {
-      const link = document.createElement("a");
-      link.href = "#" + id;
-      link.textContent = element.textContent;
-      element.replaceChildren(link);
+const themed = (layout) => {
+  const copy = structuredClone(layout);
+  copy.font = { ...copy.font, color: colour("--ink") };
+  copy.hoverlabel = { ...copy.hoverlabel, bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--ink") } };
+  for (const key of Object.keys(copy)) {
+    if (/^[xy]axis\d*$/.test(key)) {
+      copy[key].gridcolor = colour("--grid");
+      copy[key].linecolor = colour("--line");
+      copy[key].tickcolor = colour("--line");
     }
   }
-})();
+  return copy;
+};
+
+const specOf = (place) => specs[narrow.matches && place.dataset.narrow ? place.dataset.narrow : place.dataset.figure];
+const draw = (place) => {
+  const spec = specOf(place);
+  Plotly.react(place, spec.data, themed(spec.layout), plotConfig);
+  if (drawn.has(place)) return;
+  drawn.add(place);
+  // A mark that stands for one feature leads to its card.
+  place.on("plotly_click", (event) => {
+    const feature = event.points[0].customdata;
+    if (Number.isInteger(feature)) location.hash = "#feature-" + feature;
+  });
+};
+const redraw = () => drawn.forEach(draw);
+const watcher = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (entry.isIntersecting) {
+      watcher.unobserve(entry.target);
+      draw(entry.target);
+    }
+  }
+}, { rootMargin: "800px" });
+const places = document.querySelectorAll(".plot");
+// Heights come first, so that nothing jumps when figures are drawn.
+const size = () => places.forEach((place) => { place.style.minHeight = specOf(place).layout.height + "px"; });
+size();
+places.forEach((place) => watcher.observe(place));
+
+// Light or dark: as the system says, until the button says otherwise. Paper is light.
+const button = document.createElement("button");
+button.type = "button";
+button.id = "theme";
+const isDark = () => (document.documentElement.dataset.theme || (prefersDark.matches ? "dark" : "light")) === "dark";
+const label = () => { button.textContent = isDark() ? "☀ Light" : "☾ Dark"; };
+button.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  label();
+  redraw();
+});
+label();
+document.body.prepend(button);
+let before = null;
+window.addEventListener("beforeprint", () => {
+  before = document.documentElement.dataset.theme || "";
+  document.documentElement.dataset.theme = "light";
+  places.forEach(draw);
+});
+window.addEventListener("afterprint", () => {
+  if (before) document.documentElement.dataset.theme = before;
+  else delete document.documentElement.dataset.theme;
+  redraw();
+});
+narrow.addEventListener("change", () => { size(); redraw(); });
+prefersDark.addEventListener("change", () => { label(); redraw(); });

@@ -9,8 +9,8 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.examples import feature_examples
 from tsae.report.findings import null_sentences
+from tsae.report.terminal import survival_lines
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.sae.stability import FOUND_AGAIN
 
@@ -19,8 +19,6 @@ _STABILITY = (
     f"again”: below {FOUND_AGAIN:g}, so that it may be of this one dictionary."
 )
 _MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
-_TESTED = ("direct_answer", "accuracy")
-"""Behaviours whose change under an intervention the report states."""
 
 
 def table(caption: str, head: Sequence[str], body: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
@@ -66,6 +64,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     repeats = info.get("null", {}).get("repeats")
     facts = [
         ("Nulls", html_text(f"{nulls[0]} Mean of {repeats:g} repeats.") if nulls else "not computed"),
+        ("Controls", html_text(_controls_text(diff))),
         ("Bands", html_text(_bands_text(diff))),
         ("Statistics", html_text(_statistics_text(diff))),
         ("Temporal SAE", html_text(_sae_text(diff))),
@@ -82,12 +81,18 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     return f"{readers}<dl>{listing}</dl>"
 
 
+def _controls_text(diff: FeatureDiff) -> str:
+    if diff.confounds.empty:
+        return "Not measured."
+    lines = [line.strip() for line in survival_lines(diff)]
+    return f"{'. '.join(line[0].upper() + line[1:] for line in lines)}." if lines else "Nothing was discovered."
+
+
 def _causality_text(diff: FeatureDiff) -> str:
-    tests = diff.info.get("causally_tested") or []
-    shown = [test["summaries"][name] for test in tests for name in _TESTED if name in test["summaries"]]
-    if not shown:
+    tested = {feature for test in diff.info.get("causally_tested") or [] for feature in test["features"]}
+    if not tested:
         return "Not causally tested. What a feature responds to is not thereby what it does."
-    return f"{' '.join(shown)} All other features are not causally tested."
+    return f"{count(len(tested), 'feature')} tested below; all others are not causally tested."
 
 
 def _listed(versions: dict[str, str]) -> str:
@@ -151,7 +156,7 @@ def behaviour_details(diff: FeatureDiff) -> str:
                 row.append("–" if cell is None else _behaviour_cell(cell, views.is_share(diff, name)))
             body.append(row)
     head = ["policy", "band", "problems", "responses", *[html_text(views.behaviour_name(n)) for n in names]]
-    return _folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
+    return folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
 
 
 def _behaviour_cell(cell: pd.Series, share: bool) -> str:
@@ -176,8 +181,8 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         body = [
             [
                 feature_link(int(feature)),
-                _description(row),
-                *[_shift_cell(shifts[run], int(feature), diff.q) for run in runs],
+                description(row),
+                *[shift_cell(shifts[run], int(feature), diff.q) for run in runs],
                 _confound_cell(row),
             ]
             for feature, row in shown.iterrows()
@@ -186,7 +191,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         head = ["feature", "responds to", *[html_text(run) for run in runs], "confounds"]
         content = table(caption, head, body, numeric_from=2)
         first_pair = {up, down} == {pairs[0][0], pairs[0][1]}
-        parts.append(content if first_pair else _folded(html_text(caption), content))
+        parts.append(content if first_pair else folded(html_text(caption), content))
         if first_pair:
             drawn += [int(str(f)) for f in found.head(_MAX_OPPOSED // 2).index]
     legend = (
@@ -221,7 +226,7 @@ def shift_counts(diff: FeatureDiff) -> str:
                 *[_count_cell(cells.get(key)) for key in columns],
             ]
         )
-    return _folded(
+    return folded(
         "How many features moved in every contrast",
         table(
             f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2
@@ -261,48 +266,18 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                     [
                         band,
                         feature_link(int(str(feature))),
-                        _description(row),
+                        description(row),
                         number(row["mean"]),
                         number(row.reference),
-                        _shift_cell(found, int(str(feature)), diff.q),
+                        shift_cell(found, int(str(feature)), diff.q),
                         _confound_cell(row),
                     ]
                 )
         if body:
             head = ["band", "feature", "responds to", "successes", "failures", "difference", "confounds"]
             caption = f"{checkpoint}: clearest features by band"
-            parts.append(_folded(html_text(caption), table(caption, head, body, numeric_from=3)))
-    return _folded("Counts for every reader and band", counts) + "".join(parts)
-
-
-def examples(diff: FeatureDiff, features: list[int]) -> str:
-    """Cards of the features named above with their top contexts."""
-    if diff.source is None:
-        return (
-            '<p class="quiet">No examples: the diff was loaded without its feature table. '
-            "Give it with <code>tsae report --features FOLDER</code>.</p>"
-        )
-    cards = []
-    runs = views.final_checkpoints(diff)
-    for feature in features[:_MAX_EXAMPLES]:
-        row: pd.Series = views.record(diff.features, feature)
-        tokens = " ".join(f"<code>{html_text(t)}</code>" for t in list(row.top_tokens)[:5])
-        shifts = []
-        for run in runs:
-            table_ = views.main_shift(diff, run)
-            if feature in table_.index:
-                shifts.append(f"{html_text(run)} {_shift_cell(table_, feature, diff.q)}")
-        warned = _confound_cell(row)
-        words = [f"{row.group}-level", f"fires on {row.firing_rate:.1%} of tokens", f"top tokens {tokens}"]
-        facts = "; ".join([*words, f"stability {number(row.stability)}"] if "stability" in row else words)
-        cards.append(
-            f'<article class="card" id="feature-{feature}">'
-            f"<h3>Feature {feature} <span>{html_text(views.describe(diff, feature))}</span></h3>"
-            f'<p class="quiet">{facts}{"; " + warned if warned else ""}</p>'
-            + (f'<p class="quiet">Shift: {" · ".join(shifts)}</p>' if shifts else "")
-            + f"{feature_examples(diff, feature)}</article>"
-        )
-    return "".join(cards) if cards else '<p class="quiet">No feature moved.</p>'
+            parts.append(folded(html_text(caption), table(caption, head, body, numeric_from=3)))
+    return folded("Counts for every reader and band", counts) + "".join(parts)
 
 
 def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int]:
@@ -324,17 +299,19 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
 
 
 def feature_link(feature: int) -> str:
-    """The feature's number; the page's script links it to its card where there is one."""
+    """The feature's number; the page's script links it to its card."""
     return f'<span class="feature" data-feature="{feature}">{feature}</span>'
 
 
-def _description(row: pd.Series) -> str:
+def description(row: pd.Series) -> str:
+    """What a feature responds to, for a cell."""
     share = f"{100 * row.share:.0f} %, " if "share" in row else ""
     stable = f", stability {number(row.stability)}" if "stability" in row else ""
     return f"<bdi>{html_text(row.responds_to)}</bdi> <small>{share}{html_text(row.group)}-level{stable}</small>"
 
 
-def _shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
+def shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
+    """A feature's change with direction, interval and q."""
     if feature not in shifts.index:
         return '<small class="quiet">not tested</small>'
     row = views.record(shifts, feature)
@@ -382,8 +359,9 @@ def _refused(data: pd.DataFrame) -> str:
     )
     head = ["checkpoint", "contrast", "band", "outcome", "why"]
     caption = f"{count(len(refused), 'contrast')} refused"
-    return _folded(caption, table(f"{caption}, with the reason", head, body, numeric_from=9))
+    return folded(caption, table(f"{caption}, with the reason", head, body, numeric_from=9))
 
 
-def _folded(summary: str, content: str) -> str:
+def folded(summary: str, content: str) -> str:
+    """Content that opens on a click; both are finished HTML."""
     return f"<details><summary>{summary}</summary>{content}</details>"

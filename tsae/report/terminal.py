@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tsae.diff.confounds import SURVIVES, TOO_FEW
+from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
@@ -33,6 +36,9 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     if "family" in diff.features:
         print()
         print(family_text(diff))
+    if diff.dynamics is not None:
+        print()
+        print(dynamics_text(diff))
     print()
     print(gates_text(diff, evaluation))
 
@@ -168,6 +174,37 @@ def interaction_text(diff: FeatureDiff, n: int) -> str:
     return "\n".join(lines)
 
 
+def dynamics_text(diff: FeatureDiff) -> str:
+    """A run a block: how many features of every kind, when they set in, and what behaviours they went along with."""
+    table, behaviours = diff.dynamics, diff.behaviour_dynamics
+    assert table is not None
+    assert behaviours is not None
+    lines = ["Along the steps of a run (features by kind; onset: the first saved step with half of the shift)"]
+    for run, rows in table.groupby("run", sort=False):
+        last = rows[rows.step == rows.step.max()]
+        counts = last.kind.value_counts().reindex(KINDS, fill_value=0)
+        steps = ", ".join(str(step) for step in sorted(rows.step.unique()))
+        lines.append(f"  {run}, steps {steps}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+        for kind, found in last[last.kind != "flat"].groupby("kind", sort=False):
+            onsets = found.onset.astype(int).value_counts().sort_index()
+            lines.append(f"    {kind:<10}onset at {', '.join(f'{step}: {n}' for step, n in onsets.items())}")
+    lines += [f"  {run}: not followed: {why}" for run, why in diff.info["no_dynamics"].items()]
+    flagged = [reader["id"] for reader in diff.info["steps"] if reader["flagged"]]
+    if flagged:
+        lines.append(f"  badly reconstructed: {', '.join(flagged)}")
+    together = align(table, behaviours)
+    if len(together):
+        points = " or ".join(map(str, sorted(together.n_points.unique())))
+        lines.append(
+            f"  Features with |rank correlation| >= .9 with a behaviour, of {points} points a run, too few to test:"
+        )
+        strong = together.assign(strong=together.rho.abs() >= 0.9).groupby(["run", "behaviour"], sort=False).strong
+        for run, shares in strong.agg(["sum", "size"]).groupby(level="run", sort=False):
+            cells = [f"{name.replace('_', ' ')} {row['sum']}" for (_, name), row in shares.iterrows()]
+            lines.append(f"    {run} (of {shares['size'].max()}): {', '.join(cells)}")
+    return "\n".join(lines)
+
+
 def _effects(top: pd.DataFrame) -> list[str]:
     """One line a feature."""
     lines = []
@@ -196,7 +233,9 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         lines.append(f"  stability: {stability_text(diff)}")
     lines += survival_lines(diff)
     null = diff.info["null"]
-    for name, what in (("shift", "base against itself"), ("outcome", "outcomes shuffled within problems")):
+    nulls = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
+    nulls["interaction"] = "the same in one band − in another"
+    for name, what in nulls.items():
         if f"{name}_discoveries" in null:
             lines.append(
                 f"  null, {what}: {null[f'{name}_discoveries']:.1f} discoveries of {null[f'{name}_tested']} features "
@@ -214,6 +253,45 @@ def baseline_text(table: pd.DataFrame) -> str:
         for row in ways.itertuples():
             shown = row.note or f"{row.auroc:.2f} [{row.low:.2f}, {row.high:.2f}]"
             lines.append(f"    {row.way:<19}{shown}")
+    return "\n".join(lines)
+
+
+def statistics_text(table: pd.DataFrame) -> str:
+    """`tsae.trajectory_statistics` by reader and policy: means over response tokens."""
+    names = ["entropy", "choice_points", "logprob_reader", "kl_k3"]
+    sums = table[names].mul(table.n_tokens, axis=0)
+    keys = [table.reader, table.policy]
+    # A mean over the trajectories whose policy and base are readers too.
+    means = sums.groupby(keys, sort=False).sum() / (
+        table[names].notna().mul(table.n_tokens, axis=0).groupby(keys, sort=False).sum()
+    )
+    count = table.groupby(keys, sort=False).size()
+    wide = [max(8, *(len(visible(str(id))) for id in column)) for column in zip(*means.index, strict=True)]
+    head = f"  {'reader':<{wide[0]}}  {'policy':<{wide[1]}}"
+    lines = [
+        "Nats per response token",
+        f"{head}  trajectories   entropy  choice points  log-probability  KL(policy ‖ base)",
+    ]
+    for (reader, policy), row in means.iterrows():
+        cells = [f"{row.entropy:>8.3f}", f"{row.choice_points:>13.1%}", f"{row.logprob_reader:>15.3f}"]
+        kl = f"{'–' if np.isnan(row.kl_k3) else format(row.kl_k3, '.4f'):>17}"
+        named = f"  {visible(str(reader)):<{wide[0]}}  {visible(str(policy)):<{wide[1]}}  {count[reader, policy]:>12,}"
+        lines.append("  ".join([named, *cells, kl]))
+    return "\n".join(lines)
+
+
+def insertion_text(table: pd.DataFrame, strings: Sequence[str] | None = None) -> str:
+    """One line a feature of `tsae.causal.insertion`: how much of its activation its top tokens bring elsewhere."""
+    lines = ["Top tokens inserted where the feature is silent (part of its activation, interval; control; verdict)"]
+    for row in table.to_dict("records"):
+        names = [f"#{i}" if strings is None else repr(strings[i]) for i in row["top_ids"]]
+        what = f"  {row['reader']:<12.12}{row['feature']:>6}  {visible(' '.join(names)):<32.31}"
+        if pd.isna(row["kept"]):
+            lines.append(f"{what}{row['verdict']}")
+            continue
+        kept = f"{row['kept']:.2f} [{row['kept_low']:.2f}, {row['kept_high']:.2f}]"
+        control = row["control"] / row["typical"]
+        lines.append(f"{what}{kept:>20} {control:>5.2f}  {row['verdict']}")
     return "\n".join(lines)
 
 

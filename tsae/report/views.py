@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
@@ -135,6 +136,23 @@ def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
 
 def behaviour_name(behaviour: str) -> str:
     return _BEHAVIOUR_NAMES.get(behaviour, behaviour.replace("_", " "))
+
+
+def behaviour_order(names: Iterable[str]) -> list[str]:
+    """Each once: accuracy and direct answers first, as findings name them."""
+    found = dict.fromkeys(names)
+    first = [name for name in ("accuracy", "direct_answer") if name in found]
+    return [*first, *(name for name in found if name not in first)]
+
+
+def test_name(test: dict[str, Any]) -> str:
+    """What an intervention did, in words: the record of `tsae.causal.Intervention.record`."""
+    ids = [int(feature) for feature in test["features"]]
+    named = f"feature {ids[0]}" if len(ids) == 1 else f"{len(ids)} features"
+    done = {"ablate": "ablated", "mean": "set to their mean", "clamp": "clamped", "steer": "steered"}
+    amount = "" if test["mode"] in ("ablate", "mean") else f" ({test['amount']:+g} × typical)"
+    where = " at the prompt's last token" if test.get("tokens") == "first" else ""
+    return f"{named} {done.get(test['mode'], test['mode'])}{amount} in {test['checkpoint']}{where}"
 
 
 def is_share(diff: FeatureDiff, behaviour: str) -> bool:

@@ -29,7 +29,7 @@ class SamplingConfig:
     seed: int = 0
     """The same seed, batch size and machine give the same responses."""
     device: str = "cpu"
-    """A torch device."""
+    """Torch device: cpu, cuda, cuda:1, …"""
 
     def __post_init__(self) -> None:
         for name in ("n_samples", "max_new_tokens", "batch_size"):
@@ -58,7 +58,7 @@ class ColumnNames:
     answer: str = "answer"
     """Reference answer; only needed for a verifier."""
     correct: str = "correct"
-    """true or false."""
+    """Whether the response is right: true or false."""
     reward: str = "reward"
     """Reward; without it, 1 for correct and 0 for incorrect."""
     advantage: str = "advantage"
@@ -68,7 +68,7 @@ class ColumnNames:
     step: str = "step"
     """Optimiser steps of the policy that sampled the response."""
     finish_reason: str = "finish_reason"
-    """stop or length."""
+    """Why the response ended: stop or length."""
     level: str = "level"
     """The author's difficulty label, if any."""
     prompt_ids: str = "prompt_ids"
@@ -96,9 +96,10 @@ class ImportConfig:
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
     max_response_tokens: int | None = None
-    """The run's limit. Where a log has text alone, a shorter response is taken to have ended with its end token."""
+    """The run's limit, in tokens. Where a log has text alone, a shorter response is taken to have ended with its end
+    token."""
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
-    """Of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
+    """Which of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
     skip: tuple[Unfit, ...] = ()
     """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
     too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
@@ -106,6 +107,9 @@ class ImportConfig:
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: ColumnNames = field(default_factory=ColumnNames)
+    keep_columns: tuple[str, ...] = ()
+    """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else is written as JSON. Of
+    extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
 
     def __post_init__(self) -> None:
         if self.max_response_tokens is not None and self.max_response_tokens < 1:
@@ -185,7 +189,7 @@ class DifficultyConfig:
     interval: Literal["wilson", "jeffreys"] = "wilson"
     """Interval of a problem's pass rate."""
     confidence: float = 0.95
-    """Of all intervals."""
+    """Confidence level of all intervals."""
     k: tuple[int, ...] = ()
     """k of pass@k; by default powers of two up to the median number of responses to a problem."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -193,7 +197,7 @@ class DifficultyConfig:
     n_draws: int = 2000
     """Permutations of outcomes, and bootstrap draws of problems."""
     seed: int = 0
-    """Of both."""
+    """Seed of permutations and bootstrap."""
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -62,15 +64,25 @@ def pass_rates(
     Raises:
         TsaeError: where the policy has no trajectories of known outcome.
     """
-    frame = rollouts.frame
+    return rates_of(rollouts.frame, rollouts.origin, policy, confidence, interval)
+
+
+def rates_of(
+    frame: pd.DataFrame,
+    where: str | Path,
+    policy: str | None = None,
+    confidence: float = 0.95,
+    interval: Literal["wilson", "jeffreys"] = "wilson",
+) -> pd.DataFrame:
+    """`pass_rates` of a frame with the columns problem_id, policy and outcome, read from `where`."""
     known = frame[frame.outcome != "unknown"]
     if policy is not None:
         known = known[known.policy == policy]
     if known.empty:
         raise TsaeError(
             f"no trajectory of known outcome was sampled by {policy or 'any policy'}; "
-            f"there are the policies {', '.join(rollouts.policies)}",
-            where=rollouts.origin,
+            f"there are the policies {', '.join(frame.policy.unique())}",
+            where=where,
             fix="Name a policy that sampled rollouts, or sample some from it.",
         )
     grouped = (known.outcome == "success").groupby(known.problem_id)
@@ -103,44 +115,76 @@ def with_bands(
         TsaeError: where a problem was not measured, or a band is empty.
     """
     rates = pass_rates(measured_on or rollouts, reference)
-    shares = asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None
-    cutoffs = resolve(cutoffs, rates)
-    rates["band"] = cutoffs.band(rates.pass_rate.to_numpy())
-    ids = pd.Index(rollouts.table["problem_id"].to_pylist())
+    found = find_bands(rates, rollouts.table["problem_id"].to_pylist(), rollouts.origin, reference, cutoffs)
+    found.info["separate"] = measured_on is not None
+    return found.put_on(rollouts)
+
+
+class Bands(NamedTuple):
+    """Every problem's band, and how it was found."""
+
+    problems: pd.DataFrame
+    """As `pass_rates`, with a column band."""
+    info: dict[str, Any]
+    """reference, easy and hard (pass rates), separate, and quantiles where these were asked for."""
+
+    def put_on(self, rollouts: Rollouts) -> Rollouts:
+        """Rollouts of such problems with the columns band, pass_rate, pass_rate_low and pass_rate_high."""
+        rows = self.problems.loc[pd.Index(rollouts.table["problem_id"].to_pylist())]
+        for column, source in (
+            ("band", "band"),
+            ("pass_rate", "pass_rate"),
+            ("pass_rate_low", "low"),
+            ("pass_rate_high", "high"),
+        ):
+            rollouts = rollouts.with_column(column, rows[source].to_numpy())
+        return Rollouts(rollouts.table, {**rollouts.info, "bands": self.info}, rollouts.origin)
+
+
+def find_bands(
+    rates: pd.DataFrame,
+    problem_ids: Iterable[str],
+    where: str | Path,
+    reference: str | None = None,
+    cutoffs: BandCutoffs | BandQuantiles | None = None,
+) -> Bands:
+    """The bands of problems by their pass rates.
+
+    Args:
+        rates: of `pass_rates`; the bands of quantiles are shares of all of them.
+        problem_ids: the problems that need a band; an id may come several times.
+        where: named in error messages.
+        reference: the policy of the pass rates; None for all.
+        cutoffs: as in `with_bands`.
+
+    Raises:
+        TsaeError: where a problem was not measured, or a band is empty.
+    """
+    used = resolve(cutoffs, rates)
+    rates = rates.assign(band=used.band(rates.pass_rate.to_numpy()))
+    ids = pd.Index(problem_ids).unique()
     unmeasured = ids.difference(rates.index)
     if len(unmeasured):
         raise TsaeError(
             f"{len(unmeasured)} problems have no rollouts of known outcome from {reference or 'any policy'} "
             f"(first: {unmeasured[0]})",
-            where=rollouts.origin,
+            where=where,
             fix="Sample rollouts of these problems from the reference checkpoint, or leave the problems out.",
         )
-    mine = rates.loc[ids.unique()]
+    mine = rates.loc[ids]
     empty = [band for band in BANDS if not (mine.band == band).any()]
     if empty:
         low, high = mine.pass_rate.min(), mine.pass_rate.max()
         raise TsaeError(
             f"no problem falls into the band {' or '.join(empty)}: pass rates of {reference or 'all policies'} run "
-            f"from {low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {cutoffs.easy} and "
-            f"hard <= {cutoffs.hard}",
-            where=rollouts.origin,
+            f"from {low:.2f} to {high:.2f} over {len(mine)} problems, with easy >= {used.easy} and hard <= {used.hard}",
+            where=where,
             fix="Add problems of that difficulty, or move the cut-offs.",
         )
-    rows = rates.loc[ids]
-    for column, source in (
-        ("band", "band"),
-        ("pass_rate", "pass_rate"),
-        ("pass_rate_low", "low"),
-        ("pass_rate_high", "high"),
-    ):
-        rollouts = rollouts.with_column(column, rows[source].to_numpy())
-    info = {
-        **rollouts.info,
-        "bands": {"reference": reference, **asdict(cutoffs), "separate": measured_on is not None},
-    }
-    if shares is not None:
-        info["bands"]["quantiles"] = shares
-    return Rollouts(rollouts.table, info, rollouts.origin)
+    info = {"reference": reference, **asdict(used), "separate": False}
+    if isinstance(cutoffs, BandQuantiles):
+        info["quantiles"] = asdict(cutoffs)
+    return Bands(mine, info)
 
 
 def resolve(cutoffs: BandCutoffs | BandQuantiles | None, rates: pd.DataFrame) -> BandCutoffs:

@@ -7,7 +7,9 @@ become the file.
 
 Policies. Step N of most trainers logs responses that were sampled *before* update N, that is by the weights of N − 1
 updates. With a series of checkpoints, a policy gets the id of the checkpoint that has exactly these weights (the base,
-for step 1), else of the one made by that step, one update later; without, it is called RUN-0000N.
+for step 1). Others are called after their updates, RUN-0000M. But where the log has nothing that checkpoint N itself
+sampled, the newest weights that step N logged pass for it, so that a run's last checkpoint has trajectories. An id is
+one policy's, whatever steps were kept.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def import_log(
 
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (null where the log has token ids
-        alone) and ``reward/NAME`` for every reward of the log.
+        alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -83,7 +85,7 @@ def import_log(
             "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
             "log": {**summary.as_dict(), "rewards": spool.rewards},
         }
-        spool.write(to, run.kept, info)
+        spool.write(to, run.kept, info, run.renamed)
     return summary
 
 
@@ -111,9 +113,13 @@ class _Import:
         # A single checkpoint stands for any step of any run: its id says nothing of who sampled.
         self.checkpoints = list(series) if len(series) > 1 else []
         self.reward_names: dict[str, None] = {}
+        self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
-        self.one_later: dict[str, None] = {}
+        self.exact: set[str] = set()
+        """Checkpoints that sampled part of the log themselves."""
+        self.stands_in: dict[str, tuple[int, str]] = {}
+        """By checkpoint: updates and name of the newest policy whose responses were logged when it was made."""
         self.rules: set[str] = set()
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -144,6 +150,13 @@ class _Import:
                 where=path,
                 fix="Name one of these as --outcome.",
             )
+        absent = [name for name in self.config.keep_columns if name not in self.extra_names]
+        if absent:
+            raise TsaeError(
+                f"no row has a column {absent[0]!r} to keep",
+                where=path,
+                fix="Name columns that are there (--keep-columns).",
+            )
         trips = np.asarray(self.ledger.round_trip)
         if not (trips == 1).any() and (trips == 0).any():
             raise TsaeError(
@@ -152,11 +165,17 @@ class _Import:
                 fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
             )
         self.kept = self.ledger.kept(self.files, self.config, copies=self.form.name == "trl")
+        self.ledger.rename(self.renamed)
         return self.ledger.summary(self.form.title, len(self.files), self.kept, [*self.notes, *self._assumed()])
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Policies that pass for the checkpoint made one update later, or more."""
+        return {name: id for id, (_, name) in self.stands_in.items() if id not in self.exact}
+
     def _assumed(self) -> Iterator[str]:
-        if self.one_later:
-            first, *others = self.one_later
+        if self.renamed:
+            first, *others = self.renamed.values()
             yield (
                 f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
                 f"responses were sampled by weights {'' if self.form.synchronous else 'at least '}one update older"
@@ -213,7 +232,9 @@ class _Import:
             "step": entry.step,
             "round_trip": response.round_trip,
         }
-        return record | {f"reward/{name}": value for name, value in entry.rewards.items()}
+        record |= {f"reward/{name}": value for name, value in entry.rewards.items()}
+        self.extra_names.update(dict.fromkeys(entry.extra))
+        return record | {f"extra/{name}": value for name, value in entry.extra.items()}
 
     def _enter(
         self,
@@ -306,16 +327,26 @@ class _Import:
             return entry.policy
         if entry.step is None:
             return self.config.run or "unknown"
-        for updates in dict.fromkeys((entry.updates, entry.step)):
-            for checkpoint in self.checkpoints:
-                if updates == checkpoint.step and (
-                    checkpoint.run == file.run
-                    or (checkpoint.is_base and (updates == 0 or checkpoint.id == f"{file.run}-{updates:05d}"))
-                ):
-                    if updates != entry.updates:
-                        self.one_later[checkpoint.id] = None
-                    return checkpoint.id
-        return f"{file.run}-{entry.step:05d}"
+        exact = self._checkpoint(file.run, entry.updates)
+        if exact is not None:
+            self.exact.add(exact)
+            return exact
+        # Of weights that the log does not number, only the step is known for which they sampled.
+        name = f"{file.run}-" + (f"step{entry.step:05d}" if entry.updates is None else f"{entry.updates:05d}")
+        later, updates = self._checkpoint(file.run, entry.step), -1 if entry.updates is None else entry.updates
+        if later is not None:
+            self.stands_in[later] = max(self.stands_in.get(later, (updates, name)), (updates, name))
+        return name
+
+    def _checkpoint(self, run: str, step: int | None) -> str | None:
+        """Id of the checkpoint that a run had after so many updates, where it was kept."""
+        for checkpoint in self.checkpoints:
+            mine = checkpoint.run == run or (
+                checkpoint.is_base and (step == 0 or checkpoint.id == f"{run}-{checkpoint.step:05d}")
+            )
+            if step == checkpoint.step and mine:
+                return checkpoint.id
+        return None
 
     def _in_runs_of(self, series: CheckpointSeries, files: list[LogFile]) -> list[LogFile]:
         """The files, under the run's name of the series where both hold a single run."""

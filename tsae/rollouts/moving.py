@@ -69,6 +69,18 @@ class Difficulty:
 
         return write_difficulty(self, path, title=title)
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        kinds = self.groups.groupby(["policy", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
+        return card(
+            "Difficulty",
+            {"reference": self.info["reference"], "problems": self.rates.problem_id.nunique()},
+            ("problems by band; sure: the whole interval lies in the band", self.bands().reset_index()),
+            ("groups by what their rewards teach", kinds),
+            note="difficulty.save(folder) writes the page with bands that move, pass@k and groups.",
+        )
+
     def __str__(self) -> str:
         from tsae.report.difficulty import difficulty_text
 

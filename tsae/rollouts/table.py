@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
 """The columns every table has; further columns are kept as they are."""
 
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+_OUTLINE = ["problem_id", "policy", "outcome"]
 
 
 class Rollouts:
@@ -117,6 +118,27 @@ class Rollouts:
         info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
         return cls(table.replace_schema_metadata(None), info, where=origin or str(path))
 
+    @classmethod
+    def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
+        """Some of the rows of a file that `write` wrote; memory holds them and one row group.
+
+        Args:
+            path: the file.
+            rows: (n,) bool, which rows.
+        """
+        parts, start = [], 0
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                end = start + file.metadata.row_group(group).num_rows
+                wanted = np.flatnonzero(rows[start:end])
+                if len(wanted):
+                    parts.append(file.read_row_group(group).take(pa.array(wanted)))
+                start = end
+            schema = file.schema_arrow
+        info = json.loads((schema.metadata or {}).get(b"tsae", b"{}"))
+        table = pa.concat_tables(parts) if parts else schema.empty_table()
+        return cls(table.replace_schema_metadata(None), info, where=str(path))
+
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
         return write_table(Path(path), self.table.schema, [self.table], self.info)
@@ -127,6 +149,48 @@ class Rollouts:
     def __repr__(self) -> str:
         policies = ", ".join(self.policies[:4]) + (", …" if len(self.policies) > 4 else "")
         return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
+
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        frame = self.frame.assign(
+            band=self.frame.band.fillna("none"),
+            right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
+        )
+        groups = frame.groupby(["policy", "band"], sort=False)
+        table = groups.agg(
+            problems=("problem_id", "nunique"),
+            trajectories=("problem_id", "size"),
+            pass_rate=("right", "mean"),
+            response_tokens=("response_length", "mean"),
+        )
+        order = {name: i for i, name in enumerate((*self.policies, *BANDS, "none"))}
+        table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
+        facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": self._outcomes()}
+        note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
+        return card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
+
+    def _outcomes(self) -> str:
+        counts = self.frame.outcome.value_counts()
+        return ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
+
+    def show(
+        self, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """Display a problem and responses to it, successes above failures, in a notebook; print them in a terminal.
+
+        Args:
+            problem: its id.
+            policy: only what this policy sampled.
+            n: how many responses, as many successes as failures where there are.
+            checkpoint: has its tokenizer split the text into tokens, special ones too.
+
+        Raises:
+            TsaeError: where nothing was sampled for it.
+        """
+        from tsae.report.passages import show_problem
+
+        show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -148,7 +212,7 @@ class Rollouts:
 
     def lengths(self, column: str) -> np.ndarray:
         """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""
-        return np.diff(_offsets(self.table[column].combine_chunks()))
+        return _lengths(self.table[column])
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, response ids) of one trajectory, int32."""
@@ -163,9 +227,12 @@ class Rollouts:
         for name in ("problem_id", "policy"):
             digest.update("\0".join(self.table[name].to_pylist()).encode("utf-8", "surrogatepass"))
         for name in ("prompt_ids", "response_ids"):
-            array = self.table[name].combine_chunks()
-            digest.update(_offsets(array).tobytes())
-            digest.update(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes())
+            column = self.table[name]
+            digest.update(np.concatenate([[0], _lengths(column).cumsum()]).astype(np.int32).tobytes())
+            # Chunk by chunk: joined, they would be there twice.
+            for chunk in column.chunks:
+                values = chunk.flatten().to_numpy(zero_copy_only=False)
+                digest.update(np.ascontiguousarray(values, np.int32).data)
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -240,6 +307,23 @@ class Rollouts:
         return with_advantages(self, kind)
 
 
+def read_outline(path: str | Path) -> pd.DataFrame:
+    """Whose trajectories a file of `Rollouts.write` holds, and how long they are; memory holds one row group beside.
+
+    Returns:
+        a row a trajectory: problem_id, policy, outcome, prompt_length and response_length (tokens).
+    """
+    parts = []
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=[*_OUTLINE, "prompt_ids", "response_ids"])
+            frame = table.select(_OUTLINE).to_pandas()
+            for name in ("prompt", "response"):
+                frame[f"{name}_length"] = _lengths(table[f"{name}_ids"])
+            parts.append(frame)
+    return pd.concat(parts, ignore_index=True)
+
+
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
     """Write tables of one schema after one another as one Parquet file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,9 +352,10 @@ def outcome_name(right: bool | None) -> str:
     return "unknown" if right is None else "success" if right else "failure"
 
 
-def _offsets(array: pa.ListArray) -> np.ndarray:
-    offsets = array.offsets.to_numpy()
-    return offsets - offsets[0]
+def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+    """(n,) lengths of the lists of a column without nulls."""
+    none: list[np.ndarray] = [np.empty(0, np.int32)]
+    return np.concatenate(none + [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
 
 
 def _checked(table: pa.Table, where: str) -> pa.Table:
@@ -309,10 +394,10 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
             )
     checked = pa.table(columns)
     for name in ("prompt_ids", "response_ids"):
-        unknown_ids = checked[name].combine_chunks().flatten().null_count
+        unknown_ids = sum(chunk.flatten().null_count for chunk in checked[name].chunks)
         if unknown_ids:
             raise TsaeError(f"{name} holds {unknown_ids} null token ids", where=where, fix="Drop those trajectories.")
-        empty = np.flatnonzero(np.diff(_offsets(checked[name].combine_chunks())) == 0)
+        empty = np.flatnonzero(_lengths(checked[name]) == 0)
         if len(empty):
             raise TsaeError(
                 f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",

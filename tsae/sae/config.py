@@ -134,15 +134,16 @@ class TrainingConfig:
     initial_bias: InitialBias = "geometric_median"
     """Where the decoder bias starts: at the geometric median of a sample (Bricken et al. 2023), its mean, or zero."""
     seed: int = 0
-    """Of the initial weights and, unless data_seed is given, of the data's order."""
+    """Seed of the initial weights and, unless data_seed is given, of the data's order."""
     data_seed: int | None = None
-    """Of the data's order and of the norms' sample; by default the seed. Trainings that share it share batches."""
+    """Seed of the data's order and of the norms' sample; by default that of the weights. Trainings that share it share
+    batches."""
     device: str = "cpu"
-    """A torch device."""
+    """Torch device: cpu, cuda, cuda:1, …"""
     precision: Precision = "float32"
-    """Of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where dense ones
-    pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes, similarities,
-    losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
+    """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
+    dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
+    similarities, losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
     save_every_steps: int = 500
     """Steps between checkpoints, from the last of which a run that was killed goes on."""
     resume: Literal["auto", "never"] = "auto"

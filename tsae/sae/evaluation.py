@@ -126,6 +126,30 @@ class Evaluation:
         losses = tuple(LossRecovered(**numbers(part)) for part in content["losses"])
         return cls(**{**numbers(content), "slices": slices, "losses": losses})
 
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        from tsae.report.cards import card
+
+        measures = pd.DataFrame(
+            [
+                ("FVE", self.fve, self.fve_high),
+                ("cosine", self.cosine, self.cosine_high),
+                ("L0, latents a token", self.l0, self.l0_high),
+                ("alive, share of latents", self.alive, self.alive_high),
+                ("smoothness, the paper's (lower is smoother)", self.smoothness_all, self.smoothness_high),
+                ("smoothness, robust", self.smoothness_all_robust, self.smoothness_high_robust),
+            ],
+            columns=["measure", "all latents", "high-level"],
+        )
+        return card(
+            "Evaluation",
+            {"tokens": self.n_tokens, "trajectories": self.n_trajectories, "silent tokens": self.silent_high},
+            ("", measures),
+            ("by reader, band and span", self.table()),
+            ("nats per token with the reconstruction spliced in", self.loss_table()),
+        )
+
     def __str__(self) -> str:
         lines = [f"{self.n_tokens:,} tokens of {self.n_trajectories:,} trajectories", ""]
         lines.append(_row("", ["all", "high-level"]))
@@ -261,13 +285,17 @@ def evaluate(
     )
     if series is None:
         return result
-    losses = []
+    from tsae.checkpoints.loading import ModelLoader
+
+    losses, loader = [], ModelLoader(device=str(device))
+    targets: TokenSpan = "prompt" if span == "prompt" else "response"
     for id in store.readers:
         rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
         if rows:
-            chosen_rows = spread(rows, splice_trajectories)
-            targets: TokenSpan = "prompt" if span == "prompt" else "response"
-            losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, targets=targets, limit=limit))
+            some = spread(rows, splice_trajectories)
+            losses.append(
+                loss_recovered(sae, store, series[id], some, span=span, targets=targets, limit=limit, loader=loader)
+            )
     return replace(result, losses=tuple(losses))
 
 

@@ -57,6 +57,20 @@ class TemporalSAE(torch.nn.Module):
         c = self.config
         return f"TemporalSAE(d_model={self.d_model}, d_sae={c.d_sae}, k={c.k}, d_high={c.d_high}, site={self.site!r})"
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        c = self.config
+        facts = {
+            "site": self.site,
+            "d_model": self.d_model,
+            "latents": c.d_sae,
+            "of which high-level": c.d_high,
+            "active a token (k)": c.k,
+            "tokens beyond this norm are left out": self.norm_limit,
+        }
+        return card(type(self).__name__, facts)
+
     @property
     def fingerprint(self) -> str:
         """Hash of weights and threshold: the same SAE wherever its folder lies."""

@@ -112,6 +112,17 @@ class Separation:
         """For JSON."""
         return plain(asdict(self))
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        kept = ["sae", "group", "level", "label", "accuracy", "low", "high", "chance", "l0", "n_classes", "n_tokens"]
+        return card(
+            "Separation",
+            {"not probed": [f"{label} ({why})" for label, why in self.skipped.items()] or None},
+            ("probes of single response tokens: accuracy, all classes weighing the same", self.table()[kept]),
+            ("gain over the baseline, 95 % interval over problems", self.gain_table()),
+        )
+
     def __str__(self) -> str:
         by_probe = {(s.sae, s.group, s.label): s for s in self.scores}
         columns = list(dict.fromkeys((s.sae, s.group) for s in self.scores))

@@ -86,6 +86,18 @@ class Stability:
             "same_group": float(self.same_group[:, kept].mean()),
         }
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        s, table = self.summary(), self.table().reset_index()
+        facts = {
+            "other SAEs": int(s["n_others"]),
+            "mean matched cosine": s["cosine"],
+            f"found again (cosine ≥ {FOUND_AGAIN:g})": f"{s['found_again']:.1%}",
+            "matched within their group": f"{s['same_group']:.1%}",
+        }
+        return card("Stability", facts, ("least stable latents", table.sort_values("stability", kind="stable")))
+
     def __str__(self) -> str:
         s = self.summary()
         return (

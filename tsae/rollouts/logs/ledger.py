@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -119,6 +119,10 @@ class Ledger:
                 )
             kept[bounds[number] : bounds[number + 1]] = False
             self.skipped["repeated"] += len(batch)
+
+    def rename(self, policies: Mapping[str, str]) -> None:
+        """Give policies other names, by their old ones."""
+        self.sources = {(policies.get(name, name), step): number for (name, step), number in self.sources.items()}
 
     def summary(self, form: str, n_files: int, kept: np.ndarray, notes: Sequence[str]) -> Summary:
         """What was read, per policy and step and in all."""

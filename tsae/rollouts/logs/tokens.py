@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Unusable
@@ -248,15 +248,20 @@ def _shown(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
-    """(context length, end tokens) of a checkpoint, where it has a config.json; GGUF files and adapters do not."""
+    """(context length, end tokens) of a checkpoint, of an adapter its base's; a GGUF file has no config.json."""
     from transformers import AutoConfig, GenerationConfig
 
-    local = Path(checkpoint.path, checkpoint.subfolder or "")
-    if local.is_file() or (local.is_dir() and not (local / "config.json").is_file()):
+    folder = folder_of(checkpoint, needs="tokenizer")
+    if is_gguf(folder):
         return None, set()
-    source: dict[str, Any] = {"revision": checkpoint.revision or "main", "subfolder": checkpoint.subfolder or ""}
+    if is_adapter(folder):
+        from tsae.checkpoints.adapters import base_of
+
+        return _limits(base_of(checkpoint))
+    if not (folder / "config.json").is_file():
+        return None, set()
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path, **source).get_text_config()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise TsaeError(
             f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",
@@ -264,7 +269,7 @@ def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
             fix="Give a Hugging Face model directory with config.json.",
         ) from error
     try:
-        generation = GenerationConfig.from_pretrained(checkpoint.path, **source)
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
         generation = None
     ends: set[int] = set()

@@ -1,0 +1,305 @@
+"""Does a feature fire because of a token, or because of where it stands? Its top tokens, inserted into other contexts.
+
+1. Half of the problems says which tokens carry most of a feature's activation, and how strongly it fires on them.
+2. In trajectories of the other half, places are drawn at which the feature has not fired so far and does not fire next:
+   one a trajectory. There the text is cut and one of the top tokens is put at its end (drawn by the share of activation
+   that it carries), as no later token can change what a causal model computes on it.
+3. In the same place a control token is put: of like frequency, and one on which the feature hardly fires.
+
+A feature is *token-driven* where the inserted tokens fire it more than the control tokens do (interval over problems)
+and at least half as strongly as they do where it fires on its own; *context-dependent* where the interval of that part
+lies below one half; else *undecided*. A token put anywhere makes odd text: this tells token detectors apart, and not
+what else a feature needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.causal.config import InsertionConfig
+from tsae.causal.intervene import check_features, check_model, check_sae
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.diff.statistics import bootstrap_interval
+from tsae.errors import TsaeError
+from tsae.features.table import FeatureTable
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.diff.result import FeatureDiff
+
+TOKEN_DRIVEN, CONTEXT_DEPENDENT, UNDECIDED = "token-driven", "context-dependent", "undecided"
+COLUMNS = (
+    "reader", "feature", "top_ids", "control_ids", "natural_rate", "typical", "n_contexts", "n_problems",
+    "inserted", "inserted_rate", "control", "control_rate", "difference", "low", "high", "kept", "kept_low",
+    "kept_high", "verdict",
+)  # fmt: skip
+_KEPT = 0.5
+_HARDLY = 0.1  # Of the rate on the top token: how often a feature may fire on a control token.
+
+
+def insertion(
+    checkpoint: Checkpoint,
+    sae: TemporalSAE | str | Path,
+    features: FeatureTable | str | Path,
+    chosen: Sequence[int],
+    config: InsertionConfig | None = None,
+    *,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Insert the top tokens of chosen features into contexts in which these features are silent.
+
+    Args:
+        checkpoint: reads; one of the table's readers.
+        sae: or its folder; the one that `features` was encoded with.
+        features: or its folder.
+        chosen: feature indices.
+        config: defaults of `InsertionConfig`.
+        progress: show a bar.
+
+    Returns:
+        one row a feature:
+
+        - reader, feature; top_ids, control_ids: token ids, by their share of the feature's activation;
+        - natural_rate: share of the top tokens' occurrences on which the feature fires; typical: its mean activation
+          where it does (both on the first half of the problems);
+        - n_contexts places in trajectories of n_problems problems (of the other half);
+        - inserted, control: mean activation on the token that was put there, and inserted_rate, control_rate: how often
+          the feature fires on it;
+        - difference = inserted − control, low, high: over problems;
+        - kept = inserted / typical of the tokens that were inserted, with its interval kept_low, kept_high;
+        - verdict: token-driven, context-dependent or undecided, or why there is none, with NaN for what was not
+          measured.
+
+    Raises:
+        TsaeError: where the checkpoint is no reader, or the SAE, the checkpoint and the table do not fit together.
+    """
+    from tqdm.auto import tqdm
+
+    config = config or InsertionConfig()
+    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(config.device)
+    chosen = [int(feature) for feature in chosen]
+    check_sae(sae, features)
+    check_features(tuple(chosen), features.n_features)
+    model = checkpoint.load_model(device=config.device)
+    check_model(model, sae, checkpoint, features)
+    reading = HuggingFaceReader(model, [sae.site])
+    split = _Split.of(features, checkpoint.id, config.seed)
+    records = []
+    for feature in tqdm(chosen, desc=f"inserting, {checkpoint.id}", unit="feature", disable=not progress):
+        tokens = _top_tokens(features, split.learnt, feature, config)
+        empty = {"reader": checkpoint.id, "feature": feature, **tokens.columns()}
+        if tokens.note:
+            records.append({**empty, "verdict": tokens.note})
+            continue
+        records.append({**empty, **_measure(features, reading, sae, split, feature, tokens, config)})
+    return pd.DataFrame(records).reindex(columns=list(COLUMNS))
+
+
+def insert_discoveries(
+    diff: FeatureDiff,
+    series: CheckpointSeries,
+    sae: TemporalSAE | str | Path,
+    features: FeatureTable | str | Path,
+    n: int = 5,
+    config: InsertionConfig | None = None,
+    *,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """`insertion` for the clearest discoveries of a diff: n shifts of every checkpoint, and n outcome effects of the
+    base, each read by the side on which the feature is stronger (for outcomes, by the base).
+
+    Raises:
+        TsaeError: where nothing was discovered.
+    """
+    wanted: dict[str, list[int]] = {}
+    for checkpoint in diff.checkpoints:
+        of = {"checkpoint": checkpoint, "band": "all", "outcome": "all"}
+        drawn = set(diff.shifts[(diff.shifts.kind == "shift") & (diff.shifts.checkpoint == checkpoint)].part)
+        part = "total" if "total" in drawn else "same_trajectories"
+        for row in diff.top(n, kind="shift", part=part, **of).itertuples():
+            wanted.setdefault(checkpoint if row.difference > 0 else diff.base, []).append(int(row.feature))
+    for row in diff.top(n, kind="outcome", checkpoint=diff.base, band="all").itertuples():
+        wanted.setdefault(diff.base, []).append(int(row.feature))
+    if not wanted:
+        raise TsaeError("nothing was discovered, so that there is no feature to test", where="insertion")
+    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    parts = [
+        insertion(series[reader], sae, features, sorted(set(chosen)), config, progress=progress)
+        for reader, chosen in wanted.items()
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A reader's tokens, those of half the problems to learn from and those of the other half to insert into."""
+
+    learnt: np.ndarray
+    """(n,) tokens of the table, special ones left out."""
+    rows: np.ndarray
+    """Rows of the other half."""
+
+    @classmethod
+    def of(cls, features: FeatureTable, reader: str, seed: int) -> _Split:
+        rows = features.rows(reader=reader)
+        problem = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[rows]])[0]
+        half = np.random.default_rng([seed, 11]).permutation(int(problem.max()) + 1) % 2
+        learnt = features.span_mask("all") & np.isin(features.row_of_token, rows[half[problem] == 0])
+        return cls(np.flatnonzero(learnt), rows[half[problem] == 1])
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What is inserted for one feature."""
+
+    top: np.ndarray
+    """(n,) token ids that carry most of the activation."""
+    share: np.ndarray
+    """(n,) of their activation together."""
+    control: np.ndarray
+    """(n,) ids of like frequency on which the feature hardly fires."""
+    rate: float
+    """Share of occurrences of the top tokens on which the feature fires."""
+    typical: np.ndarray
+    """(n,) mean activation where it fires."""
+    note: str = ""
+
+    def columns(self) -> dict[str, object]:
+        typical = float(self.share @ self.typical) if len(self.top) else np.nan
+        return {
+            "top_ids": self.top.tolist(),
+            "control_ids": self.control.tolist(),
+            "natural_rate": self.rate,
+            "typical": typical,
+        }
+
+
+def _top_tokens(features: FeatureTable, learnt: np.ndarray, feature: int, config: InsertionConfig) -> _Tokens:
+    ids, code = np.unique(features.token_ids[learnt], return_inverse=True)
+    activation = sp.csc_array(features.codes[:, [feature]]).toarray().ravel()[learnt]
+    count = np.bincount(code)
+    total = np.bincount(code, weights=activation)
+    fired = np.bincount(code, weights=activation > 0)
+    rate = fired / count
+    order = np.argsort(-total, kind="stable")[: config.n_tokens]
+    top = order[total[order] > 0]
+    nothing = np.empty(0, dtype=int)
+    if not len(top):
+        return _Tokens(nothing, np.empty(0), nothing, 0.0, np.empty(0), "never active")
+    controls = []
+    for token in top:
+        # A token that the feature answers to would be no control, nor one of the tokens that are inserted.
+        allowed = np.flatnonzero((rate <= _HARDLY * rate[token]) & ~np.isin(np.arange(len(ids)), top))
+        if not len(allowed):
+            break
+        controls.append(allowed[np.abs(np.log(count[allowed] / count[token])).argmin()])
+    share, typical = total[top] / total[top].sum(), total[top] / fired[top]
+    natural = float(fired[top].sum() / count[top].sum())
+    if len(controls) < len(top):
+        return _Tokens(ids[top], share, nothing, natural, typical, "fires on every token")
+    return _Tokens(ids[top], share, ids[np.array(controls)], natural, typical)
+
+
+def _measure(
+    features: FeatureTable,
+    reading: HuggingFaceReader,
+    sae: TemporalSAE,
+    split: _Split,
+    feature: int,
+    tokens: _Tokens,
+    config: InsertionConfig,
+) -> dict[str, object]:
+    rng = np.random.default_rng([config.seed, 12, feature])
+    places = _silent_places(features, split.rows, feature, rng)
+    places = rng.permutation(places)[: config.n_contexts]
+    rows = features.row_of_token[places]
+    problems = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[rows]])[0]
+    n_problems = len(np.unique(problems))
+    counts = {"n_contexts": len(places), "n_problems": n_problems}
+    if n_problems < config.min_problems:
+        return {**counts, "verdict": f"silent in {n_problems} problems; {config.min_problems} are needed"}
+    which = rng.choice(len(tokens.top), size=len(places), p=tokens.share)
+    texts = [
+        np.append(features.token_ids[features.row_offsets[row] : place], token)
+        for inserted in (tokens.top[which], tokens.control[which])
+        for row, place, token in zip(rows, places, inserted, strict=True)
+    ]
+    found = last_activations(reading, sae, texts, feature, config.batch_tokens)
+    inserted, control = found[: len(places)], found[len(places) :]
+    typical = tokens.typical[which]
+    # One number a problem: its places averaged.
+    size = np.bincount(problems)
+    by_problem = np.stack(
+        [np.bincount(problems, weights=x) / size for x in (inserted - control, inserted / typical.mean())], 1
+    )
+    low, high = bootstrap_interval(by_problem, config.n_bootstrap, config.confidence, config.seed)
+    difference, kept = by_problem.mean(0)
+    verdict = UNDECIDED
+    if high[1] < _KEPT:
+        verdict = CONTEXT_DEPENDENT
+    elif low[0] > 0 and kept >= _KEPT:
+        verdict = TOKEN_DRIVEN
+    return {
+        **counts,
+        "inserted": float(inserted.mean()),
+        "inserted_rate": float((inserted > 0).mean()),
+        "control": float(control.mean()),
+        "control_rate": float((control > 0).mean()),
+        "difference": float(difference),
+        "low": float(low[0]),
+        "high": float(high[0]),
+        "kept": float(kept),
+        "kept_low": float(low[1]),
+        "kept_high": float(high[1]),
+        "verdict": verdict,
+    }
+
+
+def _silent_places(features: FeatureTable, rows: np.ndarray, feature: int, rng: np.random.Generator) -> np.ndarray:
+    """One token of every row that has one: not its first, no special one, and none up to it fires the feature."""
+    counted = features.span_mask("all")
+    fires = sp.csc_array(features.codes[:, [feature]])
+    firing = np.zeros(len(counted), dtype=bool)
+    firing[fires.indices[fires.data > 0]] = True
+    places = []
+    for row in rows:
+        start, stop = int(features.row_offsets[row]) + 1, int(features.row_offsets[row + 1])
+        ends = np.flatnonzero(firing[start - 1 : stop])
+        silent = start + np.flatnonzero(counted[start : start - 1 + int(ends[0]) if len(ends) else stop])
+        if len(silent):
+            places.append(int(rng.choice(silent)))
+    return np.array(places, dtype=int)
+
+
+def last_activations(
+    reading: HuggingFaceReader, sae: TemporalSAE, texts: Sequence[np.ndarray], feature: int, batch_tokens: int
+) -> np.ndarray:
+    """(n_texts,) activation of a feature on the last token of every text, given as token ids.
+
+    Raises:
+        TsaeError: where a batch does not fit into memory.
+    """
+    found = np.zeros(len(texts))
+    try:
+        for batch in read_batches(reading, texts, batch_tokens):
+            ends = np.cumsum([len(texts[i]) for i in batch.texts]) - 1
+            codes = sae.encode(batch.values[sae.site][ends].float())
+            found[batch.texts] = codes[:, feature].cpu().numpy()
+    except OutOfMemory as error:
+        raise TsaeError(
+            f"a batch of {batch_tokens} tokens does not fit into memory",
+            where="insertion",
+            fix="Set a smaller batch_tokens.",
+        ) from error
+    return found

@@ -1,0 +1,288 @@
+"""Dynamics: features along the steps of a run, beside what the same steps do.
+
+At every step of a run the shift of a feature against the base is that of `tsae.diff.contrasts`: the total shift where
+all steps and the base sampled the same problems, else the shift on the same trajectories. All steps of a run are
+compared over the same problems, so that its steps differ in nothing else.
+
+A feature is *clear* in a run where some step moved it: Simes' p over the steps (Simes 1986), Benjamini–Hochberg over
+features, at most the config's q. Steps are judged by q over all steps and features of the run. The kind of a clear
+feature is then
+
+    emerging   the last step is above the base, which had at most a tenth of the last step's mean
+    growing    the last step is above the base, which had the feature already
+    fading     the last step is below the base
+    passing    an earlier step differs from the base, but the last does not, at this q
+
+and that of all others *flat*: not found to move, which is not found to stay.
+
+*Onset*: the first step at which the shift has reached half of the last step's (for passing features half of the
+largest clear shift). Its interval is that of the same step in bootstrap draws of problems. Only saved steps can be an
+onset: what happened between two of them is not known. How a step with the same weights would have come out with other
+rollouts is in the intervals; how another run with another seed would have gone is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Rows, active_features, draws
+from tsae.diff.statistics import paired_inference, q_values, side_means
+from tsae.features.table import FeatureTable
+from tsae.rollouts.behaviours import behaviour_table
+from tsae.rollouts.bootstrap import weights
+
+KINDS = ("emerging", "growing", "fading", "passing", "flat")
+FLAT = "flat"
+COLUMNS = (
+    "run", "step", "feature", "mean", "shift", "lo", "hi", "d", "p", "q", "kind", "onset", "onset_lo", "onset_hi",
+    "part",
+)  # fmt: skip
+BEHAVIOUR_COLUMNS = ("run", "step", "band", "behaviour", "mean", "lo", "hi", "n_problems")
+_HARDLY = 0.1  # Of the last step's mean: what the base may have of an emerging feature.
+_BLOCK = 2048  # features whose onsets are drawn at once
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """Features and behaviours along the steps of runs."""
+
+    table: pd.DataFrame
+    """One row a run, step and feature, the base as step 0 of every run:
+
+    run, step       of the checkpoint
+    feature         index; those that are active in enough problems of the run
+    mean            mean activation, over problems
+    shift           mean − the base's, with its bootstrap interval lo, hi; 0 at the base
+    d, p            effect size over problems; sign-flip p-value (1 at the base)
+    q               over all steps and features of the run (1 at the base)
+    kind            emerging, growing, fading, passing or flat: of the feature in this run, the same at every step
+    onset           the first step with half of the shift, onset_lo and onset_hi its interval; NaN for flat features
+    part            which shift: total, or same_trajectories
+    """
+    behaviours: pd.DataFrame
+    """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval lo, hi. Empty
+    for runs whose steps answered different problems, where steps cannot be set against each other."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Why a run has no rows, by run."""
+
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        features = self.table.drop_duplicates(["run", "feature"])
+        kinds = features.groupby(["run", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
+        steps = {run: sorted(map(int, rows.step.unique())) for run, rows in self.table.groupby("run", sort=False)}
+        told = [f"{run}: {', '.join(map(str, found))}" for run, found in steps.items()]
+        notes = [f"{run}: {why}" for run, why in self.notes.items()] or None
+        return card("Dynamics", {"steps": "; ".join(told), "left out": notes}, ("features by what they do", kinds))
+
+    def alignment(self) -> pd.DataFrame:
+        """How features and behaviours go together along steps; see `align`."""
+        return align(self.table, self.behaviours)
+
+
+def dynamics(features: FeatureTable | str | Path, config: DiffConfig | None = None) -> Dynamics | None:
+    """Follow features along the steps of every run with at least two of them.
+
+    Args:
+        features: or its folder: read by the base and by several steps of a run. Encoded from a store with token
+            statistics, its rollouts have the behaviour entropy.
+        config: defaults of `DiffConfig`.
+
+    Returns:
+        None where no run has two steps.
+    """
+    config = config or DiffConfig()
+    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    runs = run_steps(features)
+    if not runs:
+        return None
+    rows = Rows.of(features, config)
+    tables, notes = [], {}
+    for run, readers in runs.items():
+        found = _along(features, rows, run, readers, config)
+        if isinstance(found, str):
+            notes[run] = found
+        else:
+            tables.append(found)
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COLUMNS))
+    return Dynamics(table, _behaviours(features, runs, rows, config), notes)
+
+
+def run_steps(features: FeatureTable) -> dict[str, list[str]]:
+    """Readers in the order of their steps, by run; runs with fewer than two different steps are left out."""
+    runs: dict[str, list[tuple[int, str]]] = {}
+    for record in features.info["readers"][1:]:
+        if record["run"] is not None:
+            runs.setdefault(record["run"], []).append((record["step"], record["id"]))
+    return {
+        run: [id for _, id in sorted(found)]
+        for run, found in runs.items()
+        if len(found) > 1 and len({step for step, _ in found}) == len(found)
+    }
+
+
+def _along(
+    features: FeatureTable, rows: Rows, run: str, readers: Sequence[str], config: DiffConfig
+) -> pd.DataFrame | str:
+    """The run's rows, or why there are none."""
+    base = features.readers[0]
+    part = "total" if rows.own(base) and all(rows.own(r) for r in readers) else "same_trajectories"
+    on = rows.own(base)  # What every reader reads: the base's trajectories, or all.
+    sides = [rows.by_reader[reader, reader if part == "total" else on] for reader in readers]
+    before = rows.by_reader[base, on]
+    problems = np.unique(rows.problem[before])
+    for side in sides:
+        problems = np.intersect1d(problems, rows.problem[side])
+    if len(problems) < config.min_problems:
+        return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
+    reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
+    tested = active_features(config, reference, *means)
+    if not len(tested):
+        return "no feature is active in enough problems"
+    reference = reference[:, tested]
+    start = reference.mean(0)
+    shifts = [mean[:, tested] - reference for mean in means]
+    steps = np.array([_step(features, reader) for reader in readers])
+    inferences = [paired_inference(shift, **draws(config)) for shift in shifts]
+    p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
+    q = q_values(p.ravel(), config.fdr).reshape(p.shape)
+    difference = np.stack([inference.difference for inference in inferences])
+    kind, goal = _kinds(start, difference, q, q_values(simes(p), config.fdr), config.q)
+    onset = _onsets(shifts, steps, kind, goal, config)
+    nothing = np.zeros(len(tested))
+    parts = [_step_rows(_step(features, base), start, nothing, nothing, nothing, nothing, nothing + 1, nothing + 1)]
+    parts += [
+        _step_rows(int(step), start + i.difference, i.difference, i.low, i.high, i.d, i.p, q[number])
+        for number, (step, i) in enumerate(zip(steps, inferences, strict=True))
+    ]
+    same = pd.DataFrame({"run": run, "feature": tested, "kind": kind, **onset, "part": part})
+    table = pd.concat([pd.concat([part, same], axis=1) for part in parts], ignore_index=True)
+    return table[list(COLUMNS)]
+
+
+def _step_rows(
+    step: int,
+    mean: np.ndarray,
+    shift: np.ndarray,
+    lo: np.ndarray,
+    hi: np.ndarray,
+    d: np.ndarray,
+    p: np.ndarray,
+    q: np.ndarray,
+) -> pd.DataFrame:
+    return pd.DataFrame({"step": step, "mean": mean, "shift": shift, "lo": lo, "hi": hi, "d": d, "p": p, "q": q})
+
+
+def simes(p: np.ndarray) -> np.ndarray:
+    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the least of sorted p · n / rank."""
+    n = len(p)
+    return np.minimum((np.sort(p, axis=0) * n / np.arange(1, n + 1)[:, None]).min(0), 1.0)
+
+
+def _kinds(
+    start: np.ndarray, difference: np.ndarray, q: np.ndarray, q_run: np.ndarray, limit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(n_tested,) kinds, and the step whose shift an onset is half of."""
+    moved = (q <= limit) & (q_run <= limit)
+    last, final = len(q) - 1, difference[-1]
+    kind = np.full(len(start), FLAT, dtype=object)
+    kind[moved.any(0)] = "passing"
+    rising = moved[-1] & (final > 0)
+    kind[rising] = np.where(start[rising] <= _HARDLY * (start + final)[rising], "emerging", "growing")
+    kind[moved[-1] & (final < 0)] = "fading"
+    largest = np.where(moved, np.abs(difference), -1.0).argmax(0)
+    return kind, np.where(kind == "passing", largest, last)
+
+
+def _onsets(
+    shifts: Sequence[np.ndarray], steps: np.ndarray, kind: np.ndarray, goal: np.ndarray, config: DiffConfig
+) -> dict[str, np.ndarray]:
+    """Onset steps of the features that are not flat."""
+    found = {name: np.full(len(kind), np.nan) for name in ("onset", "onset_lo", "onset_hi")}
+    drawn_problems = weights(len(shifts[0]), config.n_bootstrap, config.seed)
+    tail = (1 - config.confidence) / 2
+    clear = np.flatnonzero(kind != FLAT)
+    for block in (clear[i : i + _BLOCK] for i in range(0, len(clear), _BLOCK)):
+        observed = np.stack([shift[:, block].mean(0) for shift in shifts])[:, None]
+        drawn = np.stack([drawn_problems @ shift[:, block] for shift in shifts])
+        sign = np.sign(observed[goal[block], 0, np.arange(len(block))])
+        found["onset"][block] = steps[_half_way(observed * sign, goal[block])[0]]
+        position = _half_way(drawn * sign, goal[block])
+        # The steps at the ends of the interval are saved ones: no interpolation between them.
+        low, high = np.quantile(position, [tail, 1 - tail], axis=0, method="nearest")
+        found["onset_lo"][block], found["onset_hi"][block] = steps[low.astype(int)], steps[high.astype(int)]
+    return found
+
+
+def _half_way(shift: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """(n_draws, n) index of the first step with half of the goal's shift; the goal's own where that is not above 0.
+
+    Args:
+        shift: (n_steps, n_draws, n), positive in the direction of the goal.
+        goal: (n,) index of a step.
+    """
+    reached = shift[goal, :, np.arange(shift.shape[2])].T  # (n_draws, n)
+    return np.where(reached > 0, (shift >= reached / 2).argmax(0), goal)
+
+
+def _behaviours(features: FeatureTable, runs: dict[str, list[str]], rows: Rows, config: DiffConfig) -> pd.DataFrame:
+    base = features.readers[0]
+    if rows.own(base) is None:
+        return pd.DataFrame(columns=list(BEHAVIOUR_COLUMNS))
+    measured = behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed)
+    measured = measured.rename(columns={"low": "lo", "high": "hi"})
+    parts = [
+        measured[measured.policy == reader].assign(run=run, step=_step(features, reader))
+        for run, readers in runs.items()
+        for reader in (base, *readers)
+    ]
+    return pd.concat(parts, ignore_index=True)[list(BEHAVIOUR_COLUMNS)]
+
+
+def _step(features: FeatureTable, reader: str) -> int:
+    return int(features.reader_info(reader)["step"])
+
+
+def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -> pd.DataFrame:
+    """Spearman correlation of features' means with behaviours over the steps of a run, the base among them.
+
+    A description and no test: steps of a run are few and follow one another, so that any two things that training
+    moves steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were
+    exchangeable, which they are not.
+
+    Args:
+        table: of `Dynamics`; flat features are left out.
+        behaviours: of `Dynamics`.
+        band: of the behaviours.
+
+    Returns:
+        run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs with fewer
+        than three points, or where one of the two does not change, are left out.
+    """
+    records = []
+    for run, moved in table[table.kind != FLAT].groupby("run", sort=False):
+        means = moved.pivot(index="step", columns="feature", values="mean")
+        kinds = moved.groupby("feature").kind.first()
+        chosen = behaviours[(behaviours.run == run) & (behaviours.band == band)]
+        for name, measured in chosen.groupby("behaviour", sort=False):
+            steps = means.index.intersection(measured.step)
+            n = len(steps)
+            if n < 3:
+                continue
+            y = rankdata(measured.set_index("step")["mean"][steps])
+            x = rankdata(means.loc[steps].to_numpy(), axis=0)
+            x, y = x - x.mean(0), y - y.mean()
+            norm = np.sqrt((x**2).sum(0) * (y**2).sum())
+            rho = np.divide(y @ x, norm, out=np.full(len(norm), np.nan), where=norm > 0)
+            keys = {"run": run, "behaviour": name, "n_points": n, "smallest_p": 2 / math.factorial(n)}
+            records.append(pd.DataFrame({**keys, "feature": means.columns, "kind": kinds.to_numpy(), "rho": rho}))
+    names = ["run", "feature", "kind", "behaviour", "rho", "n_points", "smallest_p"]
+    return pd.concat(records, ignore_index=True)[names].dropna() if records else pd.DataFrame(columns=names)

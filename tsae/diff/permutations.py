@@ -1,0 +1,150 @@
+"""Draws of permutation tests: counts of those that are as extreme as what was observed, all features under the same.
+
+A test is a function that makes further draws for the features that are asked for, so that features which need few are
+not drawn for any longer (`tsae.diff.statistics.sequential_p`). What it draws depends on how many draws were made
+before, not on the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import scipy.sparse as sp
+
+_BLOCK = 250  # draws at once
+_DENSE_BYTES = 64_000_000  # of sparse values made dense at once
+
+Count = Callable[[int, np.ndarray], np.ndarray]
+"""(draws, features) -> (n_tests, n_features) how many of the further draws are as extreme as what was observed."""
+
+
+def sign_flips(differences: np.ndarray, seed: int) -> Count:
+    """Counts flips of the signs of (n_problems, n_features) differences whose mean is as extreme as the observed."""
+    rng = np.random.default_rng([seed, 1])
+    n, single = len(differences), differences.astype(np.float32)
+    limit = _limit(differences.mean(0))
+
+    def count(draws: int, features: np.ndarray) -> np.ndarray:
+        values = single[:, features]
+        extreme = np.zeros(len(features), dtype=np.int64)
+        for size in _blocks(draws):
+            bits = np.unpackbits(rng.integers(0, 256, size=(size, -(-n // 8)), dtype=np.uint8), axis=1, count=n)
+            signs = (bits.view(np.int8) * 2 - 1).astype(np.float32)
+            extreme += _as_extreme(signs @ values / n, limit[features])
+        return extreme[None]
+
+    return count
+
+
+def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int) -> Count:
+    """Counts permutations of labels within problems whose success − failure is as extreme as the observed.
+
+    Args:
+        values: (n_rows, n_features) of trajectories of problems that have both outcomes.
+        success: (n_rows,) bool.
+        problem: (n_rows,) codes 0 … n_problems − 1.
+        seed: of the draws.
+    """
+    rng = np.random.default_rng([seed, 2])
+    size = np.bincount(problem)
+    n_success = np.bincount(problem, weights=success).astype(int)
+    n_problems = len(size)
+    positive, negative = 1.0 / (n_success * n_problems), -1.0 / ((size - n_success) * n_problems)
+    limit = _limit(np.where(success, positive[problem], negative[problem]) @ values)
+    # The first rows of all problems come first, then their second rows, and so on; large problems come first.
+    by_size = np.argsort(-size, kind="stable")
+    in_order = np.argsort(problem, kind="stable")
+    rank = np.empty(len(problem), dtype=int)
+    rank[in_order] = np.arange(len(problem)) - (size.cumsum() - size)[problem[in_order]]
+    order = np.lexsort((np.argsort(by_size)[problem], rank))
+    columns = sp.csc_array(values[order], dtype=np.float32)
+    size, n_success = size[by_size], n_success[by_size]
+    negative32 = negative[by_size].astype(np.float32)
+    raised = positive[by_size].astype(np.float32) - negative32
+    wide = max(1, _DENSE_BYTES // (4 * len(problem)))  # features made dense at once
+
+    def labels(draws: int) -> np.ndarray:
+        """(draws, n_rows) weights, by selection sampling: every row has the chance that what is left to draw gives."""
+        drawn = np.empty((draws, len(problem)), dtype=np.float32)
+        left, start = np.tile(n_success.astype(np.float32), (draws, 1)), 0
+        for i in range(size[0]):
+            n = int(np.searchsorted(-size, -i))  # problems with more than i rows
+            chosen = rng.random((draws, n), dtype=np.float32) < left[:, :n] / (size[:n] - i).astype(np.float32)
+            left[:, :n] -= chosen
+            np.multiply(chosen, raised[:n], out=drawn[:, start : start + n])
+            drawn[:, start : start + n] += negative32[:n]
+            start += n
+        return drawn
+
+    def count(draws: int, features: np.ndarray) -> np.ndarray:
+        parts = [slice(start, start + wide) for start in range(0, len(features), wide)]
+        extreme = np.zeros(len(features), dtype=np.int64)
+        dense = columns[:, features].toarray() if len(parts) == 1 else None
+        for block in _blocks(draws):
+            drawn = labels(block)
+            for part in parts:
+                of_part = columns[:, features[part]].toarray() if dense is None else dense
+                extreme[part] += _as_extreme(drawn @ of_part, limit[features[part]])
+        return extreme[None]
+
+    return count
+
+
+def together(*counts: Count) -> Count:
+    """Several tests of the same features."""
+    return lambda draws, features: np.concatenate([count(draws, features) for count in counts])
+
+
+def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
+    """Counts permutations of two bands over problems whose Welch's t is as extreme as the observed.
+
+    Args:
+        a: (n_problems_a, n_features) per-problem effects.
+        b: (n_problems_b, n_features) per-problem effects.
+        seed: of the draws.
+    """
+    rng = np.random.default_rng([seed, 5])
+    both = np.concatenate([a, b])
+    both = both - both.mean(0)
+    n, n_a, n_b = len(both), len(a), len(b)
+    # In double precision: a band that does not vary has a variance that is all rounding.
+    floor = np.maximum(both.var(0) * 1e-9, np.finfo(np.float32).tiny)
+
+    def welch(member: np.ndarray, features: np.ndarray) -> np.ndarray:
+        """|t| for (draws, n) memberships of group a."""
+        single = both[:, features]
+        square, total = single**2, single.sum(0)
+        mean_a, square_a = member @ single / n_a, member @ square / n_a
+        mean_b, square_b = (total - n_a * mean_a) / n_b, (square.sum(0) - n_a * square_a) / n_b
+        variance = (square_a - mean_a**2) / (n_a - 1) + (square_b - mean_b**2) / (n_b - 1)
+        return np.abs(mean_a - mean_b) / np.sqrt(np.maximum(variance, floor[features]))
+
+    observed = (np.arange(n) < n_a).astype(float)[None]
+    limit = _limit(welch(observed, np.arange(both.shape[1]))[0])
+
+    def count(draws: int, features: np.ndarray) -> np.ndarray:
+        extreme = np.zeros(len(features), dtype=np.int64)
+        for size in _blocks(draws):
+            member = np.zeros((size, n))
+            np.put_along_axis(member, np.argsort(rng.random((size, n)), axis=1)[:, :n_a], 1.0, 1)
+            extreme += _as_extreme(welch(member, features), limit[features])
+        return extreme[None]
+
+    return count
+
+
+def _limit(observed: np.ndarray) -> np.ndarray:
+    # A draw that repeats the observed arrangement must count as extreme in spite of rounding.
+    limit: np.ndarray = np.abs(observed) * (1 - 1e-5)
+    return limit
+
+
+def _as_extreme(drawn: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """(n_features,) how many of (draws, n_features) values are; overwrites them."""
+    return np.count_nonzero(np.abs(drawn, out=drawn) >= limit.astype(drawn.dtype), axis=0)
+
+
+def _blocks(draws: int) -> Iterator[int]:
+    for start in range(0, draws, _BLOCK):
+        yield min(_BLOCK, draws - start)

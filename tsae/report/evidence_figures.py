@@ -1,0 +1,312 @@
+"""Figures of what stands beside the shifts: all features at once, families, predictions and causal tests.
+
+Each returns None where the diff holds nothing to draw. Text alternatives are the tables of `tsae.report.evidence`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from tsae.diff.result import FeatureDiff
+from tsae.report import views
+from tsae.report.style import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
+from tsae.report.text import figure_text, interval, number
+
+MAX_POINTS = 1500
+"""Features drawn in one panel."""
+# (name, colour, symbol): direction is a shape too.
+_SIDES = (("raised", RAISED, "triangle-up"), ("lowered", LOWERED, "triangle-down"), ("no discovery", NEUTRAL, "circle"))
+CONDITIONS = {
+    "features": "the features",
+    "random": "matched random features",
+    "same_norm": "random directions, same norm",
+    "wrong_sign": "wrong sign",
+    "mean_difference": "mean difference",
+}
+_MAX_TESTS, _MAX_MEASURED = 8, 3
+
+
+def spread_figure(diff: FeatureDiff) -> go.Figure | None:
+    """Every tested feature of every run: its shift against how active it is.
+
+    No volcano: permutation p-values have a floor that most discoveries reach, so that a volcano's height tells little.
+    """
+    runs = [run for run in views.final_checkpoints(diff) if views.main_part(diff, run)]
+    if not runs:
+        return None
+    columns = min(len(runs), 3)
+    blocks = -(-len(runs) // columns)
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        shared_yaxes=True,
+        shared_xaxes=True,
+        horizontal_spacing=0.025,
+        vertical_spacing=0.12 if blocks > 1 else 0,
+        subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
+    )
+    for position, run in enumerate(runs):
+        cell = {"row": position // columns + 1, "col": position % columns + 1}
+        table = _thinned(views.main_shift(diff, run), diff.q)
+        found = table.q <= diff.q
+        for name, colour, symbol in _SIDES:
+            part = table[{"raised": found & (table.d > 0), "lowered": found & (table.d < 0)}.get(name, ~found)]
+            level = np.maximum((part["mean"] + part.reference) / 2, 1e-9)
+            figure.add_trace(
+                go.Scatter(
+                    x=level.tolist(),
+                    y=part.d.tolist(),
+                    customdata=[int(f) for f in part.feature],
+                    mode="markers",
+                    name=name,
+                    legendgroup=name,
+                    showlegend=position == 0,
+                    marker={
+                        "color": colour,
+                        "symbol": symbol,
+                        "size": 5 if name == "no discovery" else 7,
+                        "opacity": 0.7,
+                    },
+                    text=[
+                        f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
+                        f"{number(r.mean)}, {number(r.d, sign=True)} standard deviations, q {r.q:.2g}"
+                        for r in views.records(part[["feature", "responds_to", "reference", "mean", "d", "q"]])
+                    ],
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                **cell,
+            )
+        figure.add_hline(y=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)
+        if cell["row"] == blocks or position + columns >= len(runs):
+            title = {"text": "mean activation of base and run", "standoff": 4}
+            figure.update_xaxes(title=title, showticklabels=True, **cell)
+    decades = range(-7, 5)
+    figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
+    figure.update_yaxes(title={"text": "shift, standard deviations", "standoff": 4}, col=1)
+    made = finish(figure, height=blocks * 330 + 70, left=62, top=66, bottom=50, legend=LEGEND)
+    made.update_yaxes(showgrid=True)
+    return made
+
+
+def _raised(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _thinned(table: pd.DataFrame, q: float) -> pd.DataFrame:
+    """Discoveries with the largest |d| first, then others evenly over their |d|."""
+    if len(table) <= MAX_POINTS:
+        return table
+    by_size = table.loc[table.d.abs().sort_values(ascending=False, kind="stable").index]
+    found, rest = by_size[by_size.q <= q].head(MAX_POINTS), by_size[by_size.q > q]
+    room = MAX_POINTS - len(found)
+    picked = np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).astype(int))
+    return pd.concat([found, rest.iloc[picked]])
+
+
+def thinned_text(diff: FeatureDiff) -> str:
+    """What `spread_figure` leaves out."""
+    sizes = [len(views.main_shift(diff, run)) for run in views.final_checkpoints(diff)]
+    return (
+        f" At most {MAX_POINTS:,} features of a run are drawn, discoveries first."
+        if max(sizes, default=0) > MAX_POINTS
+        else ""
+    )
+
+
+def family_figure(diff: FeatureDiff) -> go.Figure | None:
+    """Shift of every family in every run, by band."""
+    table = diff.families
+    if table.empty or not table.note.eq("").any():
+        return None
+    runs = [run for run in views.final_checkpoints(diff) if run in set(table.checkpoint)]
+    families = list(table.family.unique())
+    bands = [band for band in ("all", *views.BANDS) if (table.band == band).any()]
+    columns = min(len(families), 3)
+    blocks = -(-len(families) // columns)
+    panel = len(runs) * (13 * len(bands) + 12)
+    height = blocks * panel + (blocks - 1) * 80 + 112
+    figure = make_subplots(
+        rows=blocks,
+        cols=columns,
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
+        vertical_spacing=80 / (height - 112) if blocks > 1 else 0,
+        subplot_titles=[
+            f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families
+        ],
+    )
+    for position, family in enumerate(families):
+        cell = {"row": position // columns + 1, "col": position % columns + 1}
+        for order, band in enumerate(bands):
+            mine = table[(table.family == family) & (table.band == band) & (table.note == "")]
+            mine = mine[mine.checkpoint.isin(runs)]
+            colour, symbol = BAND_STYLE[band]
+            points = list(zip(mine.difference, mine.low, mine.high, strict=True))
+            figure.add_trace(
+                go.Scatter(
+                    x=mine.difference.tolist(),
+                    y=[runs.index(run) + (order - (len(bands) - 1) / 2) * 0.19 for run in mine.checkpoint],
+                    mode="markers",
+                    name=f"{band} problems",
+                    legendgroup=band,
+                    showlegend=position == 0,
+                    marker={"color": colour, "symbol": symbol, "size": 8},
+                    error_x=whiskers(points, colour),
+                    text=[
+                        f"{figure_text(r.checkpoint)}, {r.band} problems: {number(r.difference, sign=True)} "
+                        f"{interval(r.low, r.high, sign=True, like=r.difference)}, q {r.q:.2g}"
+                        for r in views.records(mine)
+                    ],
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                **cell,
+            )
+        vertical_zero(figure, **cell)
+        figure.update_xaxes(title={"text": "shift, standard deviations over trajectories", "standoff": 4}, **cell)
+        _rows(figure, runs, cell)
+    return finish(figure, height=height, left=130, top=66, bottom=46, legend=LEGEND)
+
+
+def _rows(figure: go.Figure, labels: list[str], cell: dict[str, int], width: int = 18) -> None:
+    figure.update_yaxes(
+        range=[len(labels) - 0.45, -0.55],
+        tickvals=list(range(len(labels))),
+        ticktext=[figure_text(label, width) for label in labels],
+        ticks="",
+        **cell,
+    )
+
+
+def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
+    """Rank correlation of predicted with realised shifts, with its interval and the ceiling that noise sets."""
+    table = shown_predictions(diff)
+    if table.empty:
+        return None
+    runs = list(dict.fromkeys(table.checkpoint))
+    ways = list(dict.fromkeys(table.predicted_on))
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
+        subplot_titles=["<b>policy part</b>: the base reads the run's responses", "<b>total</b>: the run reads them"],
+    )
+    for column, part in enumerate(("policy", "total"), start=1):
+        cell = {"row": 1, "col": column}
+        for order, way in enumerate(ways):
+            mine = table[(table.part == part) & (table.predicted_on == way)]
+            colour, symbol = BAND_STYLE.get(way, BAND_STYLE["all"])
+            y = [runs.index(run) + (order - (len(ways) - 1) / 2) * 0.2 for run in mine.checkpoint]
+            figure.add_trace(
+                go.Scatter(
+                    x=mine.rho.tolist(),
+                    y=y,
+                    mode="markers",
+                    name=f"predicted on {way} problems",
+                    legendgroup=way,
+                    showlegend=column == 1,
+                    marker={"color": colour, "symbol": symbol, "size": 9},
+                    error_x=whiskers(list(zip(mine.rho, mine.low, mine.high, strict=True)), colour),
+                    text=[
+                        f"{figure_text(r.checkpoint)}, {part}, predicted on {r.predicted_on} problems"
+                        f"{' (what it was trained on)' if r.matched else ''}<br>ρ {number(r.rho, sign=True)} "
+                        f"{interval(r.low, r.high, sign=True)}, p {r.p:.2g}, ceiling {number(r.ceiling)}"
+                        for r in views.records(mine)
+                    ],
+                    hovertemplate="%{text}<extra></extra>",
+                ),
+                **cell,
+            )
+            figure.add_trace(
+                go.Scatter(
+                    x=mine.ceiling.tolist(),
+                    y=y,
+                    mode="markers",
+                    name="ceiling",
+                    legendgroup="ceiling",
+                    showlegend=column == 1 and order == 0,
+                    marker={"symbol": "line-ns-open", "size": 12, "color": NEUTRAL, "line": {"width": 2}},
+                    hoverinfo="skip",
+                ),
+                **cell,
+            )
+        vertical_zero(figure, **cell)
+        figure.update_xaxes(
+            range=[-1.05, 1.05], title={"text": "rank correlation over features", "standoff": 4}, **cell
+        )
+        _rows(figure, runs, cell)
+    height = len(runs) * (18 * len(ways) + 14) + 120
+    return finish(figure, height=height, left=130, top=70, bottom=46, legend=LEGEND)
+
+
+def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
+    """Drawn comparisons with the shift over all problems, for the last step of every run."""
+    table = diff.predicted
+    if table is None or table.empty:
+        return pd.DataFrame(columns=["checkpoint", "predicted_on"])
+    last = table.checkpoint.isin(views.final_checkpoints(diff))
+    return table[last & (table.note == "") & (table.realised_on == "all")].reset_index(drop=True)
+
+
+def causal_figure(diff: FeatureDiff) -> go.Figure | None:
+    """What every intervention and its controls changed, paired over problems."""
+    tests = [test for test in diff.info.get("causally_tested") or [] if test.get("changes")][:_MAX_TESTS]
+    if not tests:
+        return None
+    changes = [pd.DataFrame(test["changes"]) for test in tests]
+    measured = [
+        m for m in views.behaviour_order(c for table in changes for c in table.behaviour) if m != "response_length"
+    ]
+    measured = measured[:_MAX_MEASURED]
+    rows = [[c for c in CONDITIONS if (table.condition == c).any()] for table in changes]
+    inner = sum(len(r) * 20 + 12 for r in rows) + (len(tests) - 1) * 52
+    figure = make_subplots(
+        rows=len(tests),
+        cols=len(measured),
+        shared_yaxes=True,
+        row_heights=[float(len(r) * 20 + 12) for r in rows],
+        horizontal_spacing=0.025,
+        vertical_spacing=52 / inner if len(tests) > 1 else 0,
+    )
+    for row, (test, table, conditions) in enumerate(zip(tests, changes, rows, strict=True), start=1):
+        for column, name in enumerate(measured, start=1):
+            mine = table[(table.behaviour == name) & table.condition.isin(conditions)]
+            colours = [
+                RAISED if r.change_low > 0 else LOWERED if r.change_high < 0 else NEUTRAL for r in views.records(mine)
+            ]
+            for r, colour in zip(views.records(mine), colours, strict=True):
+                main = r.condition == "features"
+                figure.add_trace(
+                    go.Scatter(
+                        x=[r.change],
+                        y=[conditions.index(r.condition)],
+                        mode="markers",
+                        showlegend=False,
+                        marker={
+                            "color": colour,
+                            "symbol": "diamond" if main else "circle-open",
+                            "size": 10 if main else 8,
+                        },
+                        error_x=whiskers([(r.change, r.change_low, r.change_high)], colour),
+                        hovertemplate=f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} "
+                        f"{interval(r.change_low, r.change_high, sign=True)}<extra></extra>",
+                    ),
+                    row=row,
+                    col=column,
+                )
+            vertical_zero(figure, row=row, col=column)
+            _rows(figure, [CONDITIONS[c] for c in conditions], {"row": row, "col": column}, 30)
+            figure.update_xaxes(range=[-1.05, 1.05], nticks=5, row=row, col=column)
+            if row == len(tests):
+                title = {"text": f"change of {figure_text(views.behaviour_name(name))}", "standoff": 4}
+                figure.update_xaxes(title=title, row=row, col=column)
+        axis = figure.get_subplot(row, 1)
+        figure.add_annotation(
+            text=f"<b>{figure_text(views.test_name(test), 110)}</b>",
+            xref="paper", yref="paper", x=0, y=axis.yaxis.domain[1], yshift=4, xanchor="left", yanchor="bottom",
+            showarrow=False, font={"size": 12.5},
+        )  # fmt: skip
+    return finish(figure, height=inner + 90, left=190, top=34, bottom=56)

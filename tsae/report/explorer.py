@@ -1,0 +1,248 @@
+"""The explorer: a table of all features to filter and sort, and a card for the one that is looked at.
+
+Here its data is collected and the empty frame written; report/explorer.js and report/card.js fill it. Data reaches the
+page as JSON and is shown as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.diff.confounds import CONTROLS, FAILS
+from tsae.diff.result import CONTRAST, FeatureDiff
+from tsae.report import views
+from tsae.report.contexts import Contexts, contexts, histograms
+from tsae.report.packing import number_array, packed
+from tsae.report.text import html_text, script_json, shortened, visible
+
+NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
+NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
+_NUMBERS = ("reference", "mean", "difference", "low", "high", "d", "q")
+_KEYS = list(CONTRAST)
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """What the page takes in."""
+
+    frame: str
+    """HTML."""
+    parts: dict[str, str]
+    """Packed JSON by name: features, trajectories, examples-0 …"""
+
+
+def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
+    """Collect everything.
+
+    Args:
+        diff: with its `source` there are examples.
+        first: features to come first: the first of them is open when the page is, and examples go to them first.
+    """
+    shown = contrasts_shown(diff)
+    order = [*first, *_by_strength(diff, shown, set(first))]
+    found = None
+    if diff.source is not None:
+        found = contexts(diff.source, order, diff.info.get("token_strings", {}))
+    parts = {"features": packed(_features(diff, shown, order, found))}
+    if diff.dynamics is not None and len(diff.dynamics):
+        parts["steps"] = packed(_steps(diff.dynamics))
+    if found is not None:
+        parts["trajectories"] = packed(found.trajectories)
+        parts |= {f"examples-{i}": packed(chunk) for i, chunk in enumerate(found.chunks)}
+    return Explorer(_frame(diff, shown), parts)
+
+
+def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
+    """Contrasts of the cards, in their order: every run's shift by band and outcome with its two parts, then successes
+    against failures by reader and band, then interactions as the base reads them."""
+    table = diff.contrasts
+    if table.empty:
+        return table
+    runs = views.final_checkpoints(diff)
+    main = {run: views.main_part(diff, run) for run in runs}
+    of_run = (table.kind == "shift") & table.checkpoint.isin(runs)
+    whole = (table.band == "all") & (table.outcome == "all")
+    kept = of_run & (
+        (table.part == table.checkpoint.map(main)) | (whole & table.part.isin(["policy", "representation"]))
+    )
+    kept |= (table.kind == "outcome") & table.checkpoint.isin([diff.base, *runs])
+    kept |= (table.kind == "interaction") & (table.checkpoint == diff.base)
+    shown = table[kept]
+    # Whole bands before outcomes alone; within a run in the order of the diff.
+    order = (shown.kind == "shift") & (shown.outcome != "all")
+    return shown.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
+
+
+def _by_strength(diff: FeatureDiff, shown: pd.DataFrame, taken: set[int]) -> list[int]:
+    """Active features, discoveries with the largest |d| over the shown contrasts first."""
+    table = diff.shifts.merge(shown[_KEYS], on=_KEYS) if len(shown) and len(diff.shifts) else diff.shifts
+    strength = np.zeros(len(diff.features))
+    if len(table):
+        weight = table.d.abs().to_numpy() + 1e3 * (table.q.to_numpy() <= diff.q)
+        np.maximum.at(strength, table.feature.to_numpy(), np.nan_to_num(weight))
+    order = np.argsort(-strength, kind="stable")
+    active = diff.features.firing_rate.to_numpy() > 0
+    return [int(f) for f in order if active[f] and int(f) not in taken]
+
+
+def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: Contexts | None) -> str:
+    """JSON of all features and their effects, column by column."""
+    table = diff.features
+    columns: dict[str, Any] = {
+        "group": [visible(str(g)) for g in table.group],
+        "responds": [visible(str(r)) for r in table.responds_to],
+        "tokens": [[visible(str(t)) for t in tokens] for tokens in table.top_tokens],
+    }
+    arrays = {name: table[name] for name in ("firing_rate", "top_token_share", "length_correlation")}
+    arrays |= {name: table[name] for name in ("share", "stability") if name in table}
+    if "family" in table:
+        columns["family"] = [visible(str(f)) for f in table.family]
+        arrays["family_share"] = table.family_share
+    if "promotes" in table:
+        for side in ("promotes", "suppresses"):
+            columns[side] = [[shortened(visible(str(t)), 40) for t in tokens] for tokens in table[side]]
+            columns[f"{side}_by"] = [[float(f"{v:.3g}") for v in values] for values in table[f"{side}_by"]]
+    if found is not None:
+        columns["chunk"] = [found.where.get(f, -1) for f in range(len(table))]
+    columns["flags"] = [views.confounds(row) for _, row in table.iterrows()]
+    effects = _effects(diff, shown)
+    info = {
+        "q": diff.q,
+        "base": visible(diff.base),
+        "order": order,
+        "left_out": 0 if found is None else found.left_out,
+        "no_examples": "" if found is not None else NO_SOURCE,
+        "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
+        "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
+        "no_logits": "" if "promotes" in table else NO_LOGITS,
+        "flag_words": _flag_words(),
+        "contrasts": [_contrast(diff, row) for row in views.records(shown)],
+    }
+    text = script_json({"info": info, "columns": columns})[:-1]
+    text += ',"numbers":{' + ",".join(f'"{name}":{number_array(a.to_numpy())}' for name, a in arrays.items()) + "}"
+    if diff.source is not None:
+        counts, top = histograms(diff.source, diff.info["config"]["span"])
+        text += f',"histogram":{script_json(counts)},"maximum":{number_array(top)}'
+    return f'{text},"effects":[{",".join(effects)}]}}'
+
+
+def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
+    """JSON per contrast: features, their numbers column by column, and controls that they do not survive."""
+    if shown.empty or diff.shifts.empty:
+        return ["{}"] * len(shown)
+    rows = diff.shifts.groupby(_KEYS, sort=False).indices
+    failed = {}
+    if len(diff.confounds):
+        bad = diff.confounds[diff.confounds.verdict == FAILS]
+        for key, part in bad.groupby(_KEYS, sort=False):
+            code = part.control.map({control: 1 << i for i, control in enumerate(CONTROLS)})
+            failed[key] = code.groupby(part.feature).sum().to_dict()
+    written = []
+    for contrast in views.records(shown[_KEYS]):
+        key = tuple(contrast)[1:]
+        mine = diff.shifts.iloc[rows.get(key, [])]
+        lost = failed.get(key, {})
+        cells = [f'"{name}":{number_array(mine[name].to_numpy())}' for name in _NUMBERS]
+        lists = [f'"feature":{mine.feature.tolist()}', f'"lost":{[int(lost.get(f, 0)) for f in mine.feature]}']
+        written.append("{" + ",".join([*lists, *cells]).replace(", ", ",") + "}")
+    return written
+
+
+def _steps(table: pd.DataFrame) -> str:
+    """JSON per feature: a list a run, of run, kind, onset, steps, shift, lo, hi."""
+    lines: dict[int, list[str]] = {}
+    for (run, feature), rows in table.sort_values("step").groupby(["run", "feature"], sort=False):
+        numbers = [number_array(rows[name].to_numpy()) for name in ("step", "shift", "lo", "hi")]
+        onset = number_array(rows.onset.to_numpy()[:1], 6)[1:-1]
+        named = [script_json(visible(str(run))), script_json(visible(str(rows.kind.iloc[0]))), onset]
+        lines.setdefault(int(feature), []).append(f"[{','.join([*named, *numbers])}]")
+    return "{" + ",".join(f'"{feature}":[{",".join(runs)}]' for feature, runs in lines.items()) + "}"
+
+
+def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
+    where = "all problems" if row.band == "all" else f"{row.band.replace('-', ' − ')} problems"
+    if row.kind == "shift":
+        block = str(row.checkpoint)
+        if row.outcome != "all":
+            block += f", {'successes' if row.outcome == 'success' else 'failures'} alone"
+        part = "" if row.part == views.main_part(diff, row.checkpoint) else views.PART_NAMES.get(row.part, row.part)
+    elif row.kind == "outcome":
+        block, part = f"read by {row.checkpoint}", ""
+    else:
+        block, part = "success − failure in one band − in another", ""
+    return {
+        "block": visible(block),
+        "where": visible(part or where),
+        "kind": row.kind,
+        "first": row.kind != "interaction"
+        and row.outcome == "all"
+        and (row.kind == "shift" or row.checkpoint == diff.base),
+        "refused": visible(str(row.note)),
+        "problems": int(row.n_problems),
+    }
+
+
+def _verdicts(insertion: pd.DataFrame) -> dict[str, str]:
+    """What became of a feature's top tokens in other contexts, by feature."""
+    found: dict[str, list[str]] = {}
+    for row in views.records(insertion):
+        found.setdefault(str(row.feature), []).append(f"{row.verdict} as {row.reader} reads it")
+    return {feature: visible("; ".join(said)) for feature, said in found.items()}
+
+
+def _flag_words() -> dict[str, str]:
+    return {
+        "one token": "At least half of its activation is on a single token, so it may be lexical.",
+        "tracks length": "It correlates with the length of the base's responses (|ρ| ≥ 0.7): a change of length alone "
+        "would move it.",
+        "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
+    }
+
+
+def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
+    blocks: dict[str, list[str]] = {}
+    for i, row in enumerate(views.records(shown)):
+        named = _contrast(diff, row)
+        kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
+        label = html_text(f"{named['block']}: {named['where']}")
+        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{label}</option>')
+    effect = "".join(f'<optgroup label="{html_text(b)}">{"".join(options)}</optgroup>' for b, options in blocks.items())
+    families = list(dict.fromkeys(diff.features.family)) if "family" in diff.features else []
+    controls = [
+        _control("Effect in", f'<select name="contrast">{effect}</select>', "wide") if effect else "",
+        _control("Number, or what it responds to", '<input name="text" type="search" autocomplete="off">'),
+        _select("Direction", "direction", {"": "any", "1": "raised", "-1": "lowered"}),
+        _control("q at most", f'<input name="q" type="number" min="0" max="1" step="any" value="{diff.q:g}">'),
+        _control("|d| at least", '<input name="d" type="number" min="0" step="any" value="0">'),
+        _select("Level", "group", {"": "any", "high": "high", "low": "low"}),
+        _select("Family", "family", {"": "any", **{f: f for f in sorted(families)}}) if families else "",
+        _control("Stability at least", '<input name="stability" type="number" min="0" max="1" step="any" value="0">')
+        if views.has_stability(diff)
+        else "",
+        _control("Without confound flags", '<input name="clean" type="checkbox">', "check"),
+    ]
+    return (
+        '<div id="explorer" hidden><div class="filters" role="search" aria-label="Filter features">'
+        f'{"".join(controls)}<button type="button" id="reset">Reset</button></div>'
+        '<div class="browse"><div class="list"><p class="quiet" role="status" id="found"></p>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Features"><table id="features">'
+        "<caption class='unseen'>Features that match the filters</caption><thead></thead><tbody></tbody></table></div>"
+        '<p class="pages"><button type="button" id="earlier">← Previous</button> <span id="page"></span> '
+        '<button type="button" id="later">Next →</button></p></div>'
+        '<div id="card" tabindex="-1"></div></div></div>'
+        "<p class='quiet' id='explorer-waits'>The explorer needs JavaScript.</p>"
+    )
+
+
+def _control(label: str, control: str, kind: str = "") -> str:
+    return f'<label class="{kind}"><span>{html_text(label)}</span>{control}</label>'
+
+
+def _select(label: str, name: str, options: dict[str, str]) -> str:
+    listed = "".join(f'<option value="{html_text(v)}">{html_text(text)}</option>' for v, text in options.items())
+    return _control(label, f'<select name="{name}">{listed}</select>')
