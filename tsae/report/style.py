@@ -16,7 +16,7 @@ RAISED, LOWERED, NEUTRAL = "#d4622a", "#2f7fc1", "#858b95"
 SERIES = ("#858b95", "#1b9381", "#a55cc0", "#b8860b", "#d4622a", "#2f7fc1", "#c2527b", "#6b8e23")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
 BAND_STYLE = {
-    "easy": ("#1b9381", "circle"),
+    "easy": ("#168f57", "circle"),
     "medium": ("#a55cc0", "diamond"),
     "hard": ("#b8860b", "square"),
     "all": ("#858b95", "circle-open"),
