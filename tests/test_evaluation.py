@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from builders import synthetic_store
+from builders import make_rollouts, synthetic_store
+from test_finding import save_adapter
 
+import tsae
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.hooks import rewritten
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.evaluation import evaluate
@@ -296,6 +299,30 @@ def test_a_perfect_sae_recovers_everything(store: ActivationStore, series: Any) 
     assert found.losses[0].loss != found.losses[1].loss
     assert "reader easy-10" in str(found)
     assert list(found.loss_table().reader) == store.readers
+
+
+def test_adapters_are_spliced_over_a_base_that_is_loaded_once(
+    llama: Path, sae: TemporalSAE, fingerprint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for step in (5, 10):
+        save_adapter(llama, tmp_path / "run" / f"checkpoint-{step}", seed=step)
+    adapters = CheckpointSeries.load(llama, tmp_path / "run")
+    rollouts = make_rollouts(("base",), tokenizer=fingerprint)
+    acts = tsae.capture(adapters, rollouts, [SITE], to=tmp_path / "acts", progress=False)
+    rows = list(range(len(rollouts)))
+    alone = [loss_recovered(sae, acts, checkpoint, rows) for checkpoint in adapters]
+    loads: list[str] = []
+    plain = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]
+    )
+    found = evaluate(sae, acts, held_out=None, max_norm=1e9, series=adapters)
+    assert len(loads) == 1
+    assert [loss.reader for loss in found.losses] == ["base", "run-00005", "run-00010"]
+    assert [loss.kl for loss in found.losses] == pytest.approx([loss.kl for loss in alone], rel=1e-6)
+    assert len({round(loss.loss, 6) for loss in found.losses}) == 3
 
 
 def test_padding_batches_and_special_tokens_do_not_matter(

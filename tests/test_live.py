@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_rollouts
+from test_capture_runs import ERRORS, short_of_memory
 from test_long_runs import checkpoint, same_files, start
 
 import tsae
@@ -50,16 +53,17 @@ class Recording(LiveWindows):
             super()._fill(epoch, block, windows)
             self.fills.append((epoch, block, len(self._buffer)))
 
-    def _batch(self, windows: np.ndarray, share: Any, rng: Any) -> Any:
-        tokens = []
-        for number, low, length in windows[np.lexsort((windows[:, 1], windows[:, 0]))].tolist():
-            shard = self.shards[number]
-            text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
-            assert low + length <= shard.offsets[text + 1]  # within one trajectory
-            first = low - int(shard.offsets[text])
-            tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
-        self.read.append(tokens)
-        return super()._batch(windows, share, rng)
+    def _divided(self, windows: np.ndarray, numbers: range) -> Any:
+        for number, part in super()._divided(windows, numbers):
+            tokens = []
+            for at, low, length in part[np.lexsort((part[:, 1], part[:, 0]))].tolist():
+                shard = self.shards[at]
+                text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
+                assert low + length <= shard.offsets[text + 1]  # within one trajectory
+                first = low - int(shard.offsets[text])
+                tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
+            self.read.append(tokens)
+            yield number, part
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +345,64 @@ def test_what_does_not_fit_is_refused(source: LiveSource, series: Any, rollouts:
     foreign = make_rollouts(("base",), n_problems=2, tokenizer="another")
     with pytest.raises(TsaeError, match="the trajectories were tokenised with"):
         LiveSource(series, foreign, SITE, config=CONFIG)
+
+
+# --- memory, and several processes
+
+
+def test_a_buffer_that_does_not_fit_into_memory_is_read_in_smaller_batches(
+    series: CheckpointSeries, rollouts: Any, source: LiveSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = list(LiveWindows(source, SITE).epoch(1, 64))
+    tried = short_of_memory(monkeypatch, 30, ERRORS[0])
+    found = []
+    for _ in range(2):
+        tried.clear()
+        with pytest.warns(RuntimeWarning, match=r"was short of memory and goes on with \d+ tokens in a forward pass"):
+            found.append(list(LiveWindows(LiveSource(series, rollouts, SITE, config=CONFIG), SITE).epoch(1, 64)))
+        assert max(tried) > 30
+        assert sum(tokens <= 30 for tokens in tried) > 10
+    # Everything is there, in the same order, and short of memory at the same sizes again it is the same to the bit.
+    for batch, a, b in zip(expected, *found, strict=True):
+        assert a.x.tobytes() == b.x.tobytes()
+        assert a.trajectory.tolist() == batch.trajectory.tolist()
+        np.testing.assert_allclose(a.x, batch.x, atol=1e-5)
+
+
+def test_what_cannot_be_read_in_smaller_batches_is_refused(
+    series: CheckpointSeries, rollouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = LiveSource(series, rollouts, SITE, config=CONFIG).windows(SITE, max_norm=1e6)
+    short_of_memory(monkeypatch, 30, ERRORS[0])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TsaeError, match=r"together while reader \S+ reads, and several processes have to read alike"):
+        list(windows.epoch(1, 64))
+    monkeypatch.delenv("WORLD_SIZE")
+    short_of_memory(monkeypatch, 5, ERRORS[0])
+    with pytest.raises(TsaeError, match=r"trajectory \d+ does not fit into memory by itself while reader"):
+        list(windows.epoch(1, 64))
+
+
+@pytest.mark.slow
+def test_torchrun_trains_without_a_store(series_folder: Path, rollouts: Any, tmp_path: Path) -> None:
+    file = str(rollouts.write(tmp_path / "rollouts.parquet"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tsae", "train", "--live.series", str(series_folder), "--live.rollouts", file]
+    options = ["--live.buffer-tokens", "400", "--live.batch-tokens", "128", "--site", SITE]
+    options += ["--d-sae", "64", "--k", "4", "--tokens", "3000", "--batch-tokens", "100"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for launch, to in ((torchrun, "two"), ([sys.executable], "one")):
+        with subprocess.Popen([*launch, *command, *options, "--to", str(tmp_path / to)], **pipes) as child:
+            try:
+                out, err = child.communicate(timeout=120)
+            finally:
+                child.terminate()  # torchrun then ends its processes, which a kill would leave behind
+        assert child.returncode == 0, err
+        assert out.count("wrote ") == 1
+    one, two = (tsae.TemporalSAE.load(tmp_path / name) for name in ("one", "two"))
+    assert (one.training_info["processes"], two.training_info["processes"]) == (1, 2)
+    # The same training but for the order of sums.
+    torch.testing.assert_close(two.W_dec, one.W_dec, atol=1e-3, rtol=0)
 
 
 def test_the_command_line_trains_without_a_store(

@@ -19,6 +19,7 @@ import tsae
 from tsae.checkpoints.series import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
+from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
@@ -90,6 +91,43 @@ def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoin
     # One ended by itself, and its end token is put back; the other was cut off.
     assert column(found, "response_ids") == [[16, 1, EOS], [16, 1]]
     assert column(found, "finish_reason") == ["stop", "length"]
+
+
+def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {**BARE, "required_steps": 2, "share": 1, "easy": True, "topic": "sum", "mixed": 1, "tags": ["a", "b"]},
+        {**BARE, "share": 0.5, "easy": False, "topic": None, "mixed": "two", "tags": {"x": 1}, "huge": 1 << 70},
+        {**BARE, "response": "1+1=2;#2", "required_steps": 1, "topic": "“é”", "more": 3},
+    ]
+    names = ("required_steps", "share", "easy", "topic", "mixed", "tags", "huge", "more")
+    found = read(log(tmp_path / "log.jsonl", rows), policy, keep_columns=names)
+    expected = {
+        "required_steps": ("int64", [2, None, 1]),
+        "share": ("double", [1.0, 0.5, None]),
+        "easy": ("bool", [True, False, None]),
+        "topic": ("string", ["sum", None, "“é”"]),
+        "mixed": ("string", ["1", "two", None]),
+        "tags": ("string", ['["a", "b"]', '{"x": 1}', None]),
+        "huge": ("string", [None, str(1 << 70), None]),
+        "more": ("int64", [None, None, 3]),
+    }
+    for name, (kind, values) in expected.items():
+        assert str(found.table[f"extra/{name}"].type) == kind, name
+        assert column(found, f"extra/{name}") == values
+    plain = read(tmp_path / "log.jsonl", policy)
+    assert plain.fingerprint == found.fingerprint
+    assert not [name for name in plain.table.column_names if name.startswith("extra/")]
+    # pandas writes NaN where a number is missing.
+    pd.DataFrame(rows)[["prompt", "response", "answer", "required_steps"]].to_parquet(tmp_path / "log.parquet")
+    again = read(tmp_path / "log.parquet", policy, keep_columns=("required_steps",))
+    assert column(again, "extra/required_steps") == [2.0, None, 1.0]
+    # Two operations were needed for the first, one for the third; neither and one are written out.
+    assert column(with_behaviours(found), "skipped_steps") == [1.0, None, 0.0]
+    with pytest.raises(TsaeError, match=r"no row has a column 'topics' to keep.*--keep-columns"):
+        read(tmp_path / "log.jsonl", policy, keep_columns=("topic", "topics"))
+    main(["rollouts", "import", str(tmp_path / "log.jsonl"), "--checkpoint", policy.path, "--to",
+          str(tmp_path / "r.parquet"), "--keep-columns", "required_steps", "topic"])  # fmt: skip
+    assert column(Rollouts.read(tmp_path / "r.parquet"), "extra/topic") == ["sum", None, "“é”"]
 
 
 def test_token_ids_are_taken_as_they_are(policy: Checkpoint, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,17 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.report import figures, views, write_report
+from tsae.report.contexts import AFTER, BEFORE, contexts, histograms
+from tsae.report.explorer import contrasts_shown
 from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.page import render
+from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
@@ -175,6 +182,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.scripts: list[str] = []
+        self.parts: dict[str, str] = {}
         self._in: str | None = None
         self.feed(text)
         self.close()
@@ -187,11 +195,17 @@ class Page(HTMLParser):
         self._in = None
 
     def handle_data(self, data: str) -> None:
+        if self._in == "script" and (id := self.tags[-1][1].get("id") or "").startswith("part-"):
+            self.parts[id.removeprefix("part-")] = data
         (self.scripts if self._in == "script" else self.texts).append(data)
 
     @property
     def text(self) -> str:
         return " ".join(self.texts)
+
+    def part(self, name: str) -> Any:
+        """What the page's script unpacks."""
+        return json.loads(zlib.decompress(base64.b64decode(self.parts[name])))
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -325,19 +339,22 @@ def test_confounds_are_words(page: Page) -> None:
 def test_stability_is_shown_where_it_is_known(page: Page) -> None:
     made = make()
     known = {"n_others": 2, "n_latents": 6, "cosine": 0.81, "found_again": 0.75, "same_group": 1.0}
-    features = made.features.assign(stability=[0.93, 0.41, 0.7, 0.95, 0.9, 0.99])
+    features = made.features.assign(stability=[0.93, 0.7, 0.41, 0.95, 0.9, 0.99])
     table, strings = source(["a"])
     diff = replace(made, features=features, info={**made.info, "stability": known, "token_strings": strings})
     shown = Page(render(replace(diff, source=table)))
     fact = "2 other seeds on average find 75 % of 6 active features again (cosine of matched decoder directions ≥ 0.7)"
     assert f"{fact}; mean cosine 0.81." in shown.texts
     assert "25 %, high-level, stability 0.93" in shown.texts
-    # Feature 1 alone is below .7: in its rows and on its card.
+    # Feature 2 alone is below .7: in its rows and for the explorer.
     flagged = [attributes["title"] for _, attributes in shown.tags if "matched cosine" in str(attributes.get("title"))]
     assert set(flagged) == {"matched cosine 0.41 with other seeds"}
     assert shown.texts.count("not found again") == len(flagged) > 0
-    assert re.search(r"low-level; fires on 10.0% of tokens; top tokens .*; stability 0\.41", shown.text)
+    data = shown.part("features")
+    assert data["numbers"]["stability"] == [0.93, 0.7, 0.41, 0.95, 0.9, 0.99]
+    assert [f for f, flags in enumerate(data["columns"]["flags"]) if "not found again" in flags] == [2]
     assert "stability" not in page.text.lower()
+    assert "stability" not in page.part("features")["numbers"]
     assert "not found again" not in page.texts
     for text in (opposed_text, lambda d, up, down, n: outcome_text(d, n)):
         plain, with_stability = (text(d, "up-run", "down-run", 6).splitlines() for d in (made, diff))
@@ -348,16 +365,138 @@ def test_stability_is_shown_where_it_is_known(page: Page) -> None:
 
 
 def test_examples_need_the_feature_table(page: Page) -> None:
-    assert "No examples" in page.text
+    assert "without its feature table" in page.part("features")["info"]["no_examples"]
+    assert set(page.parts) == {"features"}
     table, strings = source(["x", "y", "z"])
     made = make(source=table)
     made.info["token_strings"] = strings
     page = Page(render(made))
-    assert "No examples" not in page.text
-    assert "✓ success" in page.text
-    assert "✗ failure" in page.text
-    assert sum(tag == "mark" for tag, _ in page.tags) >= 3
-    assert "#1" in Page(render(make(source=table))).text  # ids where no strings were kept
+    assert page.part("features")["info"]["no_examples"] == ""
+    data = page.part("trajectories")
+    # Two trajectories of prompt 0 and response 0, 1, 2; token 0 is the most frequent.
+    assert data["strings"] == ["x", "y", "z"]
+    assert data["trajectories"]["1"] == ["p1", "up-run", "failure", 1, 4, [[0, [0, 0, 1, 2]]]]
+    maximum, groups = page.part("examples-0")["3"]
+    assert maximum == 3.0
+    # Activations 0, 1, 2, 3: strongest at token 3, in steps of a 99th of 3; ties go to the first row.
+    assert groups[0] == [
+        "strongest",
+        [[0, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]], [1, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]]],
+    ]
+    assert (
+        Page(render(make(source=table))).part("trajectories")["strings"][1] == "#1 "
+    )  # ids where no strings were kept
+
+
+def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
+    made, data = make(), page.part("features")
+    contrasts = data["info"]["contrasts"]
+    assert [c["where"] for c in contrasts[:5]] == [
+        "all problems", "easy problems", "hard problems", "policy part", "representation part",
+    ]  # fmt: skip
+    shown = contrasts_shown(made)
+    assert len(shown) == len(contrasts) == len(data["effects"])
+    keys = ["kind", "checkpoint", "part", "band", "outcome"]
+    for contrast, effect in zip(shown[keys].to_dict("records"), data["effects"], strict=True):
+        rows = made.table(**contrast)
+        assert effect["feature"] == rows.feature.tolist()
+        for name in ("difference", "low", "high", "d", "q"):
+            np.testing.assert_allclose(effect[name], rows[name], rtol=5e-3)
+    assert data["info"]["q"] == 0.05
+    # Raised or lowered by most first; the feature that never moved last.
+    assert data["info"]["order"][-1] == 5
+    assert data["columns"]["flags"] == [
+        ["one token", "tracks length"],
+        [],
+        ["tracks length"],
+        [],
+        ["tracks length"],
+        [],
+    ]
+
+
+def test_controls_that_a_feature_does_not_survive_reach_its_card() -> None:
+    keys = {"kind": "shift", "checkpoint": "up-run", "part": "total", "band": "all", "outcome": "all"}
+    verdicts = [(0, "length", FAILS), (0, "token", FAILS), (1, "length", SURVIVES), (2, "position", FAILS)]
+    confounds = pd.DataFrame([{**keys, "feature": f, "control": c, "verdict": v} for f, c, v in verdicts])
+    data = Page(render(make(confounds=confounds))).part("features")
+    assert data["effects"][0]["lost"] == [0b101, 0, 0b010, 0, 0, 0]
+
+
+def test_examples_of_every_kind() -> None:
+    """Forty problems, whose activation falls from problem to problem; both outcomes in every second one."""
+    records, values = [], []
+    for problem in range(40):
+        for outcome in ("success", "failure") if problem % 2 == 0 else ("success",):
+            records.append(
+                {
+                    "problem_id": f"p{problem}", "policy": "base", "prompt_ids": [0], "response_ids": [1, 2],
+                    "outcome": outcome, "prompt": "", "response": "",
+                }
+            )  # fmt: skip
+            values.append([0.0, 40.0 - problem if outcome == "success" else 0.0, 1.0])
+    n = len(records)
+    table = FeatureTable(
+        codes=sp.csr_array(np.array(values, dtype=np.float32).reshape(-1, 1)),
+        token_ids=np.array([0, 1, 2] * n, dtype=np.int32),
+        row_offsets=np.arange(0, 3 * n + 1, 3),
+        reader=np.zeros(n, dtype=np.int32),
+        trajectory=np.arange(n),
+        rollouts=Rollouts.from_records(records),
+        info={"sae": {"d_high": 1}, "readers": [reader("base", None)], "special_ids": []},
+    )
+    found = contexts(table, [0], {})
+    groups = dict(found.chunks[0]["0"][1])
+    problem = {int(t): record[0] for t, record in found.trajectories["trajectories"].items()}
+    told = {name: [(problem[e[0]], e[5]) for e in examples] for name, examples in groups.items()}
+    assert told["pairs"] == [("p0", 40.0), ("p0", 1.0), ("p2", 38.0), ("p2", 1.0)]
+    assert told["strongest"] == [("p0", 40.0), ("p1", 39.0), ("p2", 38.0)]
+    # 60 rows by their strongest token: 1 to 6 the top tenth, 7 to 30 above the median, the failures among the others.
+    assert told["90–100 %"] == [("p3", 37.0), ("p4", 36.0)]
+    assert [value for _, value in told["50–90 %"]] == [23.0, 22.0]
+    assert {value for _, value in told["0–50 %"]} == {1.0}
+    outcomes = [found.trajectories["trajectories"][str(e[0])][2] for e in groups["pairs"]]
+    assert outcomes == ["success", "failure"] * 2
+    none = contexts(table, [0], {}, max_tokens=0)
+    assert (none.chunks, none.left_out) == ([], 1)
+
+
+def test_a_long_trajectory_keeps_a_window() -> None:
+    n = 5000
+    records = [
+        {
+            "problem_id": "p",
+            "policy": "base",
+            "prompt_ids": [0],
+            "response_ids": [1] * (n - 1),
+            "outcome": "success",
+            "prompt": "",
+            "response": "",
+        }
+    ]
+    codes = np.zeros((n, 2), dtype=np.float32)
+    codes[[1000, 1100, 4000], 0] = [2, 1, 1]
+    codes[4000, 1] = 1
+    table = FeatureTable(
+        codes=sp.csr_array(codes), token_ids=np.r_[0, np.ones(n - 1)].astype(np.int32), row_offsets=np.array([0, n]),
+        reader=np.array([0]), trajectory=np.array([0]), rollouts=Rollouts.from_records(records),
+        info={"sae": {"d_high": 1}, "readers": [reader("base", None)], "special_ids": []},
+    )  # fmt: skip
+    found = contexts(table, [0, 1], {})
+    (example,) = found.chunks[0]["0"][1][0][1]
+    assert example == [0, 0, 1000, 1000 - BEFORE, 1000 + AFTER, 2.0, [BEFORE, 100], [99, 50]]
+    segments = found.trajectories["trajectories"]["0"][5]
+    assert [(start, len(ids)) for start, ids in segments] == [(744, BEFORE + AFTER), (3744, BEFORE + AFTER)]
+
+
+def test_histograms_count_every_active_token_of_the_span() -> None:
+    table, _ = source(["a", "b", "c"])
+    counts, top = histograms(table, "response")
+    assert top.tolist() == [3.0] * 6
+    # Two responses with activations 1, 2 and 3; the prompt's 0 is no activation.
+    assert {int(i): int(n) for i, n in enumerate(counts[0]) if n} == {8: 2, 16: 2, 23: 2}
+    counts, _ = histograms(replace(table, codes=table.codes * 0), "response")
+    assert counts.sum() == 0
 
 
 @pytest.mark.parametrize("attack", [MARKUP, INVISIBLE])
@@ -380,10 +519,12 @@ def test_hostile_text_is_shown_and_does_nothing(attack: str, tmp_path: Path, pag
     written = write_report(made, tmp_path / "report.html", title=attack).read_bytes().decode("utf-8")
     page = Page(written)
     count = [sum(tag == name for tag, _ in page.tags) for name in ("script", "img", "b", "iframe", "svg")]
-    assert count == [3, 0, 0, 0, 0]
+    assert count == [6, 0, 0, 0, 0]  # figures, three packed parts, Plotly and ours
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     # Our two scripts are the same bytes as ever, and figures are still whole JSON.
-    assert [s for s in page.scripts if not s.startswith("{")] == [s for s in plain.scripts if not s.startswith("{")]
+    assert page.scripts[-2:] == plain.scripts[-2:]
+    assert all(re.fullmatch("[A-Za-z0-9+/=]+", part) for part in page.parts.values())
+    assert visible(attack) in page.part("trajectories")["strings"]
     assert set(plain.drawn) <= set(page.drawn)
     assert visible(attack) in page.text
     # Plotly reads markup in labels: they reach it escaped.
@@ -483,3 +624,45 @@ def test_hard_against_medium_comes_first() -> None:
     pairs = [(up, down) for up, down, _ in views.opposed_pairs(made)]
     assert pairs[:2] == [("up-run", "down-run"), ("down-run", "up-run")]
     assert set(pairs[2:]) == {("easy-run", "down-run"), ("down-run", "easy-run")}
+
+
+# Machado, Oliveira and Fernandes (2009), full severity, on linear RGB.
+COLOUR_BLIND = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "typical": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb.clip(0, 1)
+    f = np.cbrt(xyz / np.array([0.9505, 1, 1.089]))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", COLOUR_BLIND)
+def test_colours_stay_apart_for_everybody(sight: str) -> None:
+    apart = [(RAISED, LOWERED), (RAISED, NEUTRAL), (LOWERED, NEUTRAL)]
+    apart += list(combinations([colour for colour, _ in BAND_STYLE.values()], 2))
+    seen = {name: lab(np.array(COLOUR_BLIND[sight]) @ linear(name)) for pair in apart for name in pair}
+    for one, other in apart:
+        # About 2.3 can just be noticed.
+        assert np.linalg.norm(seen[one] - seen[other]) > 20, (one, other)
+    # Where lines share a panel, either their colour or their shape differs.
+    assert len(set(SYMBOLS)) == len(SYMBOLS) == len(SERIES)
+    assert len({symbol for _, symbol in BAND_STYLE.values()}) == len(BAND_STYLE)
+
+
+@pytest.mark.parametrize("page_colour", ["#ffffff", "#14171b"])
+def test_marks_stand_out_from_the_page(page_colour: str) -> None:
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    ground = float(weights @ linear(page_colour))
+    for colour in {*SERIES, RAISED, LOWERED, NEUTRAL, *(colour for colour, _ in BAND_STYLE.values())}:
+        light, dark = sorted((float(weights @ linear(colour)), ground), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour

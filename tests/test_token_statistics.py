@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.special
 import torch
@@ -18,6 +19,7 @@ from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import HuggingFaceReader, positions
 from tsae.checkpoints.predictions import body_output, predictions
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.cli import main
 from tsae.errors import TsaeError
 
 SITE = "blocks.1.hook_resid_post"
@@ -184,6 +186,27 @@ def test_a_subset_has_the_same_rows(captured: ActivationStore) -> None:
     assert 0 < len(part) < 72
     # The base's log-probabilities and the run's threshold are there nevertheless.
     assert part.equals(expected.reset_index(drop=True))
+
+
+def test_the_command_line_tabulates(
+    captured: ActivationStore, store: ActivationStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "below" / "statistics.parquet"
+    options = ["--quantile", "0.7", "--readers", "base", "--outcomes", "failure"]
+    main(["store", "statistics", str(captured.path), "--to", str(to), *options])
+    subset = captured.subset(readers="base", outcomes="failure")
+    expected = tsae.trajectory_statistics(subset, quantile=0.7)
+    pd.testing.assert_frame_equal(pd.read_parquet(to), expected, check_dtype=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["base", "base"], ["base", "easy-10"]]
+    own = expected[expected.policy == "easy-10"]
+    means = [np.average(own[name], weights=own.n_tokens) for name in ("entropy", "choice_points", "kl_k3")]
+    assert lines[3].split()[2] == str(len(own))
+    assert lines[3].split()[3:5] == [f"{means[0]:.3f}", f"{means[1]:.1%}"]
+    assert lines[3].split()[6] == f"{means[2]:.4f}"
+    with pytest.raises(SystemExit):
+        main(["store", "statistics", str(store.path), "--to", str(to)])
+    assert "(--token-statistics)" in capsys.readouterr().err
 
 
 def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_path: Path) -> None:

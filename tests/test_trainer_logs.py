@@ -696,3 +696,28 @@ def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpo
     rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
     log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", [{**row, "kind": "eval"} for row in rows])
     assert len(read(log, chat, outcome="correct")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "expected"),
+    [
+        ("verl", "pred", None),
+        ("open-instruct", "dataset", None),
+        ("open-r1", "solution", None),
+        ("prime-rl", "idx", [0] * 4),  # of the task, which is not a column of its own
+        ("prime-rl", "env_name", ["add", "add", None, None]),
+        ("nemo-rl", "idx", None),
+        ("prime-rl-tokens", "rank", None),
+    ],
+)
+def test_every_log_keeps_columns_that_are_named(
+    chat: Checkpoint, name: str, kept: str, expected: list[Any] | None
+) -> None:
+    config: dict[str, Any] = {"outcome": "correct"} if name == "prime-rl" else {}
+    if expected is None:
+        rows = [row for file in sorted((LOGS / name).rglob("*.jsonl")) for row in rows_of(file) if kept in row]
+        several = [len(row.get("pass_rate_generations") or [0]) for row in rows]
+        expected = [row[kept] for row, n in zip(rows, several, strict=True) for _ in range(n)]
+    found = read(LOGS / name, chat, keep_columns=(kept,), **config)
+    assert len(found) == len(expected)
+    assert found.table[f"extra/{kept}"].to_pylist() == expected

@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg, subcommand
 from tsae.commands.analysis import Causal, Diff, Influence, Reinforcement, Report
 from tsae.commands.capturing import Capture, Drift
 from tsae.commands.common import as_json
+from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
 from tsae.commands.store import StoreCommand
 from tsae.commands.training import Encode, Evaluate, Export, Train, start_as_default
@@ -99,8 +100,27 @@ Command = (
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
+    | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
+    | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
     | Annotated[Completion, subcommand("completion", prefix_name=False)]
 )
+
+
+def parse(args: Sequence[str]) -> Any:
+    """The command that arguments name, not yet run.
+
+    Raises:
+        SystemExit: after --help (0), and for options that do not parse (2).
+        TsaeError: where a config refuses its values.
+    """
+    helping = "-h" in args or "--help" in args
+    if helping or list(args[:1]) == ["completion"]:
+        join_lines(Command)
+    # Parsing makes the configs, whose checks raise TsaeError too.
+    start = start_as_default(args)
+    given: dict[str, Any] = {} if start is None else {"default": start}
+    with redirect_stdout(WrappedOutput()) if helping else nullcontext():
+        return tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -109,17 +129,11 @@ def main(args: Sequence[str] | None = None) -> None:
     Exit status: 0 done; 2 a `TsaeError`, printed in one paragraph, or options that do not parse; 130 interrupted; 141
     the reader of the output went away; 1 anything else, with its traceback.
     """
-    args = sys.argv[1:] if args is None else args
-    helping = "-h" in args or "--help" in args
+    if not sys.stderr.isatty():
+        # A log keeps every state of a bar; tqdm reads this when it is imported.
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
     try:
-        if helping or args[:1] == ["completion"]:
-            join_lines(Command)
-        # Parsing makes the configs, whose checks raise TsaeError too.
-        start = start_as_default(args)
-        given: dict[str, Any] = {} if start is None else {"default": start}
-        with redirect_stdout(WrappedOutput()) if helping else nullcontext():
-            command: Any = tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
-        command.run()
+        parse(sys.argv[1:] if args is None else args).run()
     except TsaeError as error:
         print(f"tsae: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -136,7 +150,8 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. All of them
 run on the folder of a training run with `tsae run`, and on shipped checkpoints with `tsae demo`. What a diff found is
-tested by `tsae causal`; `tsae drift` needs none of the stages.
+tested by `tsae causal`, and put to use in training by `tsae credit` and `tsae reformulate`; `tsae drift` needs none of
+the stages.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 goes on; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

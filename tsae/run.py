@@ -75,6 +75,9 @@ class RunConfig:
     """Which contrasts are drawn; its seed is the run's."""
 
     def __post_init__(self) -> None:
+        for name in ("path", "to", "log"):
+            if getattr(self, name) is not None:  # Python callers may give strings.
+                object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("tokens", "d_sae", "k", "training_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -252,8 +255,8 @@ def _rollouts(
     part = "all of them are read"
     if not rows.all():
         part = (
-            f"{len(drawn):,} of {drawn.n_problems:,} problems are read, drawn as many from every band up to "
-            f"{config.tokens:,} tokens"
+            f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up "
+            f"to {config.tokens:,} tokens"
         )
         if bands is not None:
             told += f"; of those that are read: {band_counts(drawn.frame.drop_duplicates('problem_id').band)}"

@@ -30,28 +30,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.config import CaptureConfig, ReadingConfig
-from tsae.activations.plan import Piece, check_context, check_tokenizer, cut, plan_readers
-from tsae.activations.reading import Batch, OutOfMemory, Reader, read_batches
+from tsae.activations.config import CaptureConfig
+from tsae.activations.plan import Piece, cut
+from tsae.activations.readers import as_reader, open_base
+from tsae.activations.reading import OutOfMemory, Reader, read_batches
 from tsae.activations.store import (
-    DTYPES,
     FORMAT,
     STATISTICS,
     VERSION,
     ActivationStore,
-    ShardWriter,
     inside,
     read_manifest,
 )
+from tsae.activations.writing import ShardWriter, put_batch
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.series import CheckpointSeries
     from tsae.distributed import Processes
     from tsae.rollouts.table import Rollouts
 
@@ -108,49 +106,21 @@ def _capture(
 ) -> ActivationStore:
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.hooks import check_sites
-    from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
     from tsae.checkpoints.predictions import PredictingReader
 
-    tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
-    for checkpoint in series:
-        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-    loader = None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
-    model: PreTrainedModel | None = load_reader_model(series.base, config, loader)
-    assert model is not None
-    text_config = model.config.get_text_config()
-    depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
-    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
-    sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
-    check_sites(sites, depth, series.base.path)
-    dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
-    if dtype not in DTYPES:
-        raise TsaeError(f"cannot store {dtype}", where="CaptureConfig.dtype", fix=f"Choose one of {', '.join(DTYPES)}.")
-
-    plan = plan_readers([c.id for c in series], rollouts, config)
+    base = open_base(series, rollouts, sites or (), config, device)
+    model: PreTrainedModel | None = base.model
+    sites, plan, loader = base.sites, base.plan, base.loader
+    readers = [{**record, "n_trajectories": len(plan[record["id"]]), "shards": []} for record in base.readers]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "complete": False,
-        "dtype": dtype,
-        "sites": {site: {"d_model": d_model} for site in sites},
-        "rollouts": rollouts.fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizers[series.base.id]),
-        "special_ids": sorted(set(tokenizers[series.base.id].all_special_ids)),
+        **base.facts,
         "config": asdict(config),
-        "readers": [
-            {
-                "id": checkpoint.id,
-                "run": checkpoint.run,
-                "step": checkpoint.step,
-                "trained_on": checkpoint.trained_on,
-                "weights": weights_fingerprint(checkpoint),
-                "n_trajectories": len(plan[checkpoint.id]),
-                "shards": [],
-            }
-            for checkpoint in series
-        ],
+        "readers": readers,
     }
+    del base  # The model goes when the base has read.
     fresh = not (to / "manifest.json").is_file()
     processes.first_does(lambda: _begin(to, fresh, manifest, rollouts))
     manifest = read_manifest(to)
@@ -175,8 +145,8 @@ def _capture(
                         # The last reader goes before the next comes; the base's model is there already.
                         reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
                         model = None
-                        bar.set_postfix_str(current)
-                        reader, kept = _reader(series[current], sites, config, device, loader, kept), None
+                        bar.set_postfix_str(current, refresh=False)
+                        reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
                         if config.token_statistics:
                             reader = PredictingReader(reader)
                     assert reader is not None
@@ -234,43 +204,6 @@ def _finish(to: Path, manifest: dict[str, Any], config: CaptureConfig, rollouts:
     write_json(to / "manifest.json", {**manifest, "complete": True})
 
 
-def load_reader_model(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | None) -> PreTrainedModel:
-    """Without a loader the model is spread over all devices."""
-    if loader is not None:
-        return loader.load(checkpoint)
-    from tsae.checkpoints.placement import spread
-
-    model = checkpoint.load_model(dtype=config.model_dtype)
-    spread(model)
-    return model
-
-
-def _reader(
-    checkpoint: Checkpoint,
-    sites: list[str],
-    config: ReadingConfig,
-    device: str,
-    loader: ModelLoader | None,
-    model: PreTrainedModel | None,
-) -> Reader:
-    """The model is the checkpoint's own, where it is loaded already."""
-    if config.backend == "transformer_lens":
-        from tsae.checkpoints.bridge import TransformerLensReader
-
-        return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
-    from tsae.checkpoints.hooks import HuggingFaceReader
-
-    return HuggingFaceReader(load_reader_model(checkpoint, config, loader) if model is None else model, sites)
-
-
-def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
-    """A reader of its own for one checkpoint."""
-    from tsae.checkpoints.loading import ModelLoader
-
-    loader = None if config.device == "auto" else ModelLoader(device=config.device, dtype=config.model_dtype)
-    return _reader(checkpoint, sites, config, config.device, loader, None)
-
-
 def capture_shard(
     reader: Reader,
     checkpoint: str,
@@ -309,7 +242,7 @@ def capture_shard(
         with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
-                    _put(writer, batch, piece, rollouts, checkpoint)
+                    put_batch(writer, batch, piece, rollouts, checkpoint)
                     bar.update(int(np.diff(offsets)[batch.texts].sum()))
             except OutOfMemory as error:
                 short = error
@@ -331,65 +264,6 @@ def capture_shard(
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
-
-
-def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, checkpoint: str) -> None:
-    """Write a batch into its shard, checked to be as wide as the base's and finite in the stored precision."""
-    import torch
-
-    lengths = np.diff(writer.offsets)[batch.texts].tolist()
-    for name, value in batch.values.items():
-        if name in STATISTICS:
-            for t, text in zip(batch.texts, value.split(lengths), strict=True):
-                _check_predictions(text[1:], name, checkpoint, piece.reader, rollouts, int(piece.rows[t]))
-                writer.put_statistic(name, int(t), text)
-            continue
-        site = name
-        if value.shape[-1] != writer.sites[site]:
-            raise TsaeError(
-                f"reader {piece.reader} has d_model {value.shape[-1]}, expected {writer.sites[site]} as the base",
-                where=checkpoint,
-                fix="Capture checkpoints of other models into stores of their own.",
-            )
-        stored = value.to(getattr(torch, writer.dtype))
-        if not torch.isfinite(stored).all():
-            for t, text, part in zip(batch.texts, value.split(lengths), stored.split(lengths), strict=True):
-                if not torch.isfinite(part).all():
-                    raise_not_finite(text, checkpoint, piece.reader, rollouts, int(piece.rows[t]), site, writer.dtype)
-        for t, text in zip(batch.texts, stored.cpu().split(lengths), strict=True):
-            writer.put(site, int(t), text)
-
-
-def raise_not_finite(
-    value: torch.Tensor, checkpoint: str, reader: str, rollouts: Rollouts, row: int, site: str, dtype: str
-) -> None:
-    import torch
-
-    problem = rollouts.table["problem_id"][row].as_py()
-    if bool(torch.isfinite(value).all()):
-        raise TsaeError(
-            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
-            f"(trajectory {row}, problem {problem})",
-            where=checkpoint,
-            fix="Store bfloat16 or float32 (--dtype).",
-        )
-    raise TsaeError(
-        f"activations at {site} are not finite while reader {reader} reads trajectory {row} (problem {problem})",
-        where=checkpoint,
-        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-    )
-
-
-def _check_predictions(
-    values: torch.Tensor, name: str, checkpoint: str, reader: str, rollouts: Rollouts, row: int
-) -> None:
-    if bool(values.isnan().any()):
-        problem = rollouts.table["problem_id"][row].as_py()
-        raise TsaeError(
-            f"the {name} of a token is not a number while reader {reader} reads trajectory {row} (problem {problem})",
-            where=checkpoint,
-            fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-        )
 
 
 def _resumable(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> dict[str, Any]:

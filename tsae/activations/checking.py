@@ -73,8 +73,9 @@ def repair_store(
     """
     from tqdm.auto import tqdm
 
-    from tsae.activations.capture import capture_shard, open_reader
+    from tsae.activations.capture import capture_shard
     from tsae.activations.plan import cut, plan_readers
+    from tsae.activations.readers import open_reader
     from tsae.checkpoints.loading import weights_fingerprint
     from tsae.checkpoints.predictions import PredictingReader
 

@@ -11,30 +11,35 @@ goes on, into a buffer of `LiveConfig.buffer_tokens` tokens:
 So a batch mixes the trajectories of one buffer, where a store mixes all; every counted token still comes once a pass,
 and partners of any kind are at hand, because a trajectory is never divided between blocks. What an epoch reads, in
 which order, is known without a model: a training that goes on skips blocks that are behind it, and computes anew the
-first, on which norms are estimated, and the one that it stopped in.
+first, on which norms are estimated, and the one that it stopped in. A block that does not fit into memory is begun
+again with half the tokens in a forward pass, and a warning says so: like captures, trainings are then the same to the
+last bit where memory runs out at the same sizes again.
 
 What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
 are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
-precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 24 bytes a window.
+precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 12 bytes a window.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.capture import load_reader_model, open_reader, raise_not_finite
 from tsae.activations.config import LiveConfig
-from tsae.activations.plan import check_context, check_tokenizer, cut, plan_readers
+from tsae.activations.memory import Reused
+from tsae.activations.plan import cut
+from tsae.activations.readers import open_base, open_reader
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.source import Source
-from tsae.activations.store import DTYPES, FORMAT, VERSION, Shard
+from tsae.activations.store import FORMAT, VERSION, Shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import raise_not_finite
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -69,55 +74,30 @@ class LiveSource(Source):
         *,
         config: LiveConfig | None = None,
     ) -> None:
-        from tsae.checkpoints.hooks import HuggingFaceReader, check_sites
-        from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+        from tsae.checkpoints.hooks import HuggingFaceReader
 
         self.series, self.config = series, config or LiveConfig()
         self.path = Path(rollouts.origin)
         self.rollouts = rollouts
-        tokenizers = {checkpoint.id: load_tokenizer(checkpoint) for checkpoint in series}
-        for checkpoint in series:
-            check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizers[checkpoint.id]), rollouts)
-        auto = self.config.device == "auto"
-        loader = None if auto else ModelLoader(device=self.config.device, dtype=self.config.model_dtype)
-        model = load_reader_model(series.base, self.config, loader)
-        text_config = model.config.get_text_config()
-        depth = text_config.num_hidden_layers
-        check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
-        self.site = site or f"blocks.{depth // 2}.hook_resid_post"
-        check_sites([self.site], depth, series.base.path)
-        dtype = str(model.dtype).removeprefix("torch.") if self.config.dtype == "auto" else self.config.dtype
-        if dtype not in DTYPES:
-            raise TsaeError(f"cannot hold {dtype}", where="LiveConfig.dtype", fix=f"Choose one of {', '.join(DTYPES)}.")
+        base = open_base(series, rollouts, [site] if site else [], self.config, self.config.device)
+        (self.site,) = base.sites
         # By reader; the least recently used comes first.
         self._readers: dict[str, Any] = {}
         if self.config.backend == "huggingface":
-            self._readers[series.base.id] = HuggingFaceReader(model, [self.site])
+            self._readers[series.base.id] = HuggingFaceReader(base.model, base.sites)
         lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-        plan = plan_readers([checkpoint.id for checkpoint in series], rollouts, self.config)
         self._pieces: dict[str, list[np.ndarray]] = {checkpoint.id: [] for checkpoint in series}
-        for piece in cut(plan, lengths, _SHARD_TOKENS):
+        for piece in cut(base.plan, lengths, _SHARD_TOKENS):
             self._pieces[piece.reader].append(piece.rows)
         self.manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "dtype": dtype,
-            "sites": {self.site: {"d_model": text_config.hidden_size}},
-            "rollouts": rollouts.fingerprint,
-            "tokenizer": tokenizer_fingerprint(tokenizers[series.base.id]),
-            "special_ids": sorted(set(tokenizers[series.base.id].all_special_ids)),
+            **base.facts,
             # Where the models run and how many are held changes no batch.
             "config": {k: v for k, v in asdict(self.config).items() if k not in ("device", "models")},
             "readers": [
-                {
-                    "id": checkpoint.id,
-                    "run": checkpoint.run,
-                    "step": checkpoint.step,
-                    "trained_on": checkpoint.trained_on,
-                    "weights": weights_fingerprint(checkpoint),
-                    "shards": [{"n_tokens": int(lengths[rows].sum())} for rows in self._pieces[checkpoint.id]],
-                }
-                for checkpoint in series
+                {**record, "shards": [{"n_tokens": int(lengths[rows].sum())} for rows in self._pieces[record["id"]]]}
+                for record in base.readers
             ],
         }
 
@@ -148,7 +128,8 @@ class LiveSource(Source):
     def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
-        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding.
+        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding. Where
+        a batch does not fit into memory, reading begins again with half the tokens, and texts come again.
 
         Args:
             reader: who reads.
@@ -156,34 +137,61 @@ class LiveSource(Source):
             rows: their ids in the rollouts, for messages.
 
         Raises:
-            TsaeError: where activations are not finite, or wider than the base's.
+            TsaeError: where activations are not finite, or wider than the base's; and where memory is short, for one
+                trajectory alone or in one of several processes.
         """
+        budget = max(1, min(self.config.batch_tokens, sum(map(len, texts)) // 8))
+        while True:
+            try:
+                yield from self._read(reader, texts, rows, budget)
+                return
+            except OutOfMemory as error:
+                where, n = self.series[reader].path, len(error.texts)
+                if n == 1:
+                    raise TsaeError(
+                        f"trajectory {rows[int(error.texts[0])]} does not fit into memory by itself while reader "
+                        f"{reader} reads",
+                        where=where,
+                        fix="Leave it out, hold fewer models (--live.models), or use a device with more memory.",
+                    ) from error
+                # Other batches are other last bits. Every process makes the weights that training starts from of the
+                # first buffer, and they would no longer be the same.
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                    raise TsaeError(
+                        f"{n} trajectories do not fit into memory together while reader {reader} reads, and several "
+                        "processes have to read alike",
+                        where=where,
+                        fix=f"Lower batch_tokens={self.config.batch_tokens} (--live.batch-tokens), or hold fewer "
+                        "models (--live.models).",
+                    ) from error
+            budget = max(1, budget // 2)
+            warnings.warn(
+                f"reader {reader} was short of memory and goes on with {budget} tokens in a forward pass; the same "
+                "training gives the same bits only where memory is short again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _read(
+        self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int], budget: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         import torch
 
         checkpoint, dtype, d_model = self.series[reader], self.manifest["dtype"], self.d_model(self.site)
-        try:
-            budget = min(self.config.batch_tokens, sum(map(len, texts)) // 8)
-            for batch in read_batches(self._opened(reader), texts, budget):
-                value = batch.values[self.site]
-                if value.shape[-1] != d_model:
-                    raise TsaeError(
-                        f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
-                        where=checkpoint.path,
-                        fix="Train on checkpoints of one model.",
-                    )
-                lengths = [len(texts[t]) for t in batch.texts]
-                kept = value.to(getattr(torch, dtype))
-                for t, found, text in zip(batch.texts.tolist(), value.split(lengths), kept.split(lengths), strict=True):
-                    if not torch.isfinite(text).all():
-                        raise_not_finite(found, checkpoint.path, reader, self.rollouts, rows[t], self.site, dtype)
-                    yield t, text.cpu()
-        except OutOfMemory as error:
-            # Other batches would be other last bits, which a training that goes on would not have.
-            raise TsaeError(
-                f"{len(error.texts)} trajectories do not fit into memory together while reader {reader} reads",
-                where=checkpoint.path,
-                fix=f"Lower batch_tokens={self.config.batch_tokens} (--live.batch-tokens), or hold fewer models.",
-            ) from error
+        for batch in read_batches(self._opened(reader), texts, budget):
+            value = batch.values[self.site]
+            if value.shape[-1] != d_model:
+                raise TsaeError(
+                    f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
+                    where=checkpoint.path,
+                    fix="Train on checkpoints of one model.",
+                )
+            lengths = [len(texts[t]) for t in batch.texts]
+            kept = value.to(getattr(torch, dtype))
+            for t, found, text in zip(batch.texts.tolist(), value.split(lengths), kept.split(lengths), strict=True):
+                if not torch.isfinite(text).all():
+                    raise_not_finite(found, checkpoint.path, reader, self.rollouts, rows[t], self.site, dtype)
+                yield t, text.cpu()
 
     def _opened(self, reader: str) -> Any:
         found = self._readers.pop(reader, None)
@@ -230,21 +238,6 @@ class LiveWindows(Windows):
         windows = self._blocks(0)[0]
         self._fill(0, 0, windows)
         return windows
-
-    @cached_property
-    def _base(self) -> np.ndarray:
-        """(n_shards + 1,) tokens of all shards before each."""
-        return np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
-
-    @cached_property
-    def _texts(self) -> np.ndarray:
-        """(n_texts,) place of the first token of every (reader, trajectory) in all shards together."""
-        return np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self._base, self.shards, strict=False)])
-
-    def _text_of(self, windows: np.ndarray) -> np.ndarray:
-        """(n,) index into `_texts` of windows or segments (n, 3)."""
-        place = self._base[windows[:, 0]] + windows[:, 1]
-        return np.searchsorted(self._texts, place, side="right") - 1
 
     def _blocks(self, epoch: int) -> list[np.ndarray]:
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
@@ -312,13 +305,15 @@ class LiveWindows(Windows):
                     self._buffer[row : row + n] = values[first : first + n]
         self._filled = (epoch, block)
 
-    def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _gather(self, shard: np.ndarray, position: np.ndarray, memory: Reused) -> np.ndarray:
         import torch
 
         place = self._base[shard] + position
         segment = np.searchsorted(self._held, place, side="right") - 1
         row = self._row[segment] + place - self._held[segment]
-        return np.asarray(self._buffer[torch.from_numpy(row)].float().numpy())
+        x = memory.empty(len(row), self.d_model, np.float32)
+        torch.from_numpy(x).copy_(self._buffer[torch.from_numpy(row)])
+        return x
 
 
 def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:

@@ -70,12 +70,10 @@ class Diff:
         base = None if self.tokenizer is None else load_series(self.tokenizer).base
         strings = None if base is None else token_strings(base.load_tokenizer())
         logits = None
-        if self.sae is not None:
-            if base is None or strings is None:
-                raise TsaeError(
-                    "needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer."
-                )
+        if self.sae is not None and base is not None and strings is not None:
             logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
+        elif self.sae is not None and not self.insertion:
+            raise TsaeError("needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer.")
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         families = find_families(self.annotator) if self.families else None

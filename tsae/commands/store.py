@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from tsae.commands.common import as_json
+from tsae.activations.config import Subset
+from tsae.commands.common import as_json, say_wrote
 from tsae.errors import TsaeError
 
 
@@ -89,12 +90,39 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Statistics:
+    """Tabulate entropy, choice points, log-probabilities and KL from the base, a row a reader and trajectory.
+
+    Needs a store captured with --token-statistics.
+    """
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+    to: Path
+    """Parquet file to write."""
+    quantile: float = 0.8
+    """Response tokens whose entropy is above this quantile of their run's are choice points."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.report.terminal import statistics_text
+
+        table = tsae.trajectory_statistics(tsae.ActivationStore(self.store).subset(self.subset), quantile=self.quantile)
+        self.to.parent.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(self.to, index=False)
+        print(statistics_text(table))
+        say_wrote(self.to, f"{len(table):,} rows")
+
+
+@dataclass(frozen=True)
 class StoreCommand:
-    """Say what an activation store holds, or find and repair its damaged shards."""
+    """Say what an activation store holds, find and repair its damaged shards, or tabulate what readers predicted."""
 
     command: OmitArgPrefixes[
         Annotated[Show, subcommand("show", prefix_name=False)]
         | Annotated[Check, subcommand("check", prefix_name=False)]
+        | Annotated[Statistics, subcommand("statistics", prefix_name=False)]
     ]
 
     def run(self) -> None:

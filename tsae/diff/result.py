@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from tsae.report.passages import Feature
     from tsae.report.plots import Plots
 
+CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
+"""Columns of `FeatureDiff.shifts` that tell one contrast from another."""
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
 _OPTIONAL = (
     "dynamics",
@@ -96,16 +100,33 @@ class FeatureDiff:
             discoveries: only rows with q at most the config's.
             keys: select rows, such as kind="shift", part="total", band="all", outcome="all".
         """
-        table = self.shifts
+        contrast = {name: value for name, value in keys.items() if name in CONTRAST}
+        table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
         for name, value in keys.items():
             if name not in table.columns:
                 raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
-            table = table[table[name] == value]
+            if name not in contrast:
+                table = table[table[name] == value]
         if discoveries:
             table = table[table.q <= self.q]
         table = table.reset_index(drop=True)
-        controlled = table.join(survival(self.confounds, table))
+        controlled = table.join(survival(confounds, table))
         return controlled.join(self.features, on="feature").reset_index(drop=True)
+
+    @cached_property
+    def _places(self) -> dict[str, dict[tuple[str, ...], np.ndarray]]:
+        """Rows of every contrast, by table: comparing names over all rows for every look takes seconds."""
+        tables = {"shifts": self.shifts, "confounds": self.confounds}
+        return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
+
+    def _of_contrasts(self, name: str, keys: dict[str, str]) -> pd.DataFrame:
+        """Rows of the shifts or confounds whose contrast has these keys, in their order."""
+        table: pd.DataFrame = getattr(self, name)
+        if not keys or not len(table):
+            return table
+        wanted = [(CONTRAST.index(key), value) for key, value in keys.items()]
+        found = [rows for of, rows in self._places[name].items() if all(of[i] == value for i, value in wanted)]
+        return table.iloc[np.sort(np.concatenate(found)) if found else []]
 
     @property
     def q(self) -> float:
@@ -123,15 +144,21 @@ class FeatureDiff:
         return [reader["id"] for reader in self.info["readers"][1:]]
 
     def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
-        """The n discoveries with the largest |d| of the selected contrast, by default all total shifts."""
-        table = self.table(
-            discoveries=True, **(keys or {"kind": "shift", "part": "total", "band": "all", "outcome": "all"})
-        )
+        """The n discoveries with the largest |d| of the selected contrast.
+
+        By default of all total shifts, or of those on the same trajectories where nothing else could be drawn.
+        """
+        keys = keys or {"kind": "shift", "part": self._main_part, "band": "all", "outcome": "all"}
+        table = self.table(discoveries=True, **keys)
         return (
             table.reindex(table.d.abs().sort_values(ascending=False, kind="stable").index)
             .head(n)
             .reset_index(drop=True)
         )
+
+    @property
+    def _main_part(self) -> str:
+        return "total" if (self.contrasts.part == "total").any() else "same_trajectories"
 
     def compare(self, other: FeatureDiff) -> pd.DataFrame:
         """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
@@ -151,7 +178,7 @@ class FeatureDiff:
                 where="FeatureDiff.compare",
                 fix="Encode both with one SAE.",
             )
-        keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+        keys = [*CONTRAST, "feature"]
         numbers = ["difference", "low", "high", "d", "q"]
         both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))
         found = (both.q <= self.q).astype(int) + (both.q_other <= other.q).astype(int)
@@ -200,7 +227,9 @@ class FeatureDiff:
 
     def __repr__(self) -> str:
         total = self.contrasts[
-            (self.contrasts.part == "total") & (self.contrasts.band == "all") & (self.contrasts.outcome == "all")
+            (self.contrasts.part == self._main_part)
+            & (self.contrasts.band == "all")
+            & (self.contrasts.outcome == "all")
         ]
         found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
         return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
@@ -222,8 +251,8 @@ class FeatureDiff:
         kept += ["survives_length", "survives_position", "survives_token"]
         return card(
             "FeatureDiff",
-            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": self.q},
-            ("clearest total shifts (d: standard deviations over problems)", self.top(8)[kept]),
+            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
+            ("clearest shifts (d: standard deviations over problems)", self.top(8)[kept]),
             ("contrasts over all problems", drawn),
             ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
             note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",

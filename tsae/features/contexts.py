@@ -19,7 +19,7 @@ class Context:
     token_ids: np.ndarray
     """(n,) of prompt and response."""
     activations: np.ndarray
-    """(n,) of the feature."""
+    """(n,) of the feature; 0 on special tokens, which never count."""
     n_prompt: int
     """Tokens of the prompt, which come first."""
     outcome: str
@@ -62,11 +62,13 @@ def context(features: FeatureTable, feature: int, row: int) -> Context:
     span = slice(int(features.row_offsets[row]), int(features.row_offsets[row + 1]))
     trajectory = int(features.trajectory[row])
     record = features.rollouts.table.select(["outcome", "policy", "problem_id"]).slice(trajectory, 1).to_pylist()[0]
+    ids = features.token_ids[span]
+    counted = ~np.isin(ids, list(features.info["special_ids"]))
     return Context(
         reader=features.readers[features.reader[row]],
         trajectory=trajectory,
-        token_ids=features.token_ids[span],
-        activations=features.codes[span][:, [feature]].toarray()[:, 0],
+        token_ids=ids,
+        activations=features.codes[span][:, [feature]].toarray()[:, 0] * counted,
         n_prompt=int(features.rollouts.lengths("prompt_ids")[trajectory]),
         **record,
     )

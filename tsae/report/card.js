@@ -9,6 +9,7 @@ const makeCard = async (data, feature) => {
   const chunk = data.columns.chunk ? data.columns.chunk[feature] : -1;
   const [trajectories, examples] = chunk < 0 ? [] : await Promise.all([unpack("trajectories"), unpack("examples-" + chunk)]);
   const { columns, numbers, info } = data;
+  const steps = info.steps ? (await unpack("steps"))[feature] : null;
   const share = numbers.share ? `${percentText(numbers.share[feature])} % of its activation` : null;
   const place = info.order.indexOf(feature);
   const step = (to, text) => (info.order[to] === undefined ? null : element("a", { href: "#feature-" + info.order[to] }, text));
@@ -19,14 +20,16 @@ const makeCard = async (data, feature) => {
     columns.family ? (columns.family[feature] === "none" ? "no family" : `family ${columns.family[feature]} (${percentText(numbers.family_share[feature])} % of its activation)`) : null,
     `${percentText(numbers.top_token_share[feature])} % on its top token`,
     `ρ with response length ${numberText(numbers.length_correlation[feature], true)}`,
+    info.inserted[feature],
   ];
   return element("article", { class: "card", id: "feature-" + feature, "aria-label": "Feature " + feature },
-    element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← stronger") : null, place >= 0 ? step(place + 1, "weaker →") : null),
-    element("h3", {}, `Feature ${feature} `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
+    element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
+    element("h3", {}, `Feature ${feature}: `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
     element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
     ...effectTables(data, feature),
+    ...(steps ? alongSteps(steps) : []),
     ...shown(trajectories, examples, feature, info),
   );
 };
@@ -80,10 +83,10 @@ const effectTables = (data, feature) => {
   });
   if (!tables.size) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
   const made = (name, caption, heads) => (tables.has(name) ? effectTable(data, caption, heads, tables.get(name)) : null);
-  const rest = made("rest", "Further effects", ["problems", "one side → other", "difference [interval]"]);
+  const rest = made("rest", "Further effects", ["problems", "difference [interval]", "one side → other"]);
   return [
-    made("shift", `Shift against ${data.info.base}`, ["problems", "before → after", "change [interval]"]),
-    made("outcome", "Success − failure within problem", ["problems", "failures → successes", "difference [interval]"]),
+    made("shift", `Shift against ${data.info.base}`, ["problems", "change [interval]", "before → after"]),
+    made("outcome", "Success − failure within problem", ["problems", "difference [interval]", "failures → successes"]),
     rest ? element("details", {}, element("summary", {}, "By outcome, other readers, interactions"), rest) : null,
   ];
 };
@@ -98,27 +101,51 @@ const effectTable = (data, caption, heads, rows) => {
   for (const [contrast, effect, at] of rows) {
     if (contrast.block !== block) {
       block = contrast.block;
-      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 5 }, block)));
+      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 6 }, block)));
     }
     const change = effect.difference[at];
     const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
     const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
     lines.push(element("tr", {},
-      element("th", { scope: "row" }, contrast.where, lost.length ? element("small", { class: "warn" }, ` not beyond ${lost.join(", ")}`) : null),
-      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
+      element("th", { scope: "row" }, contrast.where),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
         svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
-      element("td", { class: "n" }, qText(effect.q[at]))));
+      element("td", { class: "n" }, qText(effect.q[at])),
+      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
+      element("td", { class: "warn" }, element("small", {}, lost.join(", ")))));
   }
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     element("table", { class: "effects" }, element("caption", {}, caption),
-      element("thead", {}, element("tr", {}, ...heads.map((head, i) => element("th", { scope: "col", class: i ? "n" : null }, head)),
-        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"))),
+      element("thead", {}, element("tr", {}, element("th", { scope: "col" }, heads[0]), element("th", { scope: "col", class: "n" }, heads[1]),
+        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col", class: "n" }, heads[2]),
+        element("th", { scope: "col" }, "not beyond"))),
       element("tbody", {}, ...lines)));
+};
+
+// A line a run: the shift at every step with its interval, on one scale.
+const alongSteps = (runs) => {
+  const ends = runs.flatMap(([, , , , , low, high]) => [...low, ...high, 0]).filter((x) => x != null);
+  const least = Math.min(...ends), span = Math.max(...ends) - least || 1;
+  const [width, height] = [170, 64];
+  const y = (value) => 4 + (height - 8) * (1 - (value - least) / span);
+  const pictures = runs.map(([run, kind, onset, steps, shift, low, high]) => {
+    const x = (i) => 4 + ((width - 8) * (steps[i] - steps[0])) / (steps[steps.length - 1] - steps[0] || 1);
+    const last = steps.length - 1;
+    const said = `${run}: ${kind}${onset == null ? "" : `, onset at step ${onset}`}`;
+    const label = `${said}. Shift ${steps.map((step, i) => `${numberText(shift[i], true)} at step ${step}`).join(", ")}.`;
+    return element("figure", { class: "step" },
+      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
+        svg("line", { class: "zero", x1: 0, x2: width, y1: y(0), y2: y(0) }),
+        ...steps.map((_, i) => svg("line", { x1: x(i), x2: x(i), y1: y(low[i] ?? shift[i]), y2: y(high[i] ?? shift[i]) })),
+        svg("polyline", { points: shift.map((value, i) => `${x(i)},${y(value)}`).join(" ") }),
+        ...shift.map((value, i) => svg("circle", { cx: x(i), cy: y(value), r: 2.6 }, svg("title", {}, `step ${steps[i]}: ${numberText(value, true)}`)))),
+      element("figcaption", {}, `${said}; ${numberText(shift[last], true)} at step ${steps[last]}`));
+  });
+  return [element("h4", {}, "Along the steps"), element("div", { class: "stepped" }, ...pictures)];
 };
 
 const shown = (trajectories, examples, feature, info) => {
@@ -147,9 +174,9 @@ const example = (data, found, maximum) => {
   const [problem, policy, outcome] = data.trajectories[trajectory];
   const read = data.readers[reader] === policy ? "" : `, read by ${data.readers[reader]}`;
   const body = element("div", { class: "tokens", dir: "ltr" });
-  const made = element("div", { class: "example" },
-    element("p", { class: "quiet" }, element("span", { class: "outcome " + (outcome in OUTCOMES ? outcome : "") }, OUTCOMES[outcome] || "? outcome unknown"),
-      " ", element("bdi", {}, problem), `, by `, element("bdi", {}, policy + read), value ? `; strongest ${numberText(value)}` : "; not active"), body);
+  const head = element("p", { class: "quiet" },
+    element("span", { class: "outcome " + (outcome in OUTCOMES ? outcome : "") }, OUTCOMES[outcome] || "? outcome unknown"),
+    " ", element("bdi", {}, problem), `, by `, element("bdi", {}, policy + read), value ? `; strongest ${numberText(value)} ` : "; not active ");
   const cut = writeTokens(body, data, found, maximum, false);
   if (cut) {
     const button = element("button", { type: "button", class: "unfold", "aria-expanded": "false" }, "unfold");
@@ -159,9 +186,9 @@ const example = (data, found, maximum) => {
       button.setAttribute("aria-expanded", String(whole));
       button.textContent = whole ? "fold" : "unfold";
     });
-    made.append(button);
+    head.append(button);
   }
-  return made;
+  return element("div", { class: "example" }, head, body);
 };
 
 // Writes the tokens around the strongest one, or all that the file has; says whether that leaves something out.

@@ -20,7 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.features.table import FeatureTable
-from tsae.report.text import visible
+from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128
 """Tokens kept before and after the strongest one."""
@@ -103,8 +103,8 @@ def contexts(
         if mine.start == mine.stop:
             continue
         card = chooser.card(int(feature))
-        # Windows overlap, so that this is more than what they come to.
-        budget -= sum(_length(source, one) // 4 for _, group in card.groups for one in group)
+        # A guess: windows overlap, and few tokens of a window are active.
+        budget -= sum(1 + _length(source, one) // 4 for _, group in card.groups for one in group)
         if budget < 0:
             left_out += 1
         else:
@@ -272,6 +272,7 @@ def _collected(source: FeatureTable, cards: list[_Card], strings: dict[str, str]
     spans: dict[int, list[tuple[int, int]]] = {}
     for row, wanted in by_row.items():
         first = int(source.row_offsets[row])
+        # Sorted: conversion goes through the rows in their order.
         columns = sp.csc_array(source.codes[first : int(source.row_offsets[row + 1])])
         trajectory = int(source.trajectory[row])
         for card, one in wanted:
@@ -279,11 +280,12 @@ def _collected(source: FeatureTable, cards: list[_Card], strings: dict[str, str]
             spans.setdefault(trajectory, []).append((start, stop))
             mine = slice(int(columns.indptr[card.feature]), int(columns.indptr[card.feature + 1]))
             at, values = columns.indices[mine], columns.data[mine]
-            order = np.argsort(at)
-            at, values = at[order], values[order]
             inside = (at >= start) & (at < stop) & (values > 0)
-            level = np.clip(np.rint(values[inside] / card.maximum * LEVELS), 1, LEVELS).astype(int)
-            gaps = np.diff(at[inside], prepend=start)
+            at, values = at[inside], values[inside]
+            level = np.maximum(np.rint(values / card.maximum * LEVELS), 1).astype(int)
+            gaps = at.copy()
+            gaps[1:] -= at[:-1]
+            gaps[:1] -= start
             written[id(one)] = [
                 trajectory, int(source.reader[row]), one.token - first, start, stop, float(f"{one.value:.4g}"),
                 gaps.tolist(), level.tolist(),
@@ -326,12 +328,12 @@ def _trajectories(
     frequent = ids[np.argsort(-counts, kind="stable")]
     rank = {int(id): i for i, id in enumerate(frequent)}
     names = ("problem_id", "policy", "outcome")
-    records = source.rollouts.table.select(names).take(sorted(kept)).to_pylist()
+    records = source.rollouts.table.select(names).take(np.array(sorted(kept), dtype=np.int64)).to_pylist()
     listed = {}
     for trajectory, record in zip(sorted(kept), records, strict=True):
         row = row_of[trajectory]
         listed[str(trajectory)] = [
-            *(visible(str(record[name])) for name in names),
+            *(shortened(visible(str(record[name])), 80) for name in names),
             int(prompts[trajectory]),
             int(source.row_offsets[row + 1] - source.row_offsets[row]),
             [[start, [rank[int(i)] for i in ids]] for start, ids in kept[trajectory]],

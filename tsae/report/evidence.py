@@ -81,6 +81,28 @@ def interactions(diff: FeatureDiff) -> str:
     return folded("Outcome effects that differ between bands", told + "".join(parts))
 
 
+def insertion(diff: FeatureDiff) -> str:
+    """Whether a feature's top tokens fire it where they are put into other contexts."""
+    data = diff.insertion
+    if data is None or data.empty:
+        return ""
+    strings = diff.info.get("token_strings", {})
+    body = []
+    for r in views.records(data):
+        tokens = " ".join(f"<code>{html_text(strings.get(str(i), f'#{i}'))}</code>" for i in r.top_ids)
+        kept = "–"
+        if not pd.isna(r.kept):
+            kept = f"{number(r.kept)} <small>{interval(r.kept_low, r.kept_high, like=r.kept)}</small>"
+        cells = [html_text(r.reader), feature_link(int(r.feature)), tokens, kept]
+        body.append([*cells, "–" if pd.isna(r.kept) else number(r.control / r.typical), html_text(r.verdict)])
+    told = (
+        '<p class="quiet">The top tokens of a feature are put where it is silent. Kept: the part of its usual '
+        "activation that they bring there; control: what tokens of like frequency bring.</p>"
+    )
+    head = ["reader", "feature", "tokens", "kept", "control", "verdict"]
+    return folded("Tokens or contexts", told + table("Top tokens inserted elsewhere", head, body, numeric_from=3))
+
+
 def baselines(diff: FeatureDiff) -> str:
     """AUROC of plain directions beside that of features."""
     data = diff.baselines
@@ -93,8 +115,10 @@ def baselines(diff: FeatureDiff) -> str:
         cells = []
         for way in WAYS:
             r = by_way.get(way)
-            refused = r is None or bool(r.note)
-            cells.append("–" if refused else f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>")
+            if r is None or r.note:
+                cells.append("–")
+            else:
+                cells.append(f"{r.auroc:.2f} <small>[{r.low:.2f}, {r.high:.2f}]</small>")
         body.append([html_text(what), *cells])
     told = (
         '<p class="quiet">How often a trajectory of one side scores above one of the other side of the same problem '
@@ -221,7 +245,7 @@ def causal(diff: FeatureDiff) -> str:
     for test in tests:
         links = ", ".join(feature_link(int(feature)) for feature in test["features"])
         sentences = "".join(
-            f"<p>{html_text(test['summaries'][name])}</p>" for name in views.behaviour_order(test["summaries"])
+            f"<p>{html_text(test['summaries'][name])}</p>" for name in views.behaviour_order(test["summaries"])[:2]
         )
         rows = pd.DataFrame(test.get("changes") or [])
         shown = _changes(rows) if len(rows) else ""

@@ -1,11 +1,9 @@
-"""Figures of what stands beside the shifts: all features at once, families, predictions, steps and causal tests.
+"""Figures of what stands beside the shifts: all features at once, families, predictions and causal tests.
 
 Each returns None where the diff holds nothing to draw. Text alternatives are the tables of `tsae.report.evidence`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,12 +12,11 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, finish, vertical_zero, whiskers
-from tsae.report.text import figure_text, interval, number, percent
+from tsae.report.style import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
+from tsae.report.text import figure_text, interval, number
 
 MAX_POINTS = 1500
 """Features drawn in one panel."""
-_LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
 # (name, colour, symbol): direction is a shape too.
 _SIDES = (("raised", RAISED, "triangle-up"), ("lowered", LOWERED, "triangle-down"), ("no discovery", NEUTRAL, "circle"))
 CONDITIONS = {
@@ -86,11 +83,16 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
         if cell["row"] == blocks or position + columns >= len(runs):
             title = {"text": "mean activation of base and run", "standoff": 4}
             figure.update_xaxes(title=title, showticklabels=True, **cell)
-    figure.update_xaxes(type="log", dtick=1, exponentformat="power")
+    decades = range(-7, 5)
+    figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
     figure.update_yaxes(title={"text": "shift, standard deviations", "standoff": 4}, col=1)
-    made = finish(figure, height=blocks * 330 + 70, left=62, top=66, bottom=50, legend=_LEGEND)
+    made = finish(figure, height=blocks * 330 + 70, left=62, top=66, bottom=50, legend=LEGEND)
     made.update_yaxes(showgrid=True)
     return made
+
+
+def _raised(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _thinned(table: pd.DataFrame, q: float) -> pd.DataFrame:
@@ -100,7 +102,7 @@ def _thinned(table: pd.DataFrame, q: float) -> pd.DataFrame:
     by_size = table.loc[table.d.abs().sort_values(ascending=False, kind="stable").index]
     found, rest = by_size[by_size.q <= q].head(MAX_POINTS), by_size[by_size.q > q]
     room = MAX_POINTS - len(found)
-    picked = np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).astype(int)) if room and len(rest) else []
+    picked = np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).astype(int))
     return pd.concat([found, rest.iloc[picked]])
 
 
@@ -165,7 +167,7 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
         vertical_zero(figure, **cell)
         figure.update_xaxes(title={"text": "shift, standard deviations over trajectories", "standoff": 4}, **cell)
         _rows(figure, runs, cell)
-    return finish(figure, height=height, left=130, top=66, bottom=46, legend=_LEGEND)
+    return finish(figure, height=height, left=130, top=66, bottom=46, legend=LEGEND)
 
 
 def _rows(figure: go.Figure, labels: list[str], cell: dict[str, int], width: int = 18) -> None:
@@ -237,7 +239,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         )
         _rows(figure, runs, cell)
     height = len(runs) * (18 * len(ways) + 14) + 120
-    return finish(figure, height=height, left=130, top=70, bottom=46, legend=_LEGEND)
+    return finish(figure, height=height, left=130, top=70, bottom=46, legend=LEGEND)
 
 
 def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
@@ -247,92 +249,6 @@ def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
         return pd.DataFrame(columns=["checkpoint", "predicted_on"])
     last = table.checkpoint.isin(views.final_checkpoints(diff))
     return table[last & (table.note == "") & (table.realised_on == "all")].reset_index(drop=True)
-
-
-def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
-    """Accuracy by band, and the shift of the given features, along the steps of every run."""
-    table = diff.dynamics
-    if table is None or table.empty:
-        return None
-    runs = list(dict.fromkeys(table.run))
-    lived = _along(diff)
-    panels = (1 if len(lived) else 0) + 1
-    figure = make_subplots(
-        rows=panels,
-        cols=len(runs),
-        shared_yaxes="rows",  # type: ignore[arg-type]
-        shared_xaxes=True,
-        horizontal_spacing=0.03,
-        vertical_spacing=0.09,
-        row_heights=[0.42, 0.58][-panels:],
-        subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
-    )
-    named: set[str] = set()
-
-    def line(
-        column: int, row: int, mine: pd.DataFrame, name: str, colour: str, symbol: str, value: str, text: Any
-    ) -> None:
-        figure.add_trace(
-            go.Scatter(
-                x=mine.step.tolist(),
-                y=mine[value].tolist(),
-                mode="lines+markers",
-                name=name,
-                legendgroup=name,
-                legend="legend" if row < panels else "legend2",
-                showlegend=name not in named,
-                line={"color": colour, "width": 1.5},
-                marker={"color": colour, "symbol": symbol, "size": 7},
-                error_y={
-                    "array": (mine.hi - mine[value]).tolist(),
-                    "arrayminus": (mine[value] - mine.lo).tolist(),
-                    "color": colour,
-                    "thickness": 1.1,
-                    "width": 0,
-                },
-                text=text,
-                hovertemplate="%{text}<extra></extra>",
-            ),
-            row=row,
-            col=column,
-        )
-        named.add(name)
-
-    for column, run in enumerate(runs, start=1):
-        for band in [b for b in (*views.BANDS, "all") if len(lived) and (lived.band == b).any()]:
-            mine = lived[(lived.run == run) & (lived.band == band)].sort_values("step")
-            text = [
-                f"step {r.step}, {band}: {percent(r.mean)} % [{percent(r.lo)}, {percent(r.hi)}]"
-                for r in views.records(mine)
-            ]
-            scaled = mine.assign(**{c: 100 * mine[c] for c in ("mean", "lo", "hi")})
-            line(column, 1, scaled, f"accuracy, {band} problems", *BAND_STYLE[band], "mean", text)
-        for order, feature in enumerate(features):
-            mine = table[(table.run == run) & (table.feature == feature)].sort_values("step")
-            label = f"{feature}: {figure_text(diff.features.responds_to[feature], 26)}"
-            text = [
-                f"step {r.step}, feature {label}<br>shift {number(r.shift, sign=True)} "
-                f"{interval(r.lo, r.hi, sign=True, like=r.shift)}, {figure_text(r.kind)}"
-                for r in views.records(mine)
-            ]
-            colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
-            line(column, panels, mine, label, colour, symbol, "shift", text)
-        figure.update_xaxes(title={"text": "step", "standoff": 4}, row=panels, col=column)
-    if panels == 2:
-        figure.update_yaxes(title={"text": "accuracy, %"}, row=1, col=1)
-    figure.update_yaxes(title={"text": "shift of activation"}, row=panels, col=1)
-    second = {"orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "x": 0}
-    made = finish(figure, height=panels * 230 + 150, left=62, top=66, bottom=110, legend=_LEGEND, legend2=second)
-    made.update_yaxes(showgrid=True)
-    return made
-
-
-def _along(diff: FeatureDiff) -> pd.DataFrame:
-    table = diff.behaviour_dynamics
-    if table is None or table.empty:
-        return pd.DataFrame()
-    table = table[table.behaviour == "accuracy"]
-    return table[table.band != "all"] if (table.band != "all").any() else table
 
 
 def causal_figure(diff: FeatureDiff) -> go.Figure | None:

@@ -5,9 +5,9 @@ const startExplorer = async () => {
   const frame = document.getElementById("explorer");
   if (!frame) return;
   const data = await unpack("features");
-  const form = frame.querySelector("form");
+  const box = frame.querySelector(".filters");
   const state = { sort: "d", down: true, page: 0, open: null };
-  const controls = form.elements;
+  const controls = Object.fromEntries([...box.querySelectorAll("[name]")].map((control) => [control.name, control]));
   const value = (name) => (controls[name] ? controls[name].value : "");
   const places = data.effects.map((effect) => new Map((effect.feature || []).map((feature, i) => [feature, i])));
   const active = data.info.order.slice().sort((a, b) => a - b);
@@ -124,9 +124,15 @@ const startExplorer = async () => {
     return true;
   };
 
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", () => { state.page = 0; list(); });
-  form.addEventListener("reset", () => setTimeout(() => { state.page = 0; list(); }));
+  const filter = () => { state.page = 0; list(); };
+  box.addEventListener("input", filter);
+  document.getElementById("reset").addEventListener("click", () => {
+    for (const control of Object.values(controls)) {
+      if (control.tagName === "SELECT") control.selectedIndex = 0;
+      else [control.value, control.checked] = [control.defaultValue, control.defaultChecked];
+    }
+    filter();
+  });
   document.getElementById("earlier").addEventListener("click", () => { state.page--; list(); });
   document.getElementById("later").addEventListener("click", () => { state.page++; list(); });
   window.addEventListener("hashchange", follow);

@@ -14,16 +14,16 @@ import numpy as np
 import pandas as pd
 
 from tsae.diff.confounds import CONTROLS, FAILS
-from tsae.diff.result import FeatureDiff
+from tsae.diff.result import CONTRAST, FeatureDiff
 from tsae.report import views
 from tsae.report.contexts import Contexts, contexts, histograms
 from tsae.report.packing import number_array, packed
-from tsae.report.text import html_text, script_json, visible
+from tsae.report.text import html_text, script_json, shortened, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
 NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
 _NUMBERS = ("reference", "mean", "difference", "low", "high", "d", "q")
-_KEYS = ["kind", "checkpoint", "part", "band", "outcome"]
+_KEYS = list(CONTRAST)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
     if diff.source is not None:
         found = contexts(diff.source, order, diff.info.get("token_strings", {}))
     parts = {"features": packed(_features(diff, shown, order, found))}
+    if diff.dynamics is not None and len(diff.dynamics):
+        parts["steps"] = packed(_steps(diff.dynamics))
     if found is not None:
         parts["trajectories"] = packed(found.trajectories)
         parts |= {f"examples-{i}": packed(chunk) for i, chunk in enumerate(found.chunks)}
@@ -103,7 +105,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         arrays["family_share"] = table.family_share
     if "promotes" in table:
         for side in ("promotes", "suppresses"):
-            columns[side] = [[visible(str(t)) for t in tokens] for tokens in table[side]]
+            columns[side] = [[shortened(visible(str(t)), 40) for t in tokens] for tokens in table[side]]
             columns[f"{side}_by"] = [[float(f"{v:.3g}") for v in values] for values in table[f"{side}_by"]]
     if found is not None:
         columns["chunk"] = [found.where.get(f, -1) for f in range(len(table))]
@@ -115,6 +117,8 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         "order": order,
         "left_out": 0 if found is None else found.left_out,
         "no_examples": "" if found is not None else NO_SOURCE,
+        "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
+        "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,
         "flag_words": _flag_words(),
         "contrasts": [_contrast(diff, row) for row in views.records(shown)],
@@ -149,6 +153,17 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
     return written
 
 
+def _steps(table: pd.DataFrame) -> str:
+    """JSON per feature: a list a run, of run, kind, onset, steps, shift, lo, hi."""
+    lines: dict[int, list[str]] = {}
+    for (run, feature), rows in table.sort_values("step").groupby(["run", "feature"], sort=False):
+        numbers = [number_array(rows[name].to_numpy()) for name in ("step", "shift", "lo", "hi")]
+        onset = number_array(rows.onset.to_numpy()[:1], 6)[1:-1]
+        named = [script_json(visible(str(run))), script_json(visible(str(rows.kind.iloc[0]))), onset]
+        lines.setdefault(int(feature), []).append(f"[{','.join([*named, *numbers])}]")
+    return "{" + ",".join(f'"{feature}":[{",".join(runs)}]' for feature, runs in lines.items()) + "}"
+
+
 def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
     where = "all problems" if row.band == "all" else f"{row.band.replace('-', ' − ')} problems"
     if row.kind == "shift":
@@ -172,6 +187,14 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
     }
 
 
+def _verdicts(insertion: pd.DataFrame) -> dict[str, str]:
+    """What became of a feature's top tokens in other contexts, by feature."""
+    found: dict[str, list[str]] = {}
+    for row in views.records(insertion):
+        found.setdefault(str(row.feature), []).append(f"{row.verdict} as {row.reader} reads it")
+    return {feature: visible("; ".join(said)) for feature, said in found.items()}
+
+
 def _flag_words() -> dict[str, str]:
     return {
         "one token": "At least half of its activation is on a single token, so it may be lexical.",
@@ -186,7 +209,8 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
     for i, row in enumerate(views.records(shown)):
         named = _contrast(diff, row)
         kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
-        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{html_text(named["where"])}</option>')
+        label = html_text(f"{named['block']}: {named['where']}")
+        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{label}</option>')
     effect = "".join(f'<optgroup label="{html_text(b)}">{"".join(options)}</optgroup>' for b, options in blocks.items())
     families = list(dict.fromkeys(diff.features.family)) if "family" in diff.features else []
     controls = [
@@ -203,8 +227,8 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
         _control("Without confound flags", '<input name="clean" type="checkbox">', "check"),
     ]
     return (
-        '<div id="explorer" hidden><form class="filters" role="search" aria-label="Filter features">'
-        f'{"".join(controls)}<button type="reset">Reset</button></form>'
+        '<div id="explorer" hidden><div class="filters" role="search" aria-label="Filter features">'
+        f'{"".join(controls)}<button type="button" id="reset">Reset</button></div>'
         '<div class="browse"><div class="list"><p class="quiet" role="status" id="found"></p>'
         '<div class="scroll" tabindex="0" role="region" aria-label="Features"><table id="features">'
         "<caption class='unseen'>Features that match the filters</caption><thead></thead><tbody></tbody></table></div>"

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import BAND_STYLE, DIVERGING, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero, whiskers
+from tsae.report.style import BAND_STYLE, DIVERGING, LEGEND, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text, number, percent
 
 _LEFT = 226
@@ -86,8 +86,7 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
             ticks="",
             **cell,
         )
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    return finish(figure, height=height, left=130, top=66, legend=legend)
+    return finish(figure, height=height, left=130, top=66, legend=LEGEND)
 
 
 def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | None:
@@ -117,8 +116,7 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
     vertical_zero(figure)
     figure.update_xaxes(title={"text": "shift against base, standard deviations over problems", "standoff": 6})
     _feature_rows(figure, diff, features)
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    return finish(figure, height=26 * len(features) + 100, left=_LEFT, top=40, bottom=50, legend=legend)
+    return finish(figure, height=26 * len(features) + 100, left=_LEFT, top=40, bottom=50, legend=LEGEND)
 
 
 def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
@@ -254,8 +252,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
         vertical_zero(figure, **cell)
         figure.update_xaxes(title={"text": "standard deviations over problems", "standoff": 4}, **cell)
         _feature_rows(figure, diff, features, **cell)
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    return finish(figure, height=height, left=_LEFT, top=70, bottom=54, barmode="relative", legend=legend)
+    return finish(figure, height=height, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
 
 
 def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
@@ -291,9 +288,8 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
         title={"text": "← in failures    in successes → (standard deviations over problems)", "standoff": 6}
     )
     _feature_rows(figure, diff, features)
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
     return finish(
-        figure, height=30 * len(features) + 110, left=_LEFT, top=40, bottom=56, legend=legend, showlegend=True
+        figure, height=30 * len(features) + 110, left=_LEFT, top=40, bottom=56, legend=LEGEND, showlegend=True
     )
 
 

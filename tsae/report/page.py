@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -23,14 +24,15 @@ from tsae.report import evidence, evidence_figures, figures, sections, views
 from tsae.report.explorer import explorer
 from tsae.report.findings import Finding, findings, lead
 from tsae.report.overview import overview, overview_caption
-from tsae.report.text import html_text, script_json
+from tsae.report.steps_figure import steps_figure
+from tsae.report.text import html_text, script_json, shortened
 
 _TITLE = "What changed inside the model"
 
 
 def render(diff: FeatureDiff, title: str | None = None) -> str:
     """The report as one string of HTML; the same diff gives the same string."""
-    title = title or _TITLE
+    title, diff = title or _TITLE, _readable(diff)
     drawn: dict[str, go.Figure | None] = {}
     parts: dict[str, str] = {}
     body = _body(diff, title, drawn, parts)
@@ -66,6 +68,15 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None], parts: M
         f'<body>{body}<script type="application/json" id="figures">{data}</script>\n{packs}'
         f"<script>{plotly}</script>\n<script>{ours}</script></body></html>\n"
     )
+
+
+def _readable(diff: FeatureDiff) -> FeatureDiff:
+    """The diff with descriptions and top tokens of a length that tables can hold."""
+    features = diff.features.assign(
+        responds_to=[shortened(str(text), 80) for text in diff.features.responds_to],
+        top_tokens=[[shortened(str(token), 40) for token in tokens] for tokens in diff.features.top_tokens],
+    )
+    return replace(diff, features=features)
 
 
 def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], packs: dict[str, str]) -> str:
@@ -138,7 +149,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
         caption = (
             "Along the steps of every run, with intervals: accuracy, and the shift of the features that moved most."
         )
-        picture = evidence_figures.steps_figure(diff, evidence.step_features(diff))
+        picture = steps_figure(diff, evidence.step_features(diff))
         parts.append(("steps", "Along the steps", figure_block(drawn, "steps-figure", picture, caption) + along))
     caption = (
         "Change of the share of responses against no edit, paired over problems, with interval: the tested features "
@@ -222,7 +233,7 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
         "Every tested feature, by how active it is and how far it moved; a click leads to its card."
         + evidence_figures.thinned_text(diff),
     )
-    return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}"
+    return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}{evidence.insertion(diff)}"
 
 
 def figure_block(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:

@@ -16,11 +16,13 @@ RAISED, LOWERED, NEUTRAL = "#d4622a", "#2f7fc1", "#858b95"
 SERIES = ("#858b95", "#1b9381", "#a55cc0", "#b8860b", "#d4622a", "#2f7fc1", "#c2527b", "#6b8e23")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
 BAND_STYLE = {
-    "easy": ("#1b9381", "circle"),
+    "easy": ("#168f57", "circle"),
     "medium": ("#a55cc0", "diamond"),
     "hard": ("#b8860b", "square"),
-    "all": ("#858b95", "circle"),
+    "all": ("#858b95", "circle-open"),
 }
+LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+"""Above the figure, from its left."""
 # Light tiles on either page, so that dark numbers on them are always readable.
 DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"

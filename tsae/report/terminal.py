@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tsae.diff.confounds import SURVIVES, TOO_FEW
@@ -252,6 +253,30 @@ def baseline_text(table: pd.DataFrame) -> str:
         for row in ways.itertuples():
             shown = row.note or f"{row.auroc:.2f} [{row.low:.2f}, {row.high:.2f}]"
             lines.append(f"    {row.way:<19}{shown}")
+    return "\n".join(lines)
+
+
+def statistics_text(table: pd.DataFrame) -> str:
+    """`tsae.trajectory_statistics` by reader and policy: means over response tokens."""
+    names = ["entropy", "choice_points", "logprob_reader", "kl_k3"]
+    sums = table[names].mul(table.n_tokens, axis=0)
+    keys = [table.reader, table.policy]
+    # A mean over the trajectories whose policy and base are readers too.
+    means = sums.groupby(keys, sort=False).sum() / (
+        table[names].notna().mul(table.n_tokens, axis=0).groupby(keys, sort=False).sum()
+    )
+    count = table.groupby(keys, sort=False).size()
+    wide = [max(8, *(len(visible(str(id))) for id in column)) for column in zip(*means.index, strict=True)]
+    head = f"  {'reader':<{wide[0]}}  {'policy':<{wide[1]}}"
+    lines = [
+        "Nats per response token",
+        f"{head}  trajectories   entropy  choice points  log-probability  KL(policy ‖ base)",
+    ]
+    for (reader, policy), row in means.iterrows():
+        cells = [f"{row.entropy:>8.3f}", f"{row.choice_points:>13.1%}", f"{row.logprob_reader:>15.3f}"]
+        kl = f"{'–' if np.isnan(row.kl_k3) else format(row.kl_k3, '.4f'):>17}"
+        named = f"  {visible(str(reader)):<{wide[0]}}  {visible(str(policy)):<{wide[1]}}  {count[reader, policy]:>12,}"
+        lines.append("  ".join([named, *cells, kl]))
     return "\n".join(lines)
 
 

@@ -28,10 +28,13 @@ def html_text(text: object) -> str:
 
 def figure_text(text: object, limit: int = 60) -> str:
     """Safe as a Plotly label: shown as it is, at most `limit` characters of it."""
-    shown = visible(str(text)).replace("\n", "⏎").replace("\t", "⇥")
-    if len(shown) > limit:
-        shown = shown[: limit - 1] + "…"
+    shown = shortened(visible(str(text)).replace("\n", "⏎").replace("\t", "⇥"), limit)
     return html.escape(shown, quote=False)
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most `limit` characters, the last an ellipsis where some were cut."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def script_json(content: Any) -> str:

@@ -33,8 +33,9 @@ def with_behaviours(
     - repeated_answer: the same final answer is stated twice in the same way;
     - unanswered: no final answer is stated in any known way;
     - direct_answer: an answer with neither an operation nor a sentence that leads to it;
-    - skipped_steps: share of the required operations that are not written out, where `required_steps` or a column of
-      that name says how many there are. A shorter solution than the one that was counted skips some, too;
+    - skipped_steps: share of the required operations that are not written out, where `required_steps`, or a column of
+      that name (extra/required_steps of an import), says how many there are. A shorter solution than the one that was
+      counted skips some, too;
     - relative_length: tokens of the response / median tokens of the other successful responses to the same problem;
     - format (text; see `format_table`).
 
@@ -242,8 +243,8 @@ def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.nd
         pairs = frame[["prompt", "answer"]].fillna("").itertuples(index=False)
         cache: dict[tuple[str, str], int | None] = {}
         required = np.array([_cached(cache, required_steps, *pair) for pair in pairs], dtype=float)
-    elif "required_steps" in frame.columns:
-        required = pd.to_numeric(frame["required_steps"], errors="coerce").to_numpy(dtype=float)
+    elif named := [name for name in ("required_steps", "extra/required_steps") if name in frame.columns]:
+        required = pd.to_numeric(frame[named[0]], errors="coerce").to_numpy(dtype=float)
     else:
         return np.full(len(frame), np.nan)
     written = np.array([operations(text) for text in frame.response])

@@ -107,6 +107,9 @@ class ImportConfig:
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: ColumnNames = field(default_factory=ColumnNames)
+    keep_columns: tuple[str, ...] = ()
+    """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else is written as JSON. Of
+    extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
 
     def __post_init__(self) -> None:
         if self.max_response_tokens is not None and self.max_response_tokens < 1:

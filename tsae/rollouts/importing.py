@@ -60,7 +60,7 @@ def import_log(
 
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (null where the log has token ids
-        alone) and ``reward/NAME`` for every reward of the log.
+        alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -113,6 +113,7 @@ class _Import:
         # A single checkpoint stands for any step of any run: its id says nothing of who sampled.
         self.checkpoints = list(series) if len(series) > 1 else []
         self.reward_names: dict[str, None] = {}
+        self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
         self.exact: set[str] = set()
@@ -148,6 +149,13 @@ class _Import:
                 f"no row has a reward {self.config.outcome!r}; there are {', '.join(self.reward_names) or 'none'}",
                 where=path,
                 fix="Name one of these as --outcome.",
+            )
+        absent = [name for name in self.config.keep_columns if name not in self.extra_names]
+        if absent:
+            raise TsaeError(
+                f"no row has a column {absent[0]!r} to keep",
+                where=path,
+                fix="Name columns that are there (--keep-columns).",
             )
         trips = np.asarray(self.ledger.round_trip)
         if not (trips == 1).any() and (trips == 0).any():
@@ -224,7 +232,9 @@ class _Import:
             "step": entry.step,
             "round_trip": response.round_trip,
         }
-        return record | {f"reward/{name}": value for name, value in entry.rewards.items()}
+        record |= {f"reward/{name}": value for name, value in entry.rewards.items()}
+        self.extra_names.update(dict.fromkeys(entry.extra))
+        return record | {f"extra/{name}": value for name, value in entry.extra.items()}
 
     def _enter(
         self,

@@ -285,13 +285,17 @@ def evaluate(
     )
     if series is None:
         return result
-    losses = []
+    from tsae.checkpoints.loading import ModelLoader
+
+    losses, loader = [], ModelLoader(device=str(device))
+    targets: TokenSpan = "prompt" if span == "prompt" else "response"
     for id in store.readers:
         rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
         if rows:
-            chosen_rows = spread(rows, splice_trajectories)
-            targets: TokenSpan = "prompt" if span == "prompt" else "response"
-            losses.append(loss_recovered(sae, store, series[id], chosen_rows, span=span, targets=targets, limit=limit))
+            some = spread(rows, splice_trajectories)
+            losses.append(
+                loss_recovered(sae, store, series[id], some, span=span, targets=targets, limit=limit, loader=loader)
+            )
     return replace(result, losses=tuple(losses))
 
 

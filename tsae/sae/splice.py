@@ -29,6 +29,7 @@ from tsae.sae.model import TemporalSAE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tsae.checkpoints.loading import ModelLoader
     from tsae.checkpoints.series import Checkpoint
 
 _DRAWS = 1000
@@ -68,6 +69,7 @@ def loss_recovered(
     limit: float = float("inf"),
     batch_tokens: int = 1024,
     seed: int = 0,
+    loader: ModelLoader | None = None,
 ) -> LossRecovered:
     """Measure on trajectories of a store.
 
@@ -82,11 +84,12 @@ def loss_recovered(
         batch_tokens: tokens of a forward pass, padding included; one trajectory at least. Logits of the whole
             vocabulary are held for each.
         seed: of the bootstrap.
+        loader: loads the model; one for several adapters loads their base once.
 
     Raises:
         TsaeError: where the checkpoint is not the one that the store was captured with, or no tokens count.
     """
-    from tsae.checkpoints.loading import weights_fingerprint
+    from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 
     expected = store.reader_info(checkpoint.id).get("weights")
     if expected is not None and expected != weights_fingerprint(checkpoint):
@@ -96,7 +99,7 @@ def loss_recovered(
             fix="Give the series that was captured, or capture again.",
         )
     device = sae.W_dec.device
-    model = checkpoint.load_model(device=str(device))
+    model = (loader or ModelLoader(device=str(device))).load(checkpoint)
     rollouts = store.rollouts
     texts = [np.concatenate(rollouts.tokens(row)) for row in rows]
     prompt_lengths = rollouts.lengths("prompt_ids")[rows]

@@ -59,6 +59,8 @@ class Entry:
     """Its trainer counts responses whose token ids lack an end token as cut off."""
     key: str | None = None
     """Unique among the entries of a log, where the log has such a thing."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Columns that are kept as they are, by name."""
 
 
 class Unusable(TsaeError):
@@ -74,16 +76,25 @@ Reader = Callable[[LogFile, ImportConfig], Iterator[Entry | Unusable]]
 """(file, config) -> its trajectories, in order."""
 
 
-def each_row(file: LogFile, read: Callable[[Row, str], Iterator[Entry | Unusable]]) -> Iterator[Entry | Unusable]:
+def each_row(
+    file: LogFile, config: ImportConfig, read: Callable[[Row, str], Iterator[Entry | Unusable]]
+) -> Iterator[Entry | Unusable]:
     """The trajectories of every row of a file; `read` gets a row and where it is."""
     for number, row in read_rows(file.path):
+        kept = columns_to_keep(row, config)
         try:
             for found in read(row, file.place(number)):
                 if isinstance(found, Entry):
-                    found.number = number
+                    found.number, found.extra = number, kept | found.extra
                 yield found
         except Unusable as unusable:
             yield unusable
+
+
+def columns_to_keep(row: Row, config: ImportConfig) -> dict[str, Any]:
+    """The columns of `ImportConfig.keep_columns` that a row fills; NaN is how pandas leaves one empty."""
+    found = {name: row.get(name) for name in config.keep_columns}
+    return {name: value for name, value in found.items() if value is not None and value == value}
 
 
 def get(row: Row, name: str, where: str) -> Any:
@@ -180,6 +191,58 @@ def answer_text(value: Any) -> str:
 def is_conversation(value: Any) -> bool:
     """Whether it is a list of messages with a role each."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def masked_entry(
+    ids: Any,
+    mask: Any,
+    reward: Any,
+    advantages: Any,
+    where: str,
+    *,
+    step: int | None,
+    key: str | None,
+    updates: int | None = None,
+) -> Entry:
+    """The entry of a token sequence that marks what the policy sampled, with one reward, as trainers of tokens log it.
+
+    Args:
+        ids: (n,) token ids.
+        mask: (n,) true, or above 0, for tokens that the policy sampled.
+        reward: a number; without one the trajectory is unscored.
+        advantages: a number, or one a token.
+        where: file and line.
+        step: the trainer's.
+        key: unique among the entries of a log.
+        updates: optimiser steps of the policy, where they are known.
+    """
+    found, sampled = token_ids(ids, "token_ids", where), np.asarray(mask, dtype=float) > 0
+    prompt, response = split_by_mask(found, sampled, where)
+    value = number(reward, "rewards", where)
+    return Entry(
+        where,
+        prompt_ids=prompt,
+        response_ids=response,
+        rewards={"reward": value},
+        reward=value,
+        unscored=value is None,
+        step=step,
+        updates=updates,
+        advantage=_mean_over(advantages, sampled, where),
+        key=key,
+    )
+
+
+def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
+    """Mean of per-token advantages over the sampled tokens; a single number is that number."""
+    if values is None or isinstance(values, (int, float)):
+        return number(values, "advantages", where)
+    found = [value for value, sampled in zip(values, mask.tolist(), strict=False) if sampled and value is not None]
+    if len(values) == 1:
+        found = list(values)
+    # One advantage for all tokens is given back as it is.
+    mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
+    return number(mean, "advantages", where)
 
 
 def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:

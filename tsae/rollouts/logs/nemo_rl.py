@@ -22,7 +22,7 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, number, split_by_mask, token_ids, whole
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, masked_entry, token_ids, whole
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)train_data_step(?P<step>\d+)\.jsonl$")
@@ -41,36 +41,18 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 fix="Give a log of a version that writes token_ids and token_loss_mask.",
             )
         length = whole(_only(get(row, "input_lengths", where)), "input_lengths", where)
-        ids = token_ids(_only(row["token_ids"]), "token_ids", where)[:length]
-        mask = np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length] > 0
-        prompt, response = split_by_mask(ids, mask, where)
-        reward = number(_only(row.get("filtered_rewards", get(row, "rewards", where))), "rewards", where)
-        yield Entry(
+        yield masked_entry(
+            token_ids(_only(row["token_ids"]), "token_ids", where)[:length],
+            np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length],
+            _only(row.get("filtered_rewards", get(row, "rewards", where))),
+            _only(row.get("advantages")),
             where,
-            prompt_ids=prompt,
-            response_ids=response,
-            rewards={"reward": reward},
-            reward=reward,
-            unscored=reward is None,
             step=file.step,
             updates=None if file.step is None else file.step - 1,
-            advantage=mean_over(_only(row.get("advantages")), mask, where),
             key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
         )
 
-    return each_row(file, of)
-
-
-def mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
-    """Mean of per-token advantages over the sampled tokens; a single number is that number."""
-    if values is None or isinstance(values, (int, float)):
-        return number(values, "advantages", where)
-    found = [value for value, sampled in zip(values, mask.tolist(), strict=False) if sampled and value is not None]
-    if len(values) == 1:
-        found = list(values)
-    # One advantage for all tokens is given back as it is.
-    mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
-    return number(mean, "advantages", where)
+    return each_row(file, config, of)
 
 
 def _only(value: Any) -> Any:

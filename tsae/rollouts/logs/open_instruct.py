@@ -49,4 +49,4 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             key=f"{step}/{get(row, 'sample_idx', where)}",
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)

@@ -59,7 +59,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 finish_reason=finish(reason),
             )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _first(row: Row, *names: str) -> Any:

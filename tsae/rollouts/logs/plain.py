@@ -72,7 +72,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             finish_reason=finish(row.get(names.finish_reason)),
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def finish(value: Any) -> Literal["stop", "length"] | None:

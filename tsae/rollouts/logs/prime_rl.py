@@ -31,15 +31,16 @@ from tsae.rollouts.logs.entry import (
     Row,
     Unusable,
     answer_text,
+    columns_to_keep,
     each_row,
     get,
+    masked_entry,
     number,
     split_by_mask,
     token_ids,
     whole,
 )
 from tsae.rollouts.logs.files import LogFile
-from tsae.rollouts.logs.nemo_rl import mean_over
 
 TRACES = re.compile(
     r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
@@ -77,7 +78,7 @@ def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             except Unusable as unusable:
                 yield unusable
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportConfig, where: str) -> Entry:
@@ -119,6 +120,7 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         advantage=_advantage(trace, nodes, where),
         finish_reason=_finish(trace, nodes),
         key=None if trace.get("id") is None else str(trace["id"]),
+        extra=columns_to_keep(data, config),
     )
 
 
@@ -174,28 +176,22 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
     def of(row: Row, where: str) -> Iterator[Entry]:
         if row.get("schema_version") != 1:
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
-        mask = np.asarray(get(row, "loss_mask", where), dtype=bool)
-        ids = token_ids(get(row, "token_ids", where), "token_ids", where)
-        prompt, response = split_by_mask(ids, mask, where)
+        mask = get(row, "loss_mask", where)
         values = {value for value, kept in zip(get(row, "rewards", where), mask, strict=False) if kept}
         if len(values) > 1:
             raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
-        reward = number(values.pop(), "rewards", where)
-        step = whole(get(row, "export_step", where), "export_step", where)
         parts = ("run_id", "export_step", "rank", "export_sequence_idx")
-        yield Entry(
+        yield masked_entry(
+            get(row, "token_ids", where),
+            mask,
+            next(iter(values), None),
+            row.get("advantages"),
             where,
-            prompt_ids=prompt,
-            response_ids=response,
-            rewards={"reward": reward},
-            reward=reward,
-            unscored=reward is None,
-            step=step,
-            advantage=mean_over(row.get("advantages"), mask, where),
+            step=whole(get(row, "export_step", where), "export_step", where),
             key="/".join(str(row.get(part)) for part in parts),
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
 
 
 def _mapping(value: Any) -> Row:

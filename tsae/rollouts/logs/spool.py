@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,16 @@ _EXTRAS = (pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_()))
 
 
 class Spool:
-    """Batches on disk, one Parquet file for every set of reward columns that occurs."""
+    """Batches on disk, one Parquet file for every set of reward and extra columns that occurs.
+
+    Extra columns are JSON there: which type one has is known when the whole log is read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rewards: list[str] = []
+        self._extras: dict[str, set[type]] = {}
+        """By column, the types of its values."""
         self._pending: list[Mapping[str, Any]] = []
         self._tokens = 0
         self._writer: pq.ParquetWriter | None = None
@@ -34,7 +40,15 @@ class Spool:
             self._flush()
             self._close()
             self.rewards += [name[7:] for name in new]
-        self._pending.append(record)
+        extras = {name: value for name, value in record.items() if name.startswith("extra/")}
+        if extras.keys() - self._extras.keys():
+            self._flush()
+            self._close()
+        for name, value in extras.items():
+            # A number that no column of numbers holds makes a column of texts.
+            huge = isinstance(value, int) and value.bit_length() > 63
+            self._extras.setdefault(name, set()).add(str if huge else type(value))
+        self._pending.append({**record, **{name: _json(value) for name, value in extras.items()}})
         self._tokens += len(record["prompt_ids"]) + len(record["response_ids"])
         if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
             self._flush()
@@ -43,10 +57,10 @@ class Spool:
         """All rows that are kept, as one file; policies are renamed, by their old names."""
         self._flush()
         self._close()
-        write_table(to, self._schema(), self._batches(kept, policies), info)
+        write_table(to, self._schema(final=True), self._batches(kept, policies), info)
 
     def _batches(self, kept: np.ndarray, policies: Mapping[str, str]) -> Iterator[pa.Table]:
-        schema, start = self._schema(), 0
+        schema, start = self._schema(final=True), 0
         for part in self._parts:
             with pq.ParquetFile(part) as file:
                 # A row group is a batch as it was spooled, and bounded in tokens.
@@ -55,6 +69,10 @@ class Spool:
                     for field in schema:
                         if field.name not in table.column_names:
                             table = table.append_column(field, pa.nulls(len(table), field.type))
+                        elif field.name in self._extras:
+                            values = [_value(text, field.type) for text in table[field.name].to_pylist()]
+                            place = table.column_names.index(field.name)
+                            table = table.set_column(place, field, pa.array(values, field.type))
                     named = pa.array([policies.get(name, name) for name in table["policy"].to_pylist()])
                     table = table.set_column(table.column_names.index("policy"), "policy", named)
                     rows = np.flatnonzero(kept[start : start + len(table)])
@@ -62,8 +80,10 @@ class Spool:
                     if len(rows):
                         yield table.select(schema.names).take(pa.array(rows)).cast(schema)
 
-    def _schema(self) -> pa.Schema:
-        return pa.schema([*SCHEMA, *_EXTRAS, *(pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)])
+    def _schema(self, *, final: bool = False) -> pa.Schema:
+        rewards = (pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)
+        extras = (pa.field(name, _type(seen) if final else pa.string()) for name, seen in self._extras.items())
+        return pa.schema([*SCHEMA, *_EXTRAS, *rewards, *extras])
 
     def _flush(self) -> None:
         if not self._pending:
@@ -80,3 +100,23 @@ class Spool:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _type(seen: set[type]) -> pa.DataType:
+    """Of a column with values of these types."""
+    for kind, types in ((pa.bool_(), {bool}), (pa.int64(), {int}), (pa.float64(), {int, float})):
+        if seen <= types:
+            return kind
+    return pa.string()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _value(text: str | None, kind: pa.DataType) -> Any:
+    """What was spooled; in a column of texts, what is none stays JSON."""
+    if text is None:
+        return None
+    value = json.loads(text)
+    return text if kind == pa.string() and not isinstance(value, str) else value

@@ -101,7 +101,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             cut_without_end=True,
         )
 
-    yield from each_row(file, of)
+    yield from each_row(file, config, of)
     if len(rewards) > 1 and not config.rewards:
         _check_sum(groups, rewards, file)
 

@@ -58,4 +58,4 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             key=None if row.get("request_id") is None else f"{step}/{row['request_id']}",
         )
 
-    return each_row(file, of)
+    return each_row(file, config, of)
