@@ -298,8 +298,10 @@ def _comparisons(found: Reinforcement, checkpoint: str, part: str) -> Iterator[d
     both = np.intersect1d(np.intersect1d(rows.problem[run], rows.problem[own]), problem)
     frame = found.source.rollouts.frame.iloc[found.source.trajectory[found.picked]].reset_index(drop=True)
     group = np.unique(group_names(frame), return_inverse=True)[1]
-    tested = _active(rows.values[np.concatenate([run, own])], rows.problem[np.concatenate([run, own])], 1)
-    tested = np.intersect1d(tested, found.table.feature.unique())
+    read, tested = np.concatenate([run, own]), np.zeros(0, dtype=np.int64)
+    if len(read):
+        tested = _active(rows.values[read], rows.problem[read], 1)
+        tested = np.intersect1d(tested, found.table.feature.unique())
     realised = np.zeros((0, len(tested)))
     if len(both) and len(tested):
         realised = group_difference(sp.csr_array(rows.values[:, tested]), run, own, rows.problem, both)
