@@ -2,11 +2,13 @@
 
 - forward: capture with writing, checksum and flush to disk, against the bare forward pass: the same model cut off above
   the site, the same batches, sdpa, no hooks. In turn; the median of the rounds counts.
-- saelens: against sae_lens's CacheActivationsRunner on the same number of tokens of the same texts, which it packs into
-  full contexts without padding.
+- saelens: against sae_lens's CacheActivationsRunner on as many tokens of the same texts, which it packs into full
+  contexts without padding; and ours on the very contexts that it reads. By the clock, and by the CPU time of all
+  threads, which other programs disturb less.
 - padding: the share of padding in batches of GSM8K solutions.
-- windows: shuffled windows as training reads them, against a copy of the same bytes out of a memory map, both from the
-  page cache.
+- windows: shuffled windows as training reads them, all from the page cache, against three sequential passes over the
+  same bytes in a memory map: a copy into memory that is used again, with the map open and touched before; the same with
+  the map opened anew, whose pages are then found again; and, for 16 bits, widened to float32 on the way.
 - memory: peak anonymous memory (mapped files can be dropped at any time and are not counted) of a process that
   captures, or reads, ever more tokens of a tiny model.
 
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +44,10 @@ import tsae
 from tsae.activations.capture import capture_shard
 from tsae.activations.plan import cut
 from tsae.activations.readers import open_reader
-from tsae.activations.reading import plan_batches
-from tsae.activations.store import DTYPES, FORMAT, VERSION, write_shard
+from tsae.activations.reading import pad, plan_batches
+from tsae.activations.store import DTYPES, FORMAT, VERSION
 from tsae.activations.windows import Windows
+from tsae.activations.writing import write_shard
 from tsae.checkpoints.hooks import decoder_blocks, positions
 from tsae.provenance import write_json
 
@@ -60,10 +64,13 @@ class Bench:
     layer: int = 15
     """Block whose output is captured; SmolLM2 has 30."""
     tokens: int = 8192
-    """Tokens of every capture of SmolLM2."""
+    """About how many tokens every capture of SmolLM2 reads; in whole batches, one at least."""
     batch_tokens: tuple[int, ...] = (4096, 16_384)
     """Budgets of a forward pass to compare."""
     rounds: int = 3
+    window_rounds: int = 20
+    """Rounds of reading windows. Beside the median ratio by the clock, that of the least CPU time is given, in
+    brackets: of all threads together, so that it is a lower one, but other programs disturb it less."""
     window_tokens: int = 200_000
     """Tokens of the store whose windows are read, d_model 576."""
     memory_tokens: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
@@ -113,9 +120,22 @@ class Solutions:
         self.rollouts = tsae.Rollouts.from_records(records).select(rows)
         self.lengths = self.rollouts.lengths("prompt_ids") + self.rollouts.lengths("response_ids")
 
-    def first(self, tokens: int) -> tsae.Rollouts:
-        """The first so many tokens, whole trajectories."""
-        return self.rollouts.select(np.arange(int(np.searchsorted(self.lengths.cumsum(), tokens))))
+    def sample(self, tokens: int, batch_tokens: int) -> tsae.Rollouts:
+        """Batches of all lengths, out of those in which all solutions would be read.
+
+        So few trajectories in batches of their own would be mostly of other lengths than their neighbours: of 8,192
+        tokens a fifth would be padding, of all solutions 1 %.
+        """
+        batches = list(plan_batches(self.lengths, batch_tokens))
+        wanted = max(1, round(tokens / batch_tokens))
+        chosen = [batches[int((i + 0.5) * len(batches) / wanted)] for i in range(wanted)]
+        return self.rollouts.select(np.sort(np.concatenate(chosen)))
+
+    def packed(self, contexts: int, length: int) -> np.ndarray:
+        """(contexts, length) token ids of solutions after one another."""
+        n = int(np.searchsorted(self.lengths.cumsum(), contexts * length)) + 1
+        stream = np.concatenate([np.concatenate(self.rollouts.tokens(row)) for row in range(n)])
+        return stream[: contexts * length].reshape(contexts, length)
 
 
 def missing(bench: Bench) -> str | None:
@@ -140,6 +160,7 @@ class Capturing:
             "sites": {site: {"d_model": 576}},
             "rollouts": rollouts.fingerprint,
             "readers": [{"id": "base", "weights": ""}],
+            "config": {"token_statistics": False},
         }
 
     def run(self, folder: Path, batch_tokens: int) -> None:
@@ -148,43 +169,48 @@ class Capturing:
 
 
 def forward(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
-    rollouts = data.first(bench.tokens)
-    ours = Capturing(data, rollouts, f"blocks.{bench.layer}.hook_resid_post")
-    lengths, n_tokens = ours.lengths, ours.n_tokens
     bare = data.series.base.load_model()
     del decoder_blocks(bare)[bench.layer + 1 :]
-    texts = [np.concatenate(rollouts.tokens(row)) for row in range(len(rollouts))]
 
     @torch.no_grad()
-    def forward_all(batch_tokens: int) -> None:
-        for batch in plan_batches(lengths, batch_tokens):
-            ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for i, t in enumerate(batch):
-                ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
-                mask[i, : lengths[t]] = 1
+    def forward_all(ours: Capturing, batch_tokens: int) -> None:
+        texts = [np.concatenate(ours.rollouts.tokens(row)) for row in range(len(ours.rollouts))]
+        for batch in plan_batches(ours.lengths, batch_tokens):
+            ids, mask = pad([texts[t] for t in batch])
             bare.model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
 
     found: dict[str, Any] = {}
     for budget in bench.batch_tokens:
-        actions = {"capture": partial(ours.run, folder / "forward", budget), "bare": partial(forward_all, budget)}
+        ours = Capturing(data, data.sample(bench.tokens, budget), f"blocks.{bench.layer}.hook_resid_post")
+        actions = {
+            "capture": partial(ours.run, folder / "forward", budget),
+            "bare": partial(forward_all, ours, budget),
+        }
         seconds = in_turn(bench.rounds, actions)
         ratio = statistics.median(c / f for c, f in zip(seconds["capture"], seconds["bare"], strict=True))
-        speed = {name: n_tokens / statistics.median(values) for name, values in seconds.items()}
-        found[str(budget)] = {"ratio": ratio, "tokens_per_second": speed}
+        speed = {name: ours.n_tokens / statistics.median(values) for name, values in seconds.items()}
+        found[str(budget)] = {"tokens": ours.n_tokens, "ratio": ratio, "tokens_per_second": speed}
         print(f"forward, {budget} tokens a batch: capture {speed['capture']:,.0f} tokens/s, {ratio:.3f} x bare")
-    return {"tokens": n_tokens, "by_batch_tokens": found}
+    return found
 
 
 def in_turn(rounds: int, actions: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Seconds of each in every round but the first, taken in turn, so that a busy machine slows all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    return {name: by[time.perf_counter] for name, by in timed(rounds, actions, time.perf_counter).items()}
+
+
+def timed(
+    rounds: int, actions: Mapping[str, Callable[[], Any]], *clocks: Callable[[], float]
+) -> dict[str, dict[Callable[[], float], list[float]]]:
+    """As `in_turn`, by several clocks."""
+    seconds: dict[str, dict[Callable[[], float], list[float]]] = {name: {c: [] for c in clocks} for name in actions}
     for round_ in range(rounds + 1):
         for name, action in actions.items():
-            start = time.perf_counter()
+            start = [clock() for clock in clocks]
             action()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+            for clock, begin in zip(clocks, start, strict=True):
+                if round_:
+                    seconds[name][clock].append(clock() - begin)
     return seconds
 
 
@@ -193,44 +219,65 @@ def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
     from datasets import Dataset
     from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
 
-    context, batch, site = 256, 16, f"blocks.{bench.layer}.hook_resid_post"
-    tokens = bench.tokens // (context * batch) * context * batch
-    stream = np.concatenate([np.concatenate(data.rollouts.tokens(row)) for row in range(len(data.first(3 * tokens)))])
-    packed = [stream[low : low + context].tolist() for low in range(0, 2 * tokens, context)]
-    dataset = Dataset.from_dict({"tokens": packed})
-    theirs = []
-    for number in range(bench.rounds + 1):
-        config = CacheActivationsRunnerConfig(
-            dataset_path="",
-            model_name=str(data.path),
-            model_class_name="AutoModelForCausalLM",
-            model_batch_size=batch,
-            hook_name=f"model.layers.{bench.layer}",
-            d_in=576,
-            training_tokens=tokens,
-            context_size=context,
-            new_cached_activations_path=str(folder / "saelens" / str(number)),
-            dtype="float32",
-            device="cpu",
-            buffer_size_gb=tokens * 576 * 4 / 1e9,  # all at once; a larger one would be filled nevertheless
+    context, site = 256, f"blocks.{bench.layer}.hook_resid_post"
+    found: dict[str, Any] = {}
+    for budget in bench.batch_tokens:
+        batch = budget // context
+        tokens = max(1, round(bench.tokens / budget)) * budget
+        packed = data.packed(tokens // context, context)
+        dataset = Dataset.from_dict({"tokens": np.concatenate([packed, packed]).tolist()})
+        here = folder / str(budget)
+        theirs = []
+        for number in range(bench.rounds + 1):
+            config = CacheActivationsRunnerConfig(
+                dataset_path="",
+                model_name=str(data.path),
+                model_class_name="AutoModelForCausalLM",
+                model_batch_size=batch,
+                hook_name=f"model.layers.{bench.layer}",
+                d_in=576,
+                training_tokens=tokens,
+                context_size=context,
+                new_cached_activations_path=str(here / "saelens" / str(number)),
+                dtype="float32",
+                device="cpu",
+                buffer_size_gb=tokens * 576 * 4 / 1e9,  # all at once; a larger one would be filled nevertheless
+            )
+            theirs.append(CacheActivationsRunner(config, override_dataset=dataset))
+        runners = iter(theirs)
+        records = [
+            {"problem_id": str(i), "policy": "base", "prompt_ids": ids[:1], "response_ids": ids[1:]}
+            for i, ids in enumerate(packed.tolist())
+        ]
+        same = tsae.Rollouts.from_records([{**record, "outcome": "unknown"} for record in records])
+        captures = {"ours": data.sample(bench.tokens, budget), "ours on its contexts": same}
+        ours = {name: Capturing(data, rollouts, site) for name, rollouts in captures.items()}
+        seconds = timed(
+            bench.rounds,
+            {
+                "saelens": lambda runners=runners: next(runners).run(),  # type: ignore[misc]
+                **{name: partial(one.run, here / name, budget) for name, one in ours.items()},
+            },
+            time.perf_counter,
+            time.process_time,
         )
-        theirs.append(CacheActivationsRunner(config, override_dataset=dataset))
-    ours, runners = Capturing(data, data.first(tokens), site), iter(theirs)
-    seconds = in_turn(
-        bench.rounds,
-        {"saelens": lambda: next(runners).run(), "ours": partial(ours.run, folder / "ours", batch * context)},
-    )
-    counts = {"saelens": tokens, "ours": ours.n_tokens}
-    speed = {name: counts[name] / statistics.median(seconds[name]) for name in counts}
-    sizes = {
-        name: sum(p.stat().st_size for p in (folder / name / last).rglob("*") if p.is_file()) / counts[name]
-        for name, last in (("saelens", "0"), ("ours", "."))
-    }
-    pairs = zip(seconds["ours"], seconds["saelens"], strict=True)
-    ratio = statistics.median(t / o for o, t in pairs) * counts["ours"] / counts["saelens"]
-    print(f"saelens: {speed['saelens']:,.0f} tokens/s; ours {speed['ours']:,.0f} tokens/s ({ratio:.2f} x)")
-    print(f"  bytes a token: sae_lens {sizes['saelens']:,.0f}, ours {sizes['ours']:,.0f}")
-    return {"tokens": counts, "tokens_per_second": speed, "ratio": ratio, "bytes_per_token": sizes}
+        counts = {"saelens": tokens, **{name: one.n_tokens for name, one in ours.items()}}
+        sizes = {
+            name: sum(p.stat().st_size for p in (here / name / last).rglob("*") if p.is_file()) / counts[name]
+            for name, last in (("saelens", "0"), ("ours", "."))
+        }
+        ratios: dict[str, dict[str, float]] = {}
+        for name in ours:
+            ratios[name] = {}
+            for clock, label in ((time.perf_counter, "clock"), (time.process_time, "cpu")):
+                pairs = zip(seconds[name][clock], seconds["saelens"][clock], strict=True)
+                ratios[name][label] = statistics.median(t / o for o, t in pairs) * counts[name] / tokens
+            speed = counts[name] / statistics.median(seconds[name][time.perf_counter])
+            by = ", ".join(f"{ratio:.2f} x by {label}" for label, ratio in ratios[name].items())
+            print(f"saelens, {budget} tokens a batch: {name} {speed:,.0f} tokens/s, {by}")
+        print(f"  bytes a token: sae_lens {sizes['saelens']:,.0f}, ours {sizes['ours']:,.0f}")
+        found[str(budget)] = {"tokens": counts, "ratios": ratios, "bytes_per_token": sizes}
+    return found
 
 
 def padding(bench: Bench, data: Solutions) -> dict[str, Any]:
@@ -284,30 +331,55 @@ def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: in
     return tsae.ActivationStore(folder)
 
 
+def sequential(shards: list[Any], rows: int) -> dict[str, Callable[[], None]]:
+    """Passes over the bytes of shards, so many rows at once; see the module."""
+    maps = [np.asarray(shard.raw("x")) for shard in shards]
+    stored = getattr(torch, shards[0].dtype)
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+    buffer = torch.empty(rows, maps[0].shape[1])
+
+    def copy(maps: list[np.ndarray]) -> None:
+        for raw in maps:
+            for low in range(0, len(raw), rows):
+                raw[low : low + rows].copy()
+
+    def widen() -> None:
+        for raw in maps:
+            for low in range(0, len(raw), rows):
+                part = torch.from_numpy(raw[low : low + rows]).view(stored)
+                buffer[: len(part)].copy_(part)
+
+    passes: dict[str, Callable[[], None]] = {
+        "copy": partial(copy, maps),
+        "copy, opened anew": lambda: copy([shard.raw("x") for shard in shards]),
+    }
+    return passes if stored == torch.float32 else {**passes, "copy widened": widen}
+
+
 def windows(bench: Bench, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    batch_tokens = tsae.TrainingConfig().batch_tokens
     for dtype in DTYPES:
         store = make_store(folder / dtype, bench.window_tokens, 576, dtype)
-        shards = list(store.shards())
-
-        def copied(shards: list[Any] = shards) -> None:
-            for shard in shards:
-                raw = shard.raw("x")
-                for low in range(0, len(raw), 4096):
-                    raw[low : low + 4096].copy()
-
+        passes = sequential(list(store.shards()), batch_tokens)
         for window in (8, 32):
             reading = Windows(store, "x", window=window)
 
             def read(reading: Windows = reading) -> None:
-                for _ in reading.epoch(0, 4096):
+                for _ in reading.epoch(0, batch_tokens):
                     pass
 
-            seconds = in_turn(bench.rounds, {"windows": read, "copy": copied})
-            ratio = statistics.median(c / w for c, w in zip(seconds["copy"], seconds["windows"], strict=True))
-            speed = {name: bench.window_tokens / statistics.median(values) for name, values in seconds.items()}
-            found[f"{dtype}, window {window}"] = {"ratio": ratio, "tokens_per_second": speed}
-            print(f"windows of {window}, {dtype}: {speed['windows']:,.0f} tokens/s, {ratio:.0%} of a copy of the bytes")
+            seconds = timed(bench.window_rounds, {"windows": read, **passes}, time.perf_counter, time.process_time)
+            ours = seconds.pop("windows")
+            clock = {
+                name: statistics.median(c / w for c, w in zip(*(x[time.perf_counter] for x in (by, ours)), strict=True))
+                for name, by in seconds.items()
+            }
+            cpu = {name: min(by[time.process_time]) / min(ours[time.process_time]) for name, by in seconds.items()}
+            nanoseconds = 1e9 * min(ours[time.process_time]) / bench.window_tokens
+            found[f"{dtype}, window {window}"] = {"clock": clock, "cpu": cpu, "cpu_ns_per_token": nanoseconds}
+            of = ", ".join(f"{ratio:.0%} ({cpu[name]:.0%}) of a {name}" for name, ratio in clock.items())
+            print(f"windows of {window}, {dtype}: {nanoseconds:,.0f} ns of CPU a token; speed {of}")
     return found
 
 

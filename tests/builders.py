@@ -173,7 +173,8 @@ def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.sit
     import torch
 
     from tsae import ActivationStore, Rollouts
-    from tsae.activations.store import FORMAT, VERSION, write_shard
+    from tsae.activations.store import FORMAT, VERSION
+    from tsae.activations.writing import write_shard
     from tsae.provenance import write_json
 
     records = [

@@ -22,8 +22,9 @@ from builders import ARCHITECTURES, BOS, D_MODEL, EOS, N_LAYERS, make_rollouts, 
 
 from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
-from tsae.activations.store import ActivationStore, Shard, ShardWriter
+from tsae.activations.store import ActivationStore, Shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import ShardWriter
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -220,7 +221,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 import tsae
-from tsae.activations.store import ShardWriter
+from tsae.activations.writing import ShardWriter
 
 finish, written = ShardWriter.finish, []
 

@@ -53,16 +53,17 @@ class Recording(LiveWindows):
             super()._fill(epoch, block, windows)
             self.fills.append((epoch, block, len(self._buffer)))
 
-    def _batch(self, windows: np.ndarray, share: Any, rng: Any) -> Any:
-        tokens = []
-        for number, low, length in windows[np.lexsort((windows[:, 1], windows[:, 0]))].tolist():
-            shard = self.shards[number]
-            text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
-            assert low + length <= shard.offsets[text + 1]  # within one trajectory
-            first = low - int(shard.offsets[text])
-            tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
-        self.read.append(tokens)
-        return super()._batch(windows, share, rng)
+    def _divided(self, windows: np.ndarray, numbers: range) -> Any:
+        for number, part in super()._divided(windows, numbers):
+            tokens = []
+            for at, low, length in part[np.lexsort((part[:, 1], part[:, 0]))].tolist():
+                shard = self.shards[at]
+                text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
+                assert low + length <= shard.offsets[text + 1]  # within one trajectory
+                first = low - int(shard.offsets[text])
+                tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
+            self.read.append(tokens)
+            yield number, part
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,8 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert "that of the policy of its step (16 responses; easy >= 0.75" in said["bands"]
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
+    # Of the base's own rollouts too few problems are drawn.
+    assert said["diff"].endswith("; reinforcement not computed (has one problem only, which tells nothing of others)")
     for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
         assert any((out / name).iterdir())
     page = (out / "report.html").read_text()
@@ -350,7 +352,9 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     analyze_run(config, progress=False, say=lines.append)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
     part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet").frame.drop_duplicates("problem_id")
-    assert f" of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    assert (
+        f" trajectories of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    )
     counts = ", ".join(f"{band} {(part.band == band).sum()}" for band in ("easy", "medium", "hard"))
     assert lines[2].endswith(f"; of those that are read: {counts}")
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")

@@ -17,8 +17,9 @@ import scipy.stats
 import torch
 from builders import BOS, EOS
 
-from tsae.activations.store import FORMAT, VERSION, ActivationStore, write_shard
+from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import write_shard
 from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.provenance import write_json

@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg, subcommand
 from tsae.commands.analysis import Causal, Diff, Influence, Reinforcement, Report
 from tsae.commands.capturing import Capture, Drift
 from tsae.commands.common import as_json
+from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
 from tsae.commands.store import StoreCommand
 from tsae.commands.training import Encode, Evaluate, Export, Train, start_as_default
@@ -99,6 +100,8 @@ Command = (
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
+    | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
+    | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
     | Annotated[Completion, subcommand("completion", prefix_name=False)]
 )
 
@@ -147,7 +150,8 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. All of them
 run on the folder of a training run with `tsae run`, and on shipped checkpoints with `tsae demo`. What a diff found is
-tested by `tsae causal`; `tsae drift` needs none of the stages.
+tested by `tsae causal`, and put to use in training by `tsae credit` and `tsae reformulate`; `tsae drift` needs none of
+the stages.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 goes on; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

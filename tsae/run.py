@@ -255,8 +255,8 @@ def _rollouts(
     part = "all of them are read"
     if not rows.all():
         part = (
-            f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up to "
-            f"{config.tokens:,} tokens"
+            f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up "
+            f"to {config.tokens:,} tokens"
         )
         if bands is not None:
             told += f"; of those that are read: {band_counts(drawn.frame.drop_duplicates('problem_id').band)}"

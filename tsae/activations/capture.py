@@ -33,21 +33,20 @@ import numpy as np
 from tsae.activations.config import CaptureConfig
 from tsae.activations.plan import Piece, cut
 from tsae.activations.readers import as_reader, open_base
-from tsae.activations.reading import Batch, OutOfMemory, Reader, read_batches
+from tsae.activations.reading import OutOfMemory, Reader, read_batches
 from tsae.activations.store import (
     FORMAT,
     STATISTICS,
     VERSION,
     ActivationStore,
-    ShardWriter,
     inside,
     read_manifest,
 )
+from tsae.activations.writing import ShardWriter, put_batch
 from tsae.errors import TsaeError
 from tsae.provenance import write_json, write_run
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from tsae.checkpoints.series import CheckpointSeries
@@ -146,7 +145,7 @@ def _capture(
                         # The last reader goes before the next comes; the base's model is there already.
                         reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
                         model = None
-                        bar.set_postfix_str(current)
+                        bar.set_postfix_str(current, refresh=False)
                         reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
                         if config.token_statistics:
                             reader = PredictingReader(reader)
@@ -243,7 +242,7 @@ def capture_shard(
         with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
-                    _put(writer, batch, piece, rollouts, checkpoint)
+                    put_batch(writer, batch, piece, rollouts, checkpoint)
                     bar.update(int(np.diff(offsets)[batch.texts].sum()))
             except OutOfMemory as error:
                 short = error
@@ -265,65 +264,6 @@ def capture_shard(
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
-
-
-def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, checkpoint: str) -> None:
-    """Write a batch into its shard, checked to be as wide as the base's and finite in the stored precision."""
-    import torch
-
-    lengths = np.diff(writer.offsets)[batch.texts].tolist()
-    for name, value in batch.values.items():
-        if name in STATISTICS:
-            for t, text in zip(batch.texts, value.split(lengths), strict=True):
-                _check_predictions(text[1:], name, checkpoint, piece.reader, rollouts, int(piece.rows[t]))
-                writer.put_statistic(name, int(t), text)
-            continue
-        site = name
-        if value.shape[-1] != writer.sites[site]:
-            raise TsaeError(
-                f"reader {piece.reader} has d_model {value.shape[-1]}, expected {writer.sites[site]} as the base",
-                where=checkpoint,
-                fix="Capture checkpoints of other models into stores of their own.",
-            )
-        stored = value.to(getattr(torch, writer.dtype))
-        if not torch.isfinite(stored).all():
-            for t, text, part in zip(batch.texts, value.split(lengths), stored.split(lengths), strict=True):
-                if not torch.isfinite(part).all():
-                    raise_not_finite(text, checkpoint, piece.reader, rollouts, int(piece.rows[t]), site, writer.dtype)
-        for t, text in zip(batch.texts, stored.cpu().split(lengths), strict=True):
-            writer.put(site, int(t), text)
-
-
-def raise_not_finite(
-    value: torch.Tensor, checkpoint: str, reader: str, rollouts: Rollouts, row: int, site: str, dtype: str
-) -> None:
-    import torch
-
-    problem = rollouts.table["problem_id"][row].as_py()
-    if bool(torch.isfinite(value).all()):
-        raise TsaeError(
-            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
-            f"(trajectory {row}, problem {problem})",
-            where=checkpoint,
-            fix="Store bfloat16 or float32 (--dtype).",
-        )
-    raise TsaeError(
-        f"activations at {site} are not finite while reader {reader} reads trajectory {row} (problem {problem})",
-        where=checkpoint,
-        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-    )
-
-
-def _check_predictions(
-    values: torch.Tensor, name: str, checkpoint: str, reader: str, rollouts: Rollouts, row: int
-) -> None:
-    if bool(values.isnan().any()):
-        problem = rollouts.table["problem_id"][row].as_py()
-        raise TsaeError(
-            f"the {name} of a token is not a number while reader {reader} reads trajectory {row} (problem {problem})",
-            where=checkpoint,
-            fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-        )
 
 
 def _resumable(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> dict[str, Any]:

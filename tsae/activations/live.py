@@ -17,7 +17,7 @@ last bit where memory runs out at the same sizes again.
 
 What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
 are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
-precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 24 bytes a window.
+precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 12 bytes a window.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.activations.capture import raise_not_finite
 from tsae.activations.config import LiveConfig
+from tsae.activations.memory import Reused
 from tsae.activations.plan import cut
 from tsae.activations.readers import open_base, open_reader
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.source import Source
 from tsae.activations.store import FORMAT, VERSION, Shard
 from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.writing import raise_not_finite
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -239,21 +239,6 @@ class LiveWindows(Windows):
         self._fill(0, 0, windows)
         return windows
 
-    @cached_property
-    def _base(self) -> np.ndarray:
-        """(n_shards + 1,) tokens of all shards before each."""
-        return np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
-
-    @cached_property
-    def _texts(self) -> np.ndarray:
-        """(n_texts,) place of the first token of every (reader, trajectory) in all shards together."""
-        return np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self._base, self.shards, strict=False)])
-
-    def _text_of(self, windows: np.ndarray) -> np.ndarray:
-        """(n,) index into `_texts` of windows or segments (n, 3)."""
-        place = self._base[windows[:, 0]] + windows[:, 1]
-        return np.searchsorted(self._texts, place, side="right") - 1
-
     def _blocks(self, epoch: int) -> list[np.ndarray]:
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
         parts: list[np.ndarray] = []
@@ -320,13 +305,15 @@ class LiveWindows(Windows):
                     self._buffer[row : row + n] = values[first : first + n]
         self._filled = (epoch, block)
 
-    def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _gather(self, shard: np.ndarray, position: np.ndarray, memory: Reused) -> np.ndarray:
         import torch
 
         place = self._base[shard] + position
         segment = np.searchsorted(self._held, place, side="right") - 1
         row = self._row[segment] + place - self._held[segment]
-        return np.asarray(self._buffer[torch.from_numpy(row)].float().numpy())
+        x = memory.empty(len(row), self.d_model, np.float32)
+        torch.from_numpy(x).copy_(self._buffer[torch.from_numpy(row)])
+        return x
 
 
 def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:

@@ -62,11 +62,7 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
 
     lengths = np.array([len(text) for text in texts])
     for batch in plan_batches(lengths, batch_tokens):
-        ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, t in enumerate(batch):
-            ids[i, : lengths[t]] = torch.from_numpy(texts[t].astype(np.int64))
-            mask[i, : lengths[t]] = 1
+        ids, mask = pad([texts[t] for t in batch])
         try:
             values = reader.read(ids, mask)
             found = {name: _without_padding(value, mask) for name, value in values.items()}
@@ -80,6 +76,18 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
                 torch.cuda.empty_cache()
             raise OutOfMemory(batch)
         yield Batch(batch, found)
+
+
+def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) token ids and mask of texts, padded on the right."""
+    import torch
+
+    ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, text in enumerate(texts):
+        ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
+        mask[i, : len(text)] = 1
+    return ids, mask
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -65,8 +65,8 @@ class Source:
             {
                 **{key: [record.get(key) for record in readers] for key in ("id", "run", "step", "trained_on")},
                 # Live models have no shards.
-                "trajectories": [sum(s["n_trajectories"] for s in r.get("shards", ())) or None for r in readers],
-                "tokens": [sum(s["n_tokens"] for s in r.get("shards", ())) or None for r in readers],
+                "trajectories": [sum(s.get("n_trajectories", 0) for s in r.get("shards", ())) or None for r in readers],
+                "tokens": [sum(s.get("n_tokens", 0) for s in r.get("shards", ())) or None for r in readers],
             }
         )
         facts = {

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +72,7 @@ class Shard:
 
     def raw(self, site: str) -> np.ndarray:
         """(n_tokens, d_model) memory map in the stored dtype."""
-        return _mapped(self.path, f"activations/{site}")
+        return mapped(self.path, f"activations/{site}")
 
     def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
         """(…, d_model) float32 rows of a site."""
@@ -83,13 +82,13 @@ class Shard:
     def entropy(self) -> np.ndarray:
         """(n_tokens,) float32: nats of the distribution from which the reader was to predict each token; NaN for the
         first of a trajectory. Only where the store `has_token_statistics`."""
-        return _mapped(self.path, "entropy")
+        return mapped(self.path, "entropy")
 
     @property
     def logprob(self) -> np.ndarray:
         """(n_tokens,) float32: log-probability in nats that the reader gave each token, at temperature 1; NaN for the
         first of a trajectory. Only where the store `has_token_statistics`."""
-        return _mapped(self.path, "logprob")
+        return mapped(self.path, "logprob")
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
         """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
@@ -201,9 +200,9 @@ def open_shard(folder: Path, manifest: Mapping[str, Any], reader: str, record: M
         path=path,
         reader=reader,
         dtype=manifest["dtype"],
-        token_ids=_mapped(path, "token_ids"),
-        offsets=np.asarray(_mapped(path, "offsets")),
-        trajectory=np.asarray(_mapped(path, "trajectory")),
+        token_ids=mapped(path, "token_ids"),
+        offsets=np.asarray(mapped(path, "offsets")),
+        trajectory=np.asarray(mapped(path, "trajectory")),
     )
     if shard.n_tokens != record["n_tokens"]:
         raise TsaeError(f"has {shard.n_tokens} tokens, expected {record['n_tokens']}", where=path, fix=_REPAIR)
@@ -273,107 +272,10 @@ def _check_types(record: dict[str, Any], types: dict[str, type]) -> None:
             raise TypeError(f"{name} is {record[name]!r}")
 
 
-class ShardWriter:
-    """Writes one shard under a temporary name, trajectory by trajectory in any order; `finish` gives it its own.
-
-    It holds no activations, so that a shard may be larger than memory.
-
-    Args:
-        path: of the shard.
-        sites: d_model of every site.
-        dtype: stored precision.
-        token_ids: (n_tokens,).
-        offsets: (n_trajectories + 1,).
-        trajectory: (n_trajectories,) row ids into the rollouts.
-        origin: attributes of the file that say whose shard it is: ``weights`` and ``rollouts``.
-        statistics: names of those of `STATISTICS` that come with the activations.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        sites: Mapping[str, int],
-        dtype: str,
-        token_ids: np.ndarray,
-        offsets: np.ndarray,
-        trajectory: np.ndarray,
-        origin: Mapping[str, str] | None = None,
-        statistics: Sequence[str] = (),
-    ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
-        self._partial = path.with_suffix(".tmp")
-        self._file = h5py.File(self._partial, "w", libver="latest")
-        # Space is given out now, so that the order of writing does not show in the file.
-        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        self._file.attrs.update(origin or {})
-        for site, d_model in self.sites.items():
-            shape = (int(offsets[-1]), d_model)
-            made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
-            made.attrs["dtype"] = dtype
-        for name in statistics:
-            self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
-        self._file.create_dataset("token_ids", data=token_ids.astype(np.int32))
-        self._file.create_dataset("offsets", data=offsets.astype(np.int64))
-        self._file.create_dataset("trajectory", data=trajectory.astype(np.int64))
-
-    def put_statistic(self, name: str, i: int, values: torch.Tensor) -> None:
-        """Write a statistic of trajectory i of the shard: (n_tokens of it,)."""
-        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().cpu().numpy()
-
-    def put(self, site: str, i: int, values: torch.Tensor) -> None:
-        """Write trajectory i of the shard: (n_tokens of it, d_model)."""
-        self._file[f"activations/{site}"][self.offsets[i] : self.offsets[i + 1]] = _as_stored(values, self.dtype)
-
-    def finish(self) -> str:
-        """Flush to disk, read back, and rename; returns the file's SHA-256."""
-        self._file.close()
-        with self._partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        for site in self.sites:
-            _mapped(self._partial, f"activations/{site}")
-        digest = sha256(self._partial)
-        os.replace(self._partial, self.path)
-        return digest
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
-
-
-def write_shard(
-    path: Path,
-    activations: Mapping[str, torch.Tensor],
-    dtype: str,
-    token_ids: np.ndarray,
-    offsets: np.ndarray,
-    trajectory: np.ndarray,
-) -> str:
-    """Write one shard that is in memory; returns its SHA-256."""
-    sites = {site: values.shape[1] for site, values in activations.items()}
-    with ShardWriter(path, sites, dtype, token_ids, offsets, trajectory) as writer:
-        for site, values in activations.items():
-            for i in range(len(trajectory)):
-                writer.put(site, i, values[offsets[i] : offsets[i + 1]])
-        return writer.finish()
-
-
 def sha256(path: Path) -> str:
     """Of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    import torch
-
-    tensor = tensor.to(getattr(torch, dtype)).contiguous().cpu()
-    return np.asarray((tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy())
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
@@ -384,14 +286,19 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 def take_rows(raw: np.ndarray, rows: np.ndarray, dtype: str, out: np.ndarray) -> None:
     """Write rows of stored values into (len(rows), d_model) float32."""
-    raw = np.asarray(raw)
+    # Any other mode makes a copy first; the rows are known to be there.
     if dtype == "float32":
-        # Any other mode makes a copy first; the rows are known to be there.
         np.take(raw, rows, axis=0, out=out, mode="clip")
-    else:
-        import torch
+        return
+    import torch
 
-        torch.from_numpy(out).copy_(_as_torch(np.take(raw, rows, axis=0), dtype))
+    # Some at a time, which are widened while they are in the cache.
+    some = 512
+    stored = np.empty((min(some, len(rows)), raw.shape[1]), raw.dtype)
+    for low in range(0, len(rows), some):
+        part = stored[: len(rows) - low]
+        np.take(raw, rows[low : low + some], axis=0, out=part, mode="clip")
+        torch.from_numpy(out[low : low + some]).copy_(_as_torch(part, dtype))
 
 
 def _as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
@@ -410,7 +317,7 @@ def _attributes(path: Path) -> dict[str, str]:
         return {}
 
 
-def _mapped(path: Path, name: str) -> np.ndarray:
+def mapped(path: Path, name: str) -> np.ndarray:
     """A contiguous dataset as a read-only memory map."""
     try:
         with h5py.File(path, "r") as file:

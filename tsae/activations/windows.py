@@ -11,28 +11,35 @@ authors' code) or of the reasoning step (`tsae.activations.partners`). Such a pa
 is only a partner: the tokens of the windows alone are reconstructed and counted. So every counted token still comes
 once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
 
-How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory
-(24 bytes a window), and 8 bytes a step where partners are of the step; activations are read through memory maps.
+How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory,
+12 bytes a window and several times that while an epoch begins, 8 bytes a step where partners are of the step, and the
+batches that threads read ahead (`_AHEAD`); activations are read through memory maps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tsae.activations.config import Axis, Partner
-from tsae.activations.mixture import Mixture, rows_of
+from tsae.activations.memory import Reused
+from tsae.activations.mixture import Mixture
 from tsae.activations.partners import Partners, blocks
 from tsae.activations.source import Source
 from tsae.activations.store import Shard, TokenSpan, take_rows
 from tsae.errors import TsaeError
+
+_AHEAD = 3
+"""Batches that are read ahead, each by a thread."""
 
 
 class TokenBatch(NamedTuple):
@@ -122,7 +129,8 @@ class Windows:
                 n_counted += int(counted.sum())
                 n_undivided += len(blocks(shard, counted, prompts, ()))
         # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
-        self.segments = np.concatenate(segments)
+        narrow = max(shard.n_tokens for shard in self.shards) < 2**31
+        self.segments = np.concatenate(segments).astype(np.int32 if narrow else np.int64)
         self.n_tokens = int(self.segments[:, 2].sum())
         if self.n_tokens == 0:
             raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
@@ -156,7 +164,27 @@ class Windows:
     @cached_property
     def _maps(self) -> list[np.ndarray]:
         # Looking a dataset up in its file takes longer than reading a few windows of it.
-        return [shard.raw(self.site) for shard in self.shards]
+        return [np.asarray(shard.raw(self.site)) for shard in self.shards]
+
+    @cached_property
+    def _base(self) -> np.ndarray:
+        """(n_shards + 1,) tokens of all shards before each."""
+        return np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
+
+    @cached_property
+    def _texts(self) -> np.ndarray:
+        """(n_texts,) place of the first token of every (reader, trajectory) in all shards together."""
+        return np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self._base, self.shards, strict=False)])
+
+    def _text_of(self, windows: np.ndarray) -> np.ndarray:
+        """(n,) index into `_texts` of windows or segments (n, 3)."""
+        place = self._base[windows[:, 0]] + windows[:, 1]
+        return np.searchsorted(self._texts, place, side="right") - 1
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        """(n_texts,) row id of each in the rollouts."""
+        return np.concatenate([shard.trajectory for shard in self.shards])
 
     def sample(self, n_tokens: int) -> np.ndarray:
         """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
@@ -168,7 +196,7 @@ class Windows:
         windows = self._beginning()
         windows = windows[: max(1, np.searchsorted(windows[:, 2].cumsum(), n_tokens, side="right"))]
         _, shard, position = _tokens(windows[np.lexsort((windows[:, 1], windows[:, 0]))])
-        x = self._gather(shard, position)
+        x = self._gather(shard, position, Reused(1))
         return x, self._norm(x, shard, position)
 
     def _beginning(self) -> np.ndarray:
@@ -224,17 +252,37 @@ class Windows:
         self, windows: np.ndarray, epoch: int, numbers: range, start: int, share: tuple[int, int]
     ) -> Iterator[TokenBatch]:
         """Windows in their order as batches of the given numbers, from the number `start` on."""
+        due = ((number, part) for number, part in self._divided(windows, numbers) if number >= start)
+        # For every batch that is read ahead, the last and the one before it: x, what is left of it, and others.
+        memory = Reused(3 * (_AHEAD + 2))
+        with ThreadPoolExecutor(_AHEAD) as threads:
+
+            def begin(number: int, part: np.ndarray) -> tuple[int, Future[TokenBatch]]:
+                rng = np.random.default_rng([self.seed, epoch, number, 1])
+                return number, threads.submit(self._batch, part, share, rng, memory)
+
+            ahead = deque(begin(*one) for one in islice(due, _AHEAD))
+            while ahead:
+                number, found = ahead.popleft()
+                batch = found.result()
+                ahead.extend(begin(*one) for one in islice(due, 1))
+                if len(batch.pairs) or share[1] > 1 or (self.partner is None and len(batch.x)):
+                    yield batch._replace(number=number)
+                # So that its memory is free for another.
+                del found, batch
+
+    def _divided(self, windows: np.ndarray, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
+        """(number, windows) of every batch that has any.
+
+        Batches are of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
+        would treat differently.
+        """
         ends = windows[:, 2].cumsum()
-        # Batches of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
-        # would treat differently.
         n_batches = len(numbers)
         bounds = np.searchsorted(ends, np.arange(n_batches + 1) * ends[-1] // n_batches, side="right")
-        for i, (low, high) in zip(numbers, pairwise(bounds), strict=True):
-            if low == high or i < start:
-                continue
-            batch = self._batch(windows[low:high], share, np.random.default_rng([self.seed, epoch, i, 1]))
-            if len(batch.pairs) or share[1] > 1 or (self.partner is None and len(batch.x)):
-                yield batch._replace(number=i)
+        for number, (low, high) in zip(numbers, pairwise(bounds.tolist()), strict=True):
+            if low < high:
+                yield number, windows[low:high]
 
     def _order(self, epoch: int) -> np.ndarray:
         """(n_windows, 3) shard, first token and number of tokens of every window that an epoch reads, in its order."""
@@ -253,37 +301,40 @@ class Windows:
             windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
         rng = np.random.default_rng([self.seed, epoch])
         rng.integers(self.window)  # the offset of the pass of this number
-        rng.shuffle(windows)
-        return windows
+        # As rng.shuffle(windows) orders them, which is many times slower.
+        return windows[rng.permutation(len(windows))]
 
     def _cut(self, segments: np.ndarray, offset: int) -> np.ndarray:
         """(n_windows, 3): segments cut into windows, the first of each of `window − offset` tokens."""
         shard, start, length = segments.T
         n = (length + offset + self.window - 1) // self.window
         which = np.repeat(np.arange(len(n)), n)
-        step = np.arange(len(which)) - np.repeat(n.cumsum() - n, n)
-        low = np.maximum(step * self.window - offset, 0)
-        high = np.minimum((step + 1) * self.window - offset, length[which])
-        windows = np.stack([shard[which], start[which] + low, high - low], axis=1)
-        return windows[windows[:, 2] > 0]
+        low = (np.arange(len(which)) - (n.cumsum() - n)[which]) * self.window - offset
+        windows = np.empty((len(which), 3), segments.dtype)
+        windows[:, 0], windows[:, 1] = shard[which], start[which]
+        windows[:, 2] = np.minimum(low + self.window, length[which])
+        np.maximum(low, 0, out=low)
+        windows[:, 1] += low
+        windows[:, 2] -= low
+        return windows
 
-    def _batch(self, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> TokenBatch:
-        mine = np.zeros(len(windows), dtype=bool)
-        mine[share[0] :: share[1]] = True
+    def _batch(
+        self, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator, memory: Reused
+    ) -> TokenBatch:
         order = np.lexsort((windows[:, 1], windows[:, 0]))
-        windows, mine = windows[order], mine[order]
-        which, shard, position = _tokens(windows)
-        chosen = mine[which]
+        windows, mine = windows[order], order % share[1] == share[0]
         drawn = None
         if self._partners is not None:
             # Drawn for the whole batch, so that a token has the same partner whatever the share.
-            drawn = self._partners.draw(shard, position, rng)[chosen]
-        which, shard, position = which[chosen], shard[chosen], position[chosen]
-        x = self._gather(shard, position)
+            which, shard, position = _tokens(windows)
+            drawn = self._partners.draw(shard, position, rng)[mine[which]]
+        windows = windows[mine]
+        which, shard, position = _tokens(windows)
+        x = self._gather(shard, position, memory)
         inside = self._norm(x, shard, position) <= self.norms.limit
         row = np.cumsum(inside) - 1
-        x = x if inside.all() else x[inside]
-        trajectory = rows_of(self.shards, windows)[which[inside]]
+        trajectory = self._rows[self._text_of(windows)][which[inside]]
+        x = _only(inside, x, memory)
         if self._partners is None or drawn is None:
             follows = np.zeros(len(which), dtype=bool)
             follows[1:] = (which[1:] == which[:-1]) & inside[1:] & inside[:-1]
@@ -292,20 +343,28 @@ class Windows:
         # A token that drew an outlier has no partner this time: the others are as likely as before.
         current = np.flatnonzero((drawn >= 0) & inside)
         shard, position = self._partners.place(drawn[current])
-        others = self._gather(shard, position)
+        others = self._gather(shard, position, memory)
         good = self._norm(others, shard, position) <= self.norms.limit
-        current, others = current[good], others[good]
+        current, others = current[good], _only(good, others, memory)
         pairs = np.stack([len(x) + np.arange(len(current)), row[current]], axis=1)
         return TokenBatch(x, pairs, trajectory, others=others)
 
-    def _gather(self, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _gather(self, shard: np.ndarray, position: np.ndarray, memory: Reused) -> np.ndarray:
         """(n, d_model) float32 of tokens sorted by shard."""
-        x = np.empty((len(shard), self.d_model), np.float32)
+        x = memory.empty(len(shard), self.d_model, np.float32)
         bounds = np.flatnonzero(np.diff(shard, prepend=-1, append=-1))
         for low, high in pairwise(bounds.tolist()):
-            source = self.shards[shard[low]]
-            take_rows(self._maps[shard[low]], position[low:high], source.dtype, x[low:high])
+            number = shard[low]
+            take_rows(self._maps[number], position[low:high], self.shards[number].dtype, x[low:high])
         return x
+
+
+def _only(wanted: np.ndarray, x: np.ndarray, memory: Reused) -> np.ndarray:
+    """The rows of x where wanted."""
+    rows = np.flatnonzero(wanted)
+    if len(rows) == len(x):
+        return x
+    return np.take(x, rows, axis=0, out=memory.empty(len(rows), x.shape[1], x.dtype), mode="clip")
 
 
 def _problems(store: Source, held_out: bool | None) -> np.ndarray:
@@ -334,5 +393,4 @@ def _tokens(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(index of the window, shard, position in the shard) of every token of windows after one another."""
     shard, start, length = windows.T
     which = np.repeat(np.arange(len(windows)), length)
-    within = np.arange(len(which)) - np.repeat(length.cumsum() - length, length)
-    return which, shard[which], start[which] + within
+    return which, shard[which], np.arange(len(which)) + (start - length.cumsum() + length)[which]

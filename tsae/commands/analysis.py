@@ -49,7 +49,7 @@ class Diff:
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     sae: Path | None = None
-    """The SAE's folder: with --tokenizer's checkpoint, which next tokens a feature promotes; and for --insertion."""
+    """The SAE's folder, for --insertion; with --tokenizer's checkpoint it says which next tokens features promote."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)

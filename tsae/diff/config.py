@@ -23,9 +23,8 @@ class DiffConfig:
     n_bootstrap: int = 1000
     """Bootstrap draws of problems, for intervals."""
     n_permutations: int = 10_000
-    """Sign flips or label permutations, for p-values. Features with a large p need fewer; where a contrast has more
-    than q · n_permutations features, more are drawn for those that only the number of draws keeps from being
-    discoveries."""
+    """Sign flips or label permutations, for p-values. Features with a large p need fewer. Where a contrast has more
+    than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
     confidence: float = 0.95
     """Confidence level of the intervals."""
     q: float = 0.05

@@ -23,7 +23,8 @@ import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Contrast, Rows
-from tsae.diff.statistics import bootstrap_interval
+from tsae.diff.statistics import bootstrap_interval, group_difference
+from tsae.features.sums import grouped_sums
 from tsae.features.table import FeatureTable
 
 CONTROLS = ("length", "position", "token")
@@ -55,6 +56,7 @@ def confound_table(
 
 
 _KEPT = 0.5
+_IDS = 256  # token ids whose means are made at once
 _CONTROLLED = ("total", "success_minus_failure")
 
 
@@ -97,65 +99,90 @@ def _controlled(
 ) -> np.ndarray:
     """(n_problems, n_features) differences of the problems in which the two sides are comparable."""
     if control == "length":
-        weights = _matching(a, b, rows.problem, _half_octave(tokens.length))
-        return np.asarray((weights @ rows.values).todense())
+        return _matched(rows.values, np.arange(len(rows.problem)), a, b, rows.problem, _half_octave(tokens.length))
     on_a, on_b = (np.flatnonzero(np.isin(tokens.row, side)) for side in (a, b))
     problem = rows.problem[tokens.row]
-    codes = sp.csr_array(features.codes[tokens.index])
     if control == "position":
-        return np.asarray((_matching(on_a, on_b, problem, tokens.position) @ codes).todense())
-    return _without_tokens(codes, tokens, (on_a, on_b), problem, seed)
+        return _matched(features.codes, tokens.index, on_a, on_b, problem, tokens.position)
+    a, b = (side[tokens.length[side] > 0] for side in (a, b))
+    problems = np.intersect1d(rows.problem[a], rows.problem[b])
+    plain = group_difference(rows.values, a, b, rows.problem, problems)
+    return plain - _expected(features.codes, tokens, (on_a, on_b), problem, problems, seed)
 
 
-def _matching(a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray) -> sp.csr_array:
-    """(n_problems, n_units): a's units positive, b's negative, a problem's cells by the smaller of their two sides."""
-    cell = problem * (int(stratum.max(initial=0)) + 1) + stratum
-    size = int(cell.max()) + 1
+def _matched(
+    values: sp.csr_array, index: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray
+) -> np.ndarray:
+    """(n_problems, n_features) a's mean − b's, a problem's cells by the smaller of their two sides.
+
+    Args:
+        values: (…, n_features).
+        index: (n_units,) row of the values of each unit.
+        a: units of one side.
+        b: units of the other.
+        problem: (n_units,) problem code.
+        stratum: (n_units,) what makes units comparable.
+    """
+    strata = int(stratum.max(initial=0)) + 1
+    cell = problem * strata + stratum
+    size = (int(problem.max()) + 1) * strata
     n_a, n_b = np.bincount(cell[a], minlength=size), np.bincount(cell[b], minlength=size)
     common = np.minimum(n_a, n_b)
-    problem_of_cell = np.arange(size) // (int(stratum.max(initial=0)) + 1)
-    total = np.bincount(problem_of_cell, weights=common)
+    total = common.reshape(-1, strata).sum(1)
     problems = np.flatnonzero(total)
-    parts = []
-    for sign, units, n in ((1.0, a, n_a), (-1.0, b, n_b)):
-        units = units[common[cell[units]] > 0]
-        weight = sign * common[cell[units]] / n[cell[units]] / total[problem[units]]
-        where = np.searchsorted(problems, problem[units])
-        parts.append(sp.csr_array((weight, (where, units)), shape=(len(problems), len(problem))))
-    return sp.csr_array(parts[0] + parts[1])
+    units, weights = [], []
+    for sign, side, n in ((1.0, a, n_a), (-1.0, b, n_b)):
+        side = side[common[cell[side]] > 0]
+        units.append(side)
+        weights.append(sign * common[cell[side]] / n[cell[side]] / total[problem[side]])
+    unit = np.concatenate(units)
+    where = np.searchsorted(problems, problem[unit])
+    return grouped_sums(values, index[unit], where, np.concatenate(weights), len(problems))
 
 
-def _without_tokens(
-    codes: sp.csr_array, tokens: _Tokens, places: tuple[np.ndarray, ...], problem: np.ndarray, seed: int
+def _expected(
+    codes: sp.csr_array,
+    tokens: _Tokens,
+    places: tuple[np.ndarray, np.ndarray],
+    problem: np.ndarray,
+    problems: np.ndarray,
+    seed: int,
 ) -> np.ndarray:
-    problems = np.intersect1d(*(problem[side] for side in places))
-    weights = sp.csr_array((len(problems), len(problem)))
+    """(n_problems, n_features) differences that token ids alone make, by means on the other half of problems."""
+    n_ids, n = int(tokens.id_code.max()) + 1, len(problems)
+    frequency = sp.csc_array((n, n_ids))  # how much more often one side has the token
     for sign, side in zip((1.0, -1.0), places, strict=True):
         side = side[np.isin(problem[side], problems)]
         where = np.searchsorted(problems, problem[side])
-        row = tokens.row[side]
-        n_rows = np.bincount(where, weights=1 / tokens.length[row], minlength=len(problems))
-        weight = sign / tokens.length[row] / n_rows[where]
-        weights = weights + sp.csr_array((weight, (where, side)), shape=weights.shape)
-    plain = np.asarray((weights @ codes).todense())
-    n, n_ids = len(problem), int(tokens.id_code.max()) + 1
-    identity = sp.csr_array((np.ones(n), (np.arange(n), tokens.id_code)), shape=(n, n_ids))
-    frequency = sp.csr_array(weights @ identity)  # (n_problems, n_ids): how much more often one side has the token
-    half = np.random.default_rng([seed, 6]).permutation(len(problems)) % 2
-    used = np.concatenate(places)
+        share = 1 / tokens.length[tokens.row[side]]
+        weight = sign * share / np.bincount(where, weights=share, minlength=n)[where]
+        frequency = frequency + sp.csc_array((weight, (where, tokens.id_code[side])), shape=frequency.shape)
+    half = np.random.default_rng([seed, 6]).permutation(n) % 2
     of_half = np.full(int(problem.max()) + 1, -1)
     of_half[problems] = half
-    expected = np.zeros_like(plain)
-    for other in (0, 1):
-        seen = used[of_half[problem[used]] == other]
-        count = np.bincount(tokens.id_code[seen], minlength=n_ids)
-        averaging = sp.csr_array((1 / count[tokens.id_code[seen]], (tokens.id_code[seen], seen)), shape=(n_ids, n))
-        mine = np.flatnonzero(half != other)
-        expected[mine] = np.asarray((frequency[mine] @ (averaging @ codes)).todense())
-        overall = codes[seen].sum(0) / max(len(seen), 1)
-        unseen = np.asarray(frequency[mine] @ (count == 0).astype(float))
-        expected[mine] += unseen[:, None] * overall
-    return plain - expected
+    used = np.concatenate(places)
+    used = used[of_half[problem[used]] >= 0]
+    used = used[np.argsort(tokens.id_code[used], kind="stable")]
+    code, other = tokens.id_code[used], of_half[problem[used]]
+    mine = [np.flatnonzero(half != number) for number in (0, 1)]
+    count, overall = np.zeros((2, n_ids)), np.zeros((2, codes.shape[1]))
+    expected = np.zeros((n, codes.shape[1]))
+    for first in range(0, n_ids, _IDS):
+        size = min(_IDS, n_ids - first)
+        some = slice(*np.searchsorted(code, [first, first + size]))
+        group = other[some] * size + code[some] - first
+        sums = grouped_sums(codes, tokens.index[used[some]], group, np.ones(len(group)), 2 * size)
+        counts = np.bincount(group, minlength=2 * size)
+        means = (sums / np.maximum(counts, 1)[:, None]).astype(np.float32).reshape(2, size, -1)
+        often = frequency[:, first : first + size].toarray().astype(np.float32)
+        for number in (0, 1):
+            expected[mine[number]] += often[mine[number]] @ means[number]
+        count[:, first : first + size] = counts.reshape(2, size)
+        overall += sums.reshape(2, size, -1).sum(1)
+    for number in (0, 1):
+        unseen = frequency[mine[number]] @ (count[number] == 0).astype(float)
+        expected[mine[number]] += unseen[:, None] * overall[number] / max(count[number].sum(), 1)
+    return expected
 
 
 def _rows_of(

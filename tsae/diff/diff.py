@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
@@ -28,6 +29,7 @@ from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
+from tsae.features.sums import active_counts
 from tsae.features.table import FeatureTable
 from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
@@ -206,13 +208,13 @@ def _describe(
     classes: TokenClasses | None,
     strings: Sequence[str],
 ) -> pd.DataFrame:
-    counted = features.span_mask(config.span)
-    fired = np.bincount(features.codes[np.flatnonzero(counted)].indices, minlength=features.n_features)
+    counted = np.flatnonzero(features.span_mask(config.span))
+    fired = active_counts(features.codes, counted)
     index = pd.RangeIndex(features.n_features, name="feature")
     table = pd.DataFrame(
         {
             "group": np.where(np.arange(features.n_features) < features.d_high, "high", "low"),
-            "firing_rate": fired / max(int(counted.sum()), 1),
+            "firing_rate": fired / max(len(counted), 1),
             "length_correlation": _length_correlation(features, rows),
         },
         index=index,
@@ -230,11 +232,18 @@ def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     base = features.readers[0]
     picked = rows.by_reader[base, rows.own(base)]
     length = rankdata(features.rollouts.lengths("response_ids")[features.trajectory[picked]])
-    values = rankdata(np.asarray(rows.values[picked].todense()), axis=0)
-    length = length - length.mean()
-    values = values - values.mean(0)
-    norm = np.sqrt((values**2).sum(0) * (length**2).sum())
-    return np.divide(length @ values, norm, out=np.zeros(features.n_features), where=norm > 0)
+    length, n = length - length.mean(), len(picked)
+    columns = sp.csc_array(rows.values[picked])
+    product, square = np.zeros((2, features.n_features))
+    for feature in range(features.n_features):
+        column = slice(columns.indptr[feature], columns.indptr[feature + 1])
+        # Activations are not negative, so that zeros share the lowest ranks.
+        zeros = n - (column.stop - column.start)
+        above = rankdata(columns.data[column]) + (zeros - 1) / 2
+        product[feature] = above @ length[columns.indices[column]]
+        square[feature] = ((above - (n - zeros) / 2) ** 2).sum() + zeros * ((n - zeros) / 2) ** 2
+    norm = np.sqrt(square * (length**2).sum())
+    return np.divide(product, norm, out=np.zeros(features.n_features), where=norm > 0)
 
 
 def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[str, str]:

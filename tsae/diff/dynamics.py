@@ -73,6 +73,16 @@ class Dynamics:
     notes: dict[str, str] = field(default_factory=dict)
     """Why a run has no rows, by run."""
 
+    def _repr_html_(self) -> str:
+        from tsae.report.cards import card
+
+        features = self.table.drop_duplicates(["run", "feature"])
+        kinds = features.groupby(["run", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
+        steps = {run: sorted(map(int, rows.step.unique())) for run, rows in self.table.groupby("run", sort=False)}
+        told = [f"{run}: {', '.join(map(str, found))}" for run, found in steps.items()]
+        notes = [f"{run}: {why}" for run, why in self.notes.items()] or None
+        return card("Dynamics", {"steps": "; ".join(told), "left out": notes}, ("features by what they do", kinds))
+
     def alignment(self) -> pd.DataFrame:
         """How features and behaviours go together along steps; see `align`."""
         return align(self.table, self.behaviours)

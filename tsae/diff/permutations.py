@@ -58,7 +58,7 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
     rank = np.empty(len(problem), dtype=int)
     rank[in_order] = np.arange(len(problem)) - (size.cumsum() - size)[problem[in_order]]
     order = np.lexsort((np.argsort(by_size)[problem], rank))
-    columns = sp.csc_array(values[order])
+    columns = sp.csc_array(values[order], dtype=np.float32)
     size, n_success = size[by_size], n_success[by_size]
     negative32 = negative[by_size].astype(np.float32)
     raised = positive[by_size].astype(np.float32) - negative32
@@ -85,7 +85,7 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
             drawn = labels(block)
             for part in parts:
                 of_part = columns[:, features[part]].toarray() if dense is None else dense
-                extreme[part] += _as_extreme(drawn @ of_part.astype(np.float32), limit[features[part]])
+                extreme[part] += _as_extreme(drawn @ of_part, limit[features[part]])
         return extreme[None]
 
     return count
@@ -108,8 +108,8 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
     both = np.concatenate([a, b])
     both = both - both.mean(0)
     n, n_a, n_b = len(both), len(a), len(b)
-    floor = np.maximum(both.var(0) * 1e-9, np.finfo(np.float32).tiny).astype(np.float32)
-    both = both.astype(np.float32)
+    # In double precision: a band that does not vary has a variance that is all rounding.
+    floor = np.maximum(both.var(0) * 1e-9, np.finfo(np.float32).tiny)
 
     def welch(member: np.ndarray, features: np.ndarray) -> np.ndarray:
         """|t| for (draws, n) memberships of group a."""
@@ -120,13 +120,13 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
         variance = (square_a - mean_a**2) / (n_a - 1) + (square_b - mean_b**2) / (n_b - 1)
         return np.abs(mean_a - mean_b) / np.sqrt(np.maximum(variance, floor[features]))
 
-    observed = (np.arange(n) < n_a).astype(np.float32)[None]
+    observed = (np.arange(n) < n_a).astype(float)[None]
     limit = _limit(welch(observed, np.arange(both.shape[1]))[0])
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         extreme = np.zeros(len(features), dtype=np.int64)
         for size in _blocks(draws):
-            member = np.zeros((size, n), dtype=np.float32)
+            member = np.zeros((size, n))
             np.put_along_axis(member, np.argsort(rng.random((size, n)), axis=1)[:, :n_a], 1.0, 1)
             extreme += _as_extreme(welch(member, features), limit[features])
         return extreme[None]
@@ -135,14 +135,14 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
 
 
 def _limit(observed: np.ndarray) -> np.ndarray:
-    # A draw that repeats the observed arrangement must count as extreme in spite of float32 rounding.
-    limit: np.ndarray = (np.abs(observed) * (1 - 1e-5)).astype(np.float32)
+    # A draw that repeats the observed arrangement must count as extreme in spite of rounding.
+    limit: np.ndarray = np.abs(observed) * (1 - 1e-5)
     return limit
 
 
 def _as_extreme(drawn: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """(n_features,) how many of (draws, n_features) values are; overwrites them."""
-    return np.count_nonzero(np.abs(drawn, out=drawn) >= limit, axis=0)
+    return np.count_nonzero(np.abs(drawn, out=drawn) >= limit.astype(drawn.dtype), axis=0)
 
 
 def _blocks(draws: int) -> Iterator[int]:

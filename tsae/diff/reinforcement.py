@@ -253,7 +253,9 @@ def _parts(frame: pd.DataFrame, kind: np.ndarray) -> dict[tuple[str, str], np.nd
 
 
 def _active(values: sp.csr_array, problem: np.ndarray, min_problems: int) -> np.ndarray:
-    """Features active in at least min_problems problems."""
+    """Features active in at least min_problems problems; none where nobody read anything."""
+    if not len(problem):
+        return np.zeros(0, dtype=np.int64)
     active = sp.csr_array(_sums(problem, np.ones(len(problem))) @ values.astype(bool).astype(np.float64))
     return np.flatnonzero(np.asarray(active.astype(bool).sum(0)).ravel() >= min_problems)
 
@@ -298,10 +300,8 @@ def _comparisons(found: Reinforcement, checkpoint: str, part: str) -> Iterator[d
     both = np.intersect1d(np.intersect1d(rows.problem[run], rows.problem[own]), problem)
     frame = found.source.rollouts.frame.iloc[found.source.trajectory[found.picked]].reset_index(drop=True)
     group = np.unique(group_names(frame), return_inverse=True)[1]
-    read, tested = np.concatenate([run, own]), np.zeros(0, dtype=np.int64)
-    if len(read):
-        tested = _active(rows.values[read], rows.problem[read], 1)
-        tested = np.intersect1d(tested, found.table.feature.unique())
+    tested = _active(rows.values[np.concatenate([run, own])], rows.problem[np.concatenate([run, own])], 1)
+    tested = np.intersect1d(tested, found.table.feature.unique())
     realised = np.zeros((0, len(tested)))
     if len(both) and len(tested):
         realised = group_difference(sp.csr_array(rows.values[:, tested]), run, own, rows.problem, both)

@@ -144,15 +144,21 @@ class FeatureDiff:
         return [reader["id"] for reader in self.info["readers"][1:]]
 
     def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
-        """The n discoveries with the largest |d| of the selected contrast, by default all total shifts."""
-        table = self.table(
-            discoveries=True, **(keys or {"kind": "shift", "part": "total", "band": "all", "outcome": "all"})
-        )
+        """The n discoveries with the largest |d| of the selected contrast.
+
+        By default of all total shifts, or of those on the same trajectories where nothing else could be drawn.
+        """
+        keys = keys or {"kind": "shift", "part": self._main_part, "band": "all", "outcome": "all"}
+        table = self.table(discoveries=True, **keys)
         return (
             table.reindex(table.d.abs().sort_values(ascending=False, kind="stable").index)
             .head(n)
             .reset_index(drop=True)
         )
+
+    @property
+    def _main_part(self) -> str:
+        return "total" if (self.contrasts.part == "total").any() else "same_trajectories"
 
     def compare(self, other: FeatureDiff) -> pd.DataFrame:
         """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
@@ -221,7 +227,9 @@ class FeatureDiff:
 
     def __repr__(self) -> str:
         total = self.contrasts[
-            (self.contrasts.part == "total") & (self.contrasts.band == "all") & (self.contrasts.outcome == "all")
+            (self.contrasts.part == self._main_part)
+            & (self.contrasts.band == "all")
+            & (self.contrasts.outcome == "all")
         ]
         found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
         return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
@@ -244,7 +252,7 @@ class FeatureDiff:
         return card(
             "FeatureDiff",
             {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
-            ("clearest total shifts (d: standard deviations over problems)", self.top(8)[kept]),
+            ("clearest shifts (d: standard deviations over problems)", self.top(8)[kept]),
             ("contrasts over all problems", drawn),
             ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
             note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",

@@ -30,6 +30,7 @@ import scipy.sparse as sp
 
 from tsae.diff.config import FalseDiscoveries
 from tsae.diff.permutations import Count, band_permutations, label_permutations, sign_flips, together
+from tsae.features.sums import grouped_sums
 
 _FIRST = 250  # draws before features are settled for the first time
 _ENOUGH = 100  # draws as extreme that settle a feature
@@ -143,8 +144,7 @@ def side_means(values: sp.csr_array, rows: np.ndarray, problem: np.ndarray, prob
     """(n_problems, n_features) mean over the given rows of every problem."""
     rows, where = _of_problems(rows, problem, problems)
     weight = 1.0 / np.bincount(where, minlength=len(problems))[where]
-    averaging = sp.csr_array((weight, (where, rows)), shape=(len(problems), values.shape[0]))
-    return (averaging @ values).toarray()
+    return grouped_sums(values, rows, where, weight, len(problems))
 
 
 def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

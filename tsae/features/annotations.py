@@ -11,9 +11,9 @@ from typing import cast
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
 from tsae.errors import TsaeError
+from tsae.features.sums import active_counts, grouped_sums
 from tsae.features.table import FeatureTable
 from tsae.plugins import find_function
 
@@ -28,6 +28,7 @@ def find_annotator(name: str) -> Annotator:
 
 
 PROMPT_CLASS, SPECIAL_CLASS, RARE = "prompt", "special", "rare tokens"
+_IDS = 128  # token ids whose sums are made at once
 _MIN_TOKENS = 20  # A class with fewer tokens cannot be what a feature responds to.
 
 
@@ -85,9 +86,8 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
     tokens = np.flatnonzero(counted)
-    n_classes, n = len(classes.names), len(classes.code)
-    membership = sp.csr_array((np.ones(len(tokens), np.float32), (classes.code[tokens], tokens)), shape=(n_classes, n))
-    sums = np.asarray((membership @ features.codes).todense(), dtype=np.float64)  # (n_classes, n_features)
+    n_classes, ones = len(classes.names), np.ones(len(tokens))
+    sums = grouped_sums(features.codes, tokens, classes.code[tokens], ones, n_classes)
     sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
     total = sums.sum(0)
     shares = sums / np.where(total > 0, total, 1)
@@ -97,7 +97,6 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     column = np.arange(features.n_features)
     # Active, but on no class that is large enough.
     rare = (total > 0) & ((shares[best, column] == 0) | (sizes[best] < _MIN_TOKENS))
-    active = np.asarray((membership @ features.codes.astype(bool).astype(np.float32)).sum(0)).ravel()
     return pd.DataFrame(
         {
             "responds_to": np.select(
@@ -105,7 +104,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
             ),
             "lift": np.where(rare, 0.0, lifts[best, column]),
             "share": np.where(rare, 0.0, shares[best, column]),
-            "n_tokens": active.astype(np.int64),
+            "n_tokens": active_counts(features.codes, tokens),
         },
         index=pd.RangeIndex(features.n_features, name="feature"),
     )
@@ -118,20 +117,29 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
         indexed by feature: top_tokens (the strings, most activation first), top_token_share (of the feature's summed
         activation that falls on the first; near 1 means that the feature may be lexical).
     """
-    mask = features.span_mask("all")
-    tokens = np.flatnonzero(mask)
-    ids, token_code = np.unique(features.token_ids[tokens], return_inverse=True)
-    shape = (len(ids), len(features.token_ids))
-    membership = sp.csr_array((np.ones(len(tokens), np.float32), (token_code, tokens)), shape=shape)
-    sums = sp.csc_array(membership @ features.codes)
-    names, shares = [], []
-    for feature in range(features.n_features):
-        column = slice(sums.indptr[feature], sums.indptr[feature + 1])
-        values, which = sums.data[column], sums.indices[column]
-        order = np.argsort(-values, kind="stable")[:n]
-        names.append([token_strings[ids[i]] for i in which[order]])
-        shares.append(float(values[order[0]] / values.sum()) if len(order) else 0.0)
+    tokens = np.flatnonzero(features.span_mask("all"))
+    ids, code = np.unique(features.token_ids[tokens], return_inverse=True)
+    order = np.argsort(code, kind="stable")
+    tokens, code = tokens[order], code[order]
+    # The n largest sums so far and their ids: a table of all tokens and features would be large.
+    best, of_id = np.zeros((2, 0, features.n_features))
+    total = np.zeros(features.n_features)
+    for first in range(0, len(ids), _IDS):
+        size = min(_IDS, len(ids) - first)
+        some = slice(*np.searchsorted(code, [first, first + size]))
+        sums = grouped_sums(features.codes, tokens[some], code[some] - first, np.ones(len(tokens[some])), size)
+        total += sums.sum(0)
+        candidates = np.concatenate([best, sums])
+        of_candidate = np.concatenate([of_id, np.broadcast_to(np.arange(first, first + size)[:, None], sums.shape)])
+        largest = np.argsort(-candidates, axis=0, kind="stable")[:n]
+        best, of_id = (np.take_along_axis(x, largest, 0) for x in (candidates, of_candidate))
+    strings = [token_strings[i] for i in ids]
+    names = [
+        [strings[int(i)] for i, value in zip(of_id[:, feature], best[:, feature], strict=True) if value > 0]
+        for feature in range(features.n_features)
+    ]
+    share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0) if len(best) else total
     return pd.DataFrame(
-        {"top_tokens": names, "top_token_share": shares},
+        {"top_tokens": names, "top_token_share": share},
         index=pd.RangeIndex(features.n_features, name="feature"),
     )

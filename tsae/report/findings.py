@@ -53,6 +53,11 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
         "behaviours": diff.behaviours,
         "contrasts": diff.contrasts,
         "discoveries": diff.table(discoveries=True, band="all", outcome="all"),
+        **{
+            name: table
+            for name, table in (("baselines", diff.baselines), ("predicted", diff.predicted))
+            if table is not None
+        },
         "causally_tested": diff.info.get("causally_tested") or [],
     }
 

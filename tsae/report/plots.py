@@ -21,8 +21,9 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.report import figures, views
+from tsae.report import evidence, evidence_figures, figures, views
 from tsae.report.overview import overview
+from tsae.report.steps_figure import steps_figure
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text
 
@@ -78,6 +79,28 @@ class Plots:
         """Every tested feature of every run: size of the shift against its q-value."""
         title = "Shift of every tested feature"
         return _titled(_volcano(self.diff), title, f"line: q = {self.diff.q:g}; circles high-level, diamonds low-level")
+
+    def spread(self) -> Figure:
+        """Every tested feature of every run: size of the shift against how active the feature is."""
+        return _titled(evidence_figures.spread_figure(self.diff), "Shift of every tested feature, by its activity", "")
+
+    def families(self) -> Figure:
+        """Mean shift of every family of features in every run."""
+        return _titled(evidence_figures.family_figure(self.diff), "Families of features", f"against {self.diff.base}")
+
+    def predictions(self) -> Figure:
+        """Shifts that rollouts predict beside those that came; see `FeatureDiff.with_reinforcement`."""
+        title = "Predicted and realised shifts"
+        return _titled(evidence_figures.prediction_figure(self.diff), title, "rank correlation over features, interval")
+
+    def steps(self, n: int = 6) -> Figure:
+        """Features and behaviours along the steps of runs."""
+        chosen = evidence.step_features(self.diff, n)
+        return _titled(steps_figure(self.diff, chosen), "Along the steps of the runs", "")
+
+    def causal(self) -> Figure:
+        """What interventions changed, beside their controls; see `Intervention.mark`."""
+        return _titled(evidence_figures.causal_figure(self.diff), "Causal tests", "paired changes against no edit")
 
     def decomposition(self, n: int = 8) -> Figure:
         """Total shift of each run's n most moved features as policy part and representation part."""

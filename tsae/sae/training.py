@@ -135,7 +135,7 @@ def _train(windows: Windows, plans: Sequence[Plan], processes: Processes, bar: A
         rows = [run.row for run in due if run.row.get("step") == steps]
         if rows:
             fve, l0, alive = (sum(row[name] for row in rows) / len(rows) for name in ("fve", "l0", "alive"))
-            bar.set_postfix_str(f"FVE {fve:.3f}, L0 {l0:.1f}, alive {alive:.1%}")
+            bar.set_postfix_str(f"FVE {fve:.3f}, L0 {l0:.1f}, alive {alive:.1%}", refresh=False)
     return [run.finish() for run in runs]
 
 

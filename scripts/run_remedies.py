@@ -1,0 +1,397 @@
+"""Cures for training on problems that are too hard, compared on the arithmetic testbed.
+
+Every arm is GRPO from the shipped base, by default on hard chains only (10 to 14 operations):
+
+    plain                  GRPO
+    oracle                 credit from the ground-truth annotation: what better credit could reach
+    guided                 token weights from features, mean 1 (tsae.rl.shaping, 1)
+    shuffled               as guided, features' entries shuffled: the control
+    reformulation          half of the problems are backward reformulations of 3 to 9 operations
+    reformulation+guided   the two together
+    both                   guided and plausibility
+    plausibility           successes that look like failures earn less (tsae.rl.shaping, 2)
+    dense                  guided, and the scores as dense reward (tsae.rl.shaping, 3)
+    adaptive               plain, problems of all bands drawn by the current pass rate
+    kl                     plain, with a KL penalty against the base
+    reformulation+shuffled the control of reformulation+guided
+
+Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
+from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
+skipped, so that an interrupted series goes on. Last the table of all finished runs is printed and, with --doc, written
+between two marker lines of a Markdown file. The same seed gives the same run on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+from tsae.rl.config import CurriculumConfig, ShapingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from tsae.rollouts.problems import Problem
+
+SHAPINGS = {
+    "guided": ShapingConfig(strength=2.0),
+    "both": ShapingConfig(strength=2.0, plausibility=True),
+    "plausibility": ShapingConfig(strength=0.0, plausibility=True),
+    "dense": ShapingConfig(strength=2.0, dense=0.3),
+}
+"""Of the arms with credit from features; "shuffled" has that of "guided"."""
+
+ARMS = (
+    "plain",
+    "oracle",
+    "guided",
+    "shuffled",
+    "reformulation",
+    "reformulation+guided",
+    "both",
+    "plausibility",
+    "dense",
+    "adaptive",
+    "kl",
+    "reformulation+shuffled",
+)
+"""In the order in which they are run."""
+
+SITE = "blocks.2.hook_resid_post"
+REFERENCE_LEVELS = {(1, 3): 100, (4, 6): 400, (7, 9): 400}
+"""Operations, and problems of the reference's rollouts, each sampled 16 times."""
+BANDS = {"easy": (1, 1), "2-3 ops": (2, 3), "medium": (4, 6), "7-9 ops": (7, 9), "hard": (10, 14)}
+"""Of the arm "adaptive"."""
+PROMPTS, SAMPLES = 8, 16
+MEASURED = ("accuracy", "direct", "skipped", "flawless", "length")
+BEGINS, ENDS = "<!-- remedies: begin -->", "<!-- remedies: end -->"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepare, run, tabulate; 1 where the user has something to put right."""
+    options = parse(arguments)
+    # Before torch is loaded: OpenMP threads that spin while they wait starve each other on shared cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        if options.one is not None:
+            arm, seed = options.one
+            run(arm, int(seed), options)
+            return 0
+        if not options.table_only:
+            prepare(options.out / "reference")
+            run_all(options)
+        table = tabulate(options.out, options.steps)
+        print(table)
+        if options.doc is not None:
+            fill(options.doc, table)
+    except TsaeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; made if missing")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per arm (default: 3)")
+    parser.add_argument("--steps", type=int, default=80, help="optimiser steps per run (default: 80)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default: 2)")
+    parser.add_argument("--responses", type=int, default=500, help="per band when measuring (default: 500)")
+    parser.add_argument("--doc", type=Path, help=f"Markdown file whose lines between {BEGINS} and {ENDS} to replace")
+    parser.add_argument("--table-only", action="store_true", help="tabulate what is finished, run nothing")
+    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def prepare(to: Path) -> None:
+    """The reference's rollouts, its SAE and the credit learned from them, below one folder."""
+    import tsae
+    from tsae.rl.config import CreditConfig
+    from tsae.rl.learning import fit_credit
+    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+
+    if (to / "credit" / "credit.json").is_file():
+        return
+    base = tsae.testbed.series().base
+    file = to / "rollouts.parquet"
+    if not file.is_file():
+        problems = [
+            problem
+            for ops, n in REFERENCE_LEVELS.items()
+            for problem in tsae.testbed.generate_problems(ops, n, seed=1, split="train")
+        ]
+        sampling = tsae.SamplingConfig(n_samples=16, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=512, seed=0)
+        to.mkdir(parents=True, exist_ok=True)
+        tsae.sample(base, problems, sampling, verify=tsae.testbed.verify).write(file)
+    rollouts = tsae.Rollouts.read(file)
+    store = tsae.capture(tsae.CheckpointSeries((base,)), rollouts, [SITE], to=to / "activations")
+    training = tsae.TrainingConfig(tokens=1_500_000, batch_tokens=1024)
+    sae = tsae.train(store, tsae.SAEConfig(d_sae=256, k=8), to=to / "sae", training=training)
+    features = tsae.encode(sae, store, to=to / "features")
+    credit = fit_credit(features, CreditConfig())
+    print(credit)
+    credit.save(to / "credit")
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """All runs, `jobs` at a time, seed by seed, so that every arm has its first result early."""
+    from tqdm import tqdm
+
+    waiting = [
+        (arm, seed)
+        for seed in range(options.seeds)
+        for arm in options.arms
+        if not result_file(options.out, arm, seed, options.steps).is_file()
+    ]
+    running: dict[subprocess.Popen[bytes], tuple[str, int]] = {}
+    with tqdm(total=len(waiting), desc="runs", unit="run") as bar:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                arm, seed = waiting.pop(0)
+                with open(options.out / f"{arm}-{seed}.log", "wb") as log:
+                    running[subprocess.Popen(command_of(options, arm, seed), stdout=log, stderr=log)] = (arm, seed)
+            time.sleep(1)
+            for process in [process for process in running if process.poll() is not None]:
+                arm, seed = running.pop(process)
+                if process.returncode:
+                    for other in running:
+                        other.terminate()
+                    raise TsaeError(f"the run {arm}, seed {seed} failed", where=options.out / f"{arm}-{seed}.log")
+                bar.update()
+
+
+def command_of(options: argparse.Namespace, arm: str, seed: int) -> list[str]:
+    """The command of one run."""
+    settings = {"--out": options.out, "--steps": options.steps, "--responses": options.responses}
+    return [
+        *(sys.executable, __file__, "--one", arm, str(seed)),
+        *(str(part) for pair in settings.items() for part in pair),
+    ]
+
+
+def result_file(out: Path, arm: str, seed: int, steps: int) -> Path:
+    """Such as both-0-80.json."""
+    return out / f"{arm}-{seed}-{steps}.json"
+
+
+def run(arm: str, seed: int, options: argparse.Namespace) -> None:
+    """One run: train, measure after half of the steps and at the end, write the result."""
+    import torch
+    from datasets import Dataset
+    from transformers import LlamaForCausalLM, TrainerCallback
+    from trl import GRPOConfig
+
+    import tsae
+    from tsae.rl.sampling import Curriculum, write_history
+    from tsae.rl.trl import FeatureGRPOTrainer
+    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    problems = problems_of(arm, options.steps * PROMPTS, seed)
+    levels = {problem.id: str(problem.level) for problem in problems}
+    curriculum = None
+    if arm == "adaptive":
+        curriculum = Curriculum(list(levels), SAMPLES, CurriculumConfig(seed=seed), levels=levels)
+    measured: dict[int, Any] = {}
+
+    class Measurer(TrainerCallback):
+        """Measures half-way, without touching the run's random numbers."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (options.steps // 2, options.steps):
+                with torch.random.fork_rng(devices=[]):
+                    measured[state.global_step] = measure_model(kwargs["model"], options.responses)
+
+    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(tsae.testbed.verify(text, right)) for text, right in zip(completions, answer, strict=True)]
+
+    trainer = FeatureGRPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(tsae.testbed.series().base.path, dtype="float32"),
+        processing_class=tsae.testbed.make_tokenizer(),
+        reward_funcs=correct,
+        train_dataset=Dataset.from_list(
+            [{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems]
+        ),
+        callbacks=[Measurer()],
+        credit=credit_of(arm, options.out / "reference", seed),
+        curriculum=curriculum,
+        args=GRPOConfig(
+            output_dir=str(options.out / "trainer"),
+            seed=seed,
+            max_steps=options.steps,
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=MAX_RESPONSE_TOKENS,
+            temperature=1.0,
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            beta=0.1 if arm == "kl" else 0.0,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer.train()
+    if curriculum is not None:
+        write_history(curriculum, options.out / f"{arm}-{seed}-history.parquet")
+    seconds = time.monotonic() - started
+    result = {"arm": arm, "seed": seed, "seconds": seconds, "measured": measured, "shaping": shaping_of(arm)}
+    write_json(result_file(options.out, arm, seed, options.steps), result)
+
+
+def problems_of(arm: str, n: int, seed: int) -> list[Problem]:
+    """The training problems of an arm."""
+    import random
+
+    from tsae.rl.chains import reformulate_chains
+    from tsae.testbed.problems import generate_problems
+
+    if arm == "adaptive":
+        return [
+            problem
+            for name, ops in BANDS.items()
+            for problem in generate_problems(ops if name != "easy" else name, 60, seed, "train")
+        ]
+    hard = generate_problems("hard", n, seed, "train")
+    if not arm.startswith("reformulation"):
+        return hard
+    made = [item.problem for item in reformulate_chains(hard, kind="backward", n_ops=(3, 9))]
+    rng = random.Random(seed)
+    return [*rng.sample(hard, n // 2), *rng.sample(made, n - n // 2)]
+
+
+def shaping_of(arm: str) -> dict[str, Any] | None:
+    """The shaping of an arm with credit from features."""
+    name = arm.removeprefix("reformulation+").replace("shuffled", "guided")
+    return asdict(SHAPINGS[name]) if name in SHAPINGS else None
+
+
+def credit_of(arm: str, reference: Path, seed: int) -> Any:
+    """The advantage rule of an arm, or None."""
+    import tsae
+    from tsae.rl.credit import Credit
+    from tsae.rl.trl import FeatureCredit
+
+    if arm == "oracle":
+        return oracle
+    shaping = shaping_of(arm)
+    if shaping is None:
+        return None
+    credit = Credit.load(reference / "credit")
+    if arm.endswith("shuffled"):
+        credit = credit.shuffled(seed)
+    return FeatureCredit(tsae.testbed.series().base, reference / "sae", credit, ShapingConfig(**shaping))
+
+
+def oracle(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+    """Ground-truth credit: successes are credited up to the first wrong token, failures blamed on that token alone.
+
+    A marker that comes before all steps are written counts as wrong: a direct answer earns nothing and is blamed.
+    """
+    import torch
+
+    from tsae.testbed.annotate import annotate
+    from tsae.testbed.problems import parse_prompt
+    from tsae.testbed.tokenizer import VOCABULARY
+
+    weights = torch.zeros(batch["completion_ids"].shape)
+    for number, row in enumerate(rows):
+        n = int(batch["completion_mask"][number].sum())
+        tokens = [VOCABULARY[token] for token in batch["completion_ids"][number, :n].tolist()]
+        labels = annotate(row["prompt"], tokens)
+        written, wrong = 0, None
+        for place, label in enumerate(labels):
+            written += label.role == "result"
+            early = label.role == "answer_marker" and written < parse_prompt(row["prompt"]).n_ops
+            if label.correct is False or early:
+                wrong = place
+                break
+        if batch["advantages"][number] > 0:
+            weights[number, : n if wrong is None else wrong] = 1
+        elif wrong is not None:
+            weights[number, wrong] = 1
+    return batch["advantages"].unsqueeze(1) * weights
+
+
+def measure_model(model: Any, responses: int) -> dict[str, dict[str, float]]:
+    """Accuracy and behaviour by band."""
+    import tsae
+    from tsae.testbed.measure import measure
+
+    training, cache = model.training, model.config.use_cache
+    model.eval()
+    model.config.use_cache = True
+    found = {}
+    for level in tsae.testbed.LEVELS:
+        problems = tsae.testbed.generate_problems(level, min(responses, 300) if level == "easy" else responses, 0)
+        result = measure("run", model, tsae.testbed.make_tokenizer(), problems, responses, 0)
+        found[level] = {name: getattr(result, name).value for name in MEASURED}
+    model.train(training)
+    model.config.use_cache = cache
+    return found
+
+
+def tabulate(out: Path, steps: int) -> str:
+    """A Markdown table of all finished runs: mean over seeds, and their standard deviation."""
+    import numpy as np
+
+    head = ["arm", "seeds", *(f"{level} accuracy" for level in ("easy", "medium", "hard"))]
+    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless", "minutes"]
+    cells = [
+        ("easy", "accuracy"),
+        ("medium", "accuracy"),
+        ("hard", "accuracy"),
+        ("medium", "direct"),
+        ("hard", "direct"),
+    ]
+    cells += [("medium", "skipped"), ("hard", "skipped"), ("hard", "flawless")]
+    lines = [head, ["---"] * len(head)]
+    for arm in ARMS:
+        found = [json.loads(path.read_text()) for path in sorted(out.glob(f"{arm}-[0-9]*-{steps}.json"))]
+        if not found:
+            continue
+        row = [arm, str(len(found))]
+        for level, name in cells:
+            values = [result["measured"][str(steps)][level][name] for result in found]
+            spread = f" ± {_share(np.std(values, ddof=1))}" if len(values) > 1 else ""
+            row.append(f"{_share(np.mean(values))}{spread}")
+        lines.append([*row, f"{np.mean([result['seconds'] for result in found]) / 60:.0f}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _share(value: Any) -> str:
+    return f"{value:.2f}".removeprefix("0")
+
+
+def fill(doc: Path, table: str) -> None:
+    """Put the table between the marker lines of a Markdown file."""
+    text = doc.read_text(encoding="utf-8") if doc.is_file() else ""
+    before, opening, rest = text.partition(BEGINS)
+    _, closing, after = rest.partition(ENDS)
+    if not opening or not closing:
+        raise TsaeError("has no place for the table", where=doc, fix=f"Write the lines {BEGINS} and {ENDS}.")
+    doc.write_text(f"{before}{opening}\n\n{table}\n{closing}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

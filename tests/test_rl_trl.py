@@ -1,0 +1,279 @@
+"""The contract with TRL: what our override relies on. A failure here after an update of TRL means that it changed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+import tsae
+from tsae.errors import TsaeError
+from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
+from tsae.rl.credit import Credit
+from tsae.rl.sampling import Curriculum
+from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
+from tsae.testbed.base import ModelConfig, llama_config
+from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
+
+pytestmark = pytest.mark.filterwarnings(
+    # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
+    "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning",
+)
+
+GROUP, PROMPTS, WIDTH = 4, 4, 12
+SITE = "blocks.0.hook_resid_post"
+
+
+def make_trainer(
+    folder: Path,
+    *,
+    kind: type[GRPOTrainer] = FeatureGRPOTrainer,
+    reward: Any = None,
+    tokenizer: Any = None,
+    curriculum: Curriculum | None = None,
+    credit: Any = None,
+    steps: int = 1,
+    micro: int = GROUP * PROMPTS,
+    **options: Any,
+) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
+    problems = tsae.testbed.generate_problems("medium", 12, 0, "train")
+    extra: dict[str, Any] = {} if kind is GRPOTrainer else {"credit": credit, "curriculum": curriculum}
+
+    def by_length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text) % 3 == 0) for text in completions]
+
+    return kind(
+        model=model,
+        processing_class=tokenizer or make_tokenizer(),
+        reward_funcs=reward or by_length,
+        train_dataset=Dataset.from_list([{"prompt": p.prompt, "problem_id": p.id} for p in problems]),
+        args=GRPOConfig(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=GROUP * PROMPTS // micro,
+            num_generations=GROUP,
+            max_completion_length=WIDTH,
+            learning_rate=1e-3,
+            max_grad_norm=1e9,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        ),
+        **extra,
+    )
+
+
+def gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the first optimiser step, all its micro-batches together."""
+    found: dict[str, torch.Tensor] = {}
+    step = trainer.create_optimizer().step
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        found.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+        return step(*args, **kwargs)
+
+    trainer.optimizer.step = keep
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return found
+
+
+class Given:
+    """Weights by place: (B, T) from a function of the width."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+        self.seen.append({"rows": rows, "group_size": group_size, **batch})
+        return batch["advantages"].unsqueeze(1) * self.weight(batch["completion_mask"].float())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("micro", [GROUP * PROMPTS, GROUP])
+def test_uniform_weights_give_the_gradients_of_plain_grpo(tmp_path: Path, loss_type: str, micro: int) -> None:
+    options: dict[str, Any] = {"loss_type": loss_type, "micro": micro}
+    if loss_type == "dr_grpo":
+        options["scale_rewards"] = "none"
+    plain = gradients(make_trainer(tmp_path, kind=GRPOTrainer, **options))
+    ours = gradients(make_trainer(tmp_path, credit=Given(torch.ones_like), **options))
+    assert any(gradient.abs().max() > 1e-4 for gradient in plain.values())
+    assert plain.keys() == ours.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("micro", [GROUP * PROMPTS, GROUP])
+def test_gradient_accumulation_leaves_weighted_gradients_as_they_are(tmp_path: Path, micro: int) -> None:
+    def later(mask: torch.Tensor) -> torch.Tensor:
+        return mask.cumsum(1) * mask
+
+    whole = gradients(make_trainer(tmp_path, credit=Given(later), loss_type="dapo"))
+    parts = gradients(make_trainer(tmp_path, credit=Given(later), loss_type="dapo", micro=micro))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        # Two responses of 3 and 2 tokens; ratios are 1 where the old policy is the new one, so that a token's loss is
+        # minus its advantage. Sums over the rows: -(2 * .5 + 2 * 1 + 2 * 1.5) = -6 and -(-1 * 2 + -1 * 0) = 2.
+        ("grpo", (-6 / 3 + 2 / 2) / 2),
+        ("dapo", (-6 + 2) / 5),
+        ("dr_grpo", (-6 + 2) / (2 * WIDTH)),
+    ],
+)
+def test_hand_made_weights_give_the_hand_computed_loss(tmp_path: Path, loss_type: str, expected: float) -> None:
+    trainer = make_trainer(tmp_path, loss_type=loss_type)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    weights = torch.tensor([[0.5, 1.0, 1.5], [2.0, 0.0, 9.0]])  # at padding anything
+    batch = {
+        "prompt_ids": torch.tensor([[TOKEN_IDS["3"]], [TOKEN_IDS["4"]]]),
+        "prompt_mask": torch.ones(2, 1, dtype=torch.long),
+        "completion_ids": torch.tensor([[10, 11, 12], [13, 14, TOKEN_IDS["<pad>"]]]),
+        "completion_mask": mask,
+        "advantages": torch.tensor([2.0, -1.0]).unsqueeze(1) * weights,
+        "num_items_in_batch": mask.sum(),
+    }
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    assert trainer._compute_loss(trainer.model, batch).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_rules_see_whole_groups_with_rows_and_advantages_that_belong_together(tmp_path: Path) -> None:
+    rule = Given(torch.ones_like)
+    gradients(make_trainer(tmp_path, credit=rule, micro=GROUP))
+    (seen,) = rule.seen  # once a generation batch, however it is split
+    assert seen["group_size"] == GROUP
+    assert len(seen["rows"]) == len(seen["advantages"]) == GROUP * PROMPTS
+    ids = [row["problem_id"] for row in seen["rows"]]
+    assert all(len(set(ids[start : start + GROUP])) == 1 for start in range(0, len(ids), GROUP))
+    assert seen["advantages"].shape == (GROUP * PROMPTS,)
+    torch.testing.assert_close(seen["advantages"].view(-1, GROUP).sum(1), torch.zeros(PROMPTS), atol=1e-5, rtol=0)
+    tokenizer = make_tokenizer()
+    for row, prompt in zip(seen["rows"], seen["prompt_ids"], strict=True):
+        assert tokenizer.decode(prompt, skip_special_tokens=True) == row["prompt"]
+
+
+def make_credit(sae: tsae.TemporalSAE) -> Credit:
+    """One feature is good, another bad in the state before the token 5."""
+    feature = torch.zeros(sae.config.d_sae)
+    feature[1] = 0.5
+    info = {
+        "sae": {"weights": sae.fingerprint, "site": SITE, "d_model": 32, "d_sae": sae.config.d_sae},
+        "reader": "base",
+        "n_problems": 9,
+        "significant": True,
+        "note": "",
+        "difference": 1.0,
+        "p": 0.01,
+    }
+    keys = torch.tensor([5 * sae.config.d_sae + 2])
+    return Credit(CreditConfig(), feature, keys, torch.tensor([-3.0]), torch.zeros(20), 0.0, 1.0, info)
+
+
+def make_sae(d_model: int = 32) -> tsae.TemporalSAE:
+    sae = tsae.TemporalSAE(d_model, tsae.SAEConfig(d_sae=16, k=4), site=SITE)
+    sae.initialize(torch.zeros(d_model), torch.Generator().manual_seed(0))
+    return sae.eval()
+
+
+def make_reference(folder: Path) -> tsae.Checkpoint:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return tsae.Checkpoint("base", str(folder))
+
+
+def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_path: Path) -> None:
+    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    rule = FeatureCredit(reference, sae, make_credit(sae), ShapingConfig(threshold=0.0))
+    given = Given(torch.ones_like)
+    gradients(make_trainer(tmp_path, credit=given))
+    batch = given.seen[0]
+    scores = rule.scores(batch)
+    # The same by one unpadded forward pass a response, with Hugging Face's own hidden states.
+    model = reference.load_model()
+    for number in range(GROUP * PROMPTS):
+        prompt = batch["prompt_ids"][number][batch["prompt_mask"][number].bool()]
+        response = batch["completion_ids"][number][batch["completion_mask"][number].bool()]
+        with torch.no_grad():
+            hidden: list[torch.Tensor] = []
+            handle = model.model.layers[0].register_forward_hook(lambda _m, _i, out, kept=hidden: kept.append(out))
+            model(torch.cat([prompt, response])[None])
+            handle.remove()
+        codes = sae.encode((hidden[0][0] if isinstance(hidden[0], tuple) else hidden[0])[0])
+        for place, token in enumerate(response.tolist()):
+            state = codes[len(prompt) - 1 + place]
+            expected = (-3.0 * state[2] if token == 5 else 0.0) - 0.5 * state[1]
+            assert scores[number, place].item() == pytest.approx(float(expected), abs=1e-4)
+    advantages = rule(batch["rows"], batch, GROUP)
+    assert advantages.shape == batch["completion_ids"].shape
+
+
+def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) -> None:
+    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
+    curriculum = Curriculum(ids, GROUP, CurriculumConfig(explore=0.5))
+    credit = FeatureCredit(reference, sae, make_credit(sae), ShapingConfig(plausibility=True, dense=0.1))
+    gradients(make_trainer(tmp_path, credit=credit, curriculum=curriculum, steps=3))
+    history = curriculum.history()
+    assert len(history) == 3 * PROMPTS
+    assert list(history.groupby("step").size()) == [PROMPTS] * 3
+    assert (history.n == GROUP).all()
+    assert set(history.problem_id) <= set(ids)
+
+
+class _NoEnd:
+    """A tokenizer without eos, as far as the check looks."""
+
+    eos_token_id = None
+
+
+def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
+    from tsae.rl.trl import check_arguments
+
+    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    credit = make_credit(sae)
+    other = make_sae()
+    other.b_enc.data += 1
+    with pytest.raises(TsaeError, match="the credit was learned on features of the SAE"):
+        FeatureCredit(reference, other, credit)
+    wide = make_sae(48)
+    with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 48"):
+        FeatureCredit(reference, wide, make_credit(wide))
+    with pytest.raises(TsaeError, match="loss_type='cispo' takes one advantage a trajectory"):
+        make_trainer(tmp_path, credit=Given(torch.ones_like), loss_type="cispo")
+    with pytest.raises(TsaeError, match="the tokenizer has no end-of-sequence token"):
+        check_arguments(GRPOConfig(str(tmp_path), bf16=False, use_cpu=True), _NoEnd(), None)
+    with pytest.raises(TsaeError, match="train_dataset: has 12 problems in 12 rows, the curriculum 1"):
+        make_trainer(tmp_path, curriculum=Curriculum(["chain:1+1"], GROUP))
+
+
+def test_rewards_that_are_not_finite_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        return [float("nan") for _ in completions]
+
+    trainer = make_trainer(tmp_path, reward=broken)
+    with pytest.raises(TsaeError, match="has no finite reward"):
+        trainer.train()
+    assert trainer.state.global_step == 0

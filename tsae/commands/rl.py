@@ -1,0 +1,123 @@
+"""Commands of the room rl: reformulate, credit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+from tsae.commands.common import say_wrote
+from tsae.errors import TsaeError
+from tsae.rl.config import CreditConfig, ShapingConfig
+
+
+@dataclass(frozen=True)
+class Reformulate:
+    """Turn problems with known answers into easier ones: the answer is given, one quantity is hidden and asked for.
+
+    Chains of the testbed are reformulated exactly, word problems by the rules of tsae.rl.word_problems.
+    """
+
+    problems: Positional[Path]
+    """JSON lines of id, prompt, answer, or of GSM8K's question and answer, whose worked solutions are used."""
+    to: Path
+    """The .jsonl file to write; `tsae rollouts sample` reads it."""
+    kind: Literal["auto", "backward", "operand", "number"] = "auto"
+    """Of chains: "backward", the last operations undone from the answer, as ordinary chains; "operand", one digit
+    hidden, in a form that the testbed's base never saw. "number": of word problems. "auto": backward for chains, else
+    number."""
+    n_ops: tuple[int, int] = (1, 9)
+    """Fewest and most operations of "backward"."""
+    ambiguous: Literal["drop", "accept"] = "drop"
+    """Whether operands that the answer does not settle are left out, or kept with all their answers."""
+    evaluation: bool = False
+    """Keep chains that the testbed evaluates on; never train on these."""
+    show: int = 0
+    """Print this many of the reformulations, evenly spread, and of the numbers that were left out."""
+
+    def run(self) -> None:
+        from tsae.rl.chains import is_chain, reformulate_chains
+        from tsae.rl.reformulation import write_reformulations
+        from tsae.rl.word_problems import read_word_problems, reformulate_words
+
+        problems, solutions = read_word_problems(self.problems)
+        kind = self.kind if self.kind != "auto" else "backward" if is_chain(problems[0]) else "number"
+        if kind == "number":
+            made, left_out = reformulate_words(problems, solutions)
+            reasons = Counter(item.reason for item in left_out)
+            print(f"left out: {', '.join(f'{n:,} {reason}' for reason, n in reasons.most_common()) or 'nothing'}")
+            for item in _spread(left_out, self.show):
+                print(f"  {item.problem_id} {item.text!r}: {item.reason}")
+        else:
+            split: Literal["train"] | None = None if self.evaluation else "train"
+            made = reformulate_chains(problems, kind=kind, ambiguous=self.ambiguous, n_ops=self.n_ops, split=split)
+        if not made:
+            raise TsaeError("no problem could be reformulated", where=self.problems, fix="See the reasons above.")
+        for reformulation in _spread(made, self.show):
+            print(f"\n{reformulation.problem.prompt}\n  {' or '.join(reformulation.accepted)}")
+        write_reformulations(made, self.to)
+        parents = len({item.parent for item in made})
+        say_wrote(self.to, f"{len(made):,} reformulations of {parents:,} of {len(problems):,} problems")
+
+
+def _spread(items: list[Any], n: int) -> list[Any]:
+    return [items[i * len(items) // n] for i in range(min(n, len(items)))] if n else []
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Learn from a reference's rollouts which features, in which tokens, go with success; gives token scores."""
+
+    features: Path
+    """Folder that `tsae encode` wrote of rollouts that the reference sampled and read, with rewards."""
+    to: Path
+    """Folder of the credit."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote from them; needed for estimator "effects"."""
+    config: OmitArgPrefixes[CreditConfig] = field(default_factory=CreditConfig)
+
+    def run(self) -> None:
+        import tsae
+        from tsae.rl.learning import fit_credit
+
+        diff = None if self.diff is None else tsae.FeatureDiff.load(self.diff)
+        credit = fit_credit(self.features, self.config, diff=diff)
+        say_wrote(credit.save(self.to), credit)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Write scores, weights and advantages of every response token as Parquet, a row a trajectory, for any trainer."""
+
+    credit: Path
+    """Folder that `tsae credit fit` wrote."""
+    features: Path
+    """Folder that `tsae encode` wrote of the trajectories, read by the reference, with advantages."""
+    to: Path
+    """The .parquet file."""
+    config: OmitArgPrefixes[ShapingConfig] = field(default_factory=ShapingConfig)
+
+    def run(self) -> None:
+        from tsae.rl.credit import Credit
+        from tsae.rl.exporting import write_credit
+
+        credit = Credit.load(self.credit)
+        if not credit.significant:
+            print(f"note: {credit.info['note']}")
+        say_wrote(write_credit(credit, self.features, self.to, self.config))
+
+
+@dataclass(frozen=True)
+class CreditCommand:
+    """Credit for single tokens, read from features: learn it, and write it for trainers."""
+
+    command: OmitArgPrefixes[
+        Annotated[Fit, subcommand("fit", prefix_name=False)]
+        | Annotated[Weights, subcommand("weights", prefix_name=False)]
+    ]
+
+    def run(self) -> None:
+        self.command.run()

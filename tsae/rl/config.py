@@ -1,0 +1,100 @@
+"""Configs of the room; imports nothing heavy: the CLI builds its options from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tsae.errors import TsaeError
+
+Estimator = Literal["action", "value", "effects"]
+
+
+@dataclass(frozen=True)
+class CreditConfig:
+    """How scores of tokens are read from features, and from which rollouts that is learned."""
+
+    estimator: Estimator = "action"
+    """What a token's score is: "action", how much better than its state the token is; "value", how much the success
+    read from the features changes at it; "effects", the outcome effects of a diff's features that are active at it."""
+    reader: str | None = None
+    """The reference: reader and policy whose rollouts count; by default the base."""
+    pass_rates: tuple[float, float] = (0.25, 0.99)
+    """Only problems that the reference solves this often, lowest and highest, so that lucky guesses on problems beyond
+    it do not define what is good. Of "action" and "value"."""
+    min_problems: int = 5
+    """A feature, or a pair of feature and token, counts if it occurs in at least this many problems."""
+    ridge: float = 30.0
+    """Penalty of the regression, in units of tokens. Of "action" and "value"."""
+    q: float = 0.05
+    """False-discovery rate of "effects"; of the others the p-value that held-out problems must reach."""
+    held_out: float = 0.2
+    """Share of the problems that only test whether scores tell success from failure."""
+    seed: int = 0
+    """Of the held-out problems and of permutations."""
+
+    def __post_init__(self) -> None:
+        low, high = self.pass_rates
+        if not 0 <= low < high <= 1:
+            raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")
+        if self.ridge <= 0 or self.min_problems < 1 or not 0 < self.held_out < 1:
+            raise TsaeError(
+                f"ridge={self.ridge} must be above 0, min_problems={self.min_problems} at least 1, "
+                f"held_out={self.held_out} a share",
+                where="CreditConfig",
+            )
+
+
+@dataclass(frozen=True)
+class ShapingConfig:
+    """What becomes of the advantages; see `tsae.rl.shaping`."""
+
+    threshold: float = 1.5
+    """θ: scores are brought this many standard deviations closer to 0 first, so that only what stands out counts."""
+    strength: float = 2.0
+    """κ of the token weights, per standard deviation of the scores; 0: every token has weight 1."""
+    bound: float = 8.0
+    """Before they are brought to mean 1, weights lie between 1 / bound and bound."""
+    plausibility: bool = False
+    """Whether successes that look like failures earn less."""
+    tolerance: float = 2.0
+    """A score this many standard deviations below 0 counts as a failed step; less counts in proportion."""
+    dense: float = 0.0
+    """λ of the scores that are added to the advantages, in standard deviations: reward per token."""
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0 or self.strength < 0 or self.bound < 1 or self.tolerance <= 0 or self.dense < 0:
+            raise TsaeError(
+                f"threshold={self.threshold}, strength={self.strength} and dense={self.dense} must be at least 0, "
+                f"bound={self.bound} at least 1, tolerance={self.tolerance} above 0",
+                where="ShapingConfig",
+            )
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """How problems are drawn by the current model's pass rate; see `tsae.rl.sampling`."""
+
+    forgetting: float = 0.8
+    """Share of the evidence on a problem that is kept when new evidence comes: 1 forgets nothing."""
+    prior: tuple[float, float] = (1.0, 1.0)
+    """Successes and failures that every problem starts with; equal ones are optimistic about hard problems: each is
+    tried before it is put aside."""
+    prior_weight: float = 0.2
+    """Share of the estimate's evidence that comes from the mean of the problem's level, where levels are given."""
+    explore: float = 0.05
+    """Share of the draws that are uniform over the admitted problems, so that no estimate goes stale for good."""
+    admit_above: float = 0.5
+    """A problem with reformulations is admitted when their mean estimated pass rate is at least this."""
+    seed: int = 0
+    """Of the draws."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.forgetting <= 1 or min(self.prior) <= 0:
+            raise TsaeError(
+                f"forgetting={self.forgetting} must be above 0 and at most 1, prior={self.prior} positive",
+                where="CurriculumConfig",
+            )
+        for name in ("prior_weight", "explore", "admit_above"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is not a share", where="CurriculumConfig")

@@ -1,0 +1,160 @@
+"""Credit: a score for every response token, read from the features of a reference checkpoint.
+
+f_t are the SAE's codes where the reference has read token t. Token x_t was chosen in the state f_{t−1}.
+
+    action    c_t = Q(f_{t−1}, x_t) − V(f_{t−1})
+    value     c_t = V(f_t) − V(f_{t−1})
+    effects   c_t = Σ_j β_j (f_tj − m_j) / σ_j
+
+    Q(f, x) = Σ_j f_j A_jx + b_x,     V(f) = Σ_j f_j v_j + v_0
+
+A, b, v and v_0 come from ridge regressions of y_i − ȳ_problem, the reward of trajectory i minus the mean over its
+problem, on all its tokens: what a state, or a token in a state, promises beyond what the problem does. β_j is the
+within-problem outcome effect d_j of a FeatureDiff where its q-value is small, shrunk towards 0 (empirical Bayes with a
+normal prior), else 0. Scores are divided by their standard deviation over the reference's tokens.
+
+The tables are learned on the rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`),
+and the reference reads what the trained policy writes: neither a lucky guess on a hard problem nor a policy that moves
+can redefine what is good. Two controls are made of the same tables: `shuffled`, in which features exchange their
+entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns them, `tsae.rl.shaping` makes advantages of
+scores.
+
+A score says what goes with success, which is not what causes it: nothing here is causally tested.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tsae.errors import TsaeError
+from tsae.provenance import write_json
+from tsae.rl.config import CreditConfig
+
+FORMAT = "tsae-credit"
+
+
+@dataclass(frozen=True)
+class Credit:
+    """The tables of one estimator."""
+
+    config: CreditConfig
+    feature: torch.Tensor
+    """(d_sae,) weight of every feature in the state: v of "action" and "value", β_j / σ_j of "effects"."""
+    pair_keys: torch.Tensor
+    """(n_pairs,) int64, ascending: token id · d_sae + feature, of the pairs in A; empty but for "action"."""
+    pair_values: torch.Tensor
+    """(n_pairs,) entries of A."""
+    token: torch.Tensor
+    """(n_token_ids,) b; empty but for "action". Later token ids have 0."""
+    constant: float
+    """v_0, or −Σ_j β_j m_j / σ_j."""
+    scale: float
+    """Standard deviation of the raw scores over the reference's tokens."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """sae (fingerprint, site, d_model), reader, n_problems, held-out difference and p, significant, note."""
+
+    @property
+    def d_sae(self) -> int:
+        return len(self.feature)
+
+    @property
+    def significant(self) -> bool:
+        """Whether scores tell success from failure on held-out problems; if not, all scores are 0."""
+        return bool(self.info["significant"])
+
+    def __repr__(self) -> str:
+        state = self.info["note"] or f"held-out difference {self.info['difference']:.3f}, p = {self.info['p']:.4f}"
+        place = f"{self.config.estimator} at {self.info['sae']['site']}"
+        return f"Credit({place}, {self.info['n_problems']} problems; {state})"
+
+    def scores(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """The score of every response token, in standard deviations; the larger the better.
+
+        Args:
+            codes: (B, T + 1, d_sae) codes of the last prompt token and the T response tokens.
+            token_ids: (B, T) response tokens.
+
+        Returns:
+            (B, T); at padding it means nothing. All 0 where the tables are not significant.
+        """
+        if codes.shape[-1] != self.d_sae or codes.shape[1] != token_ids.shape[1] + 1:
+            raise ValueError(f"codes {tuple(codes.shape)} do not go with tokens {tuple(token_ids.shape)}")
+        if not self.significant:
+            return torch.zeros(token_ids.shape, dtype=codes.dtype, device=codes.device)
+        state = codes @ self.feature.to(codes) + self.constant  # (B, T + 1)
+        if self.config.estimator == "effects":
+            raw = state[:, 1:]
+        elif self.config.estimator == "value":
+            raw = state[:, 1:] - state[:, :-1]
+        else:
+            raw = self._action_values(codes[:, :-1], token_ids) - state[:, :-1]
+        return raw / self.scale
+
+    def _action_values(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """(B, T) Q(f, x); pairs that were never seen count 0."""
+        device = codes.device
+        row, place, feature = codes.nonzero(as_tuple=True)
+        keys = token_ids.to(device)[row, place].long() * self.d_sae + feature
+        table, values = self.pair_keys.to(device), self.pair_values.to(codes)
+        index = torch.searchsorted(table, keys).clamp_max(len(table) - 1)
+        entries = torch.where(table[index] == keys, values[index], 0.0) * codes[row, place, feature]
+        found = torch.zeros(token_ids.shape, dtype=codes.dtype, device=device)
+        found.index_put_((row, place), entries, accumulate=True)
+        known = token_ids.to(device).clamp_max(len(self.token) - 1)
+        return found + torch.where(token_ids.to(device) < len(self.token), self.token.to(codes)[known], 0.0)
+
+    def shuffled(self, seed: int = 0) -> Credit:
+        """The control: every feature gets another one's entries, the same in all tables.
+
+        Only features that have entries exchange them, so that as many tokens are touched as before.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        used = self.feature != 0
+        if len(self.pair_keys):
+            used[self.pair_keys % self.d_sae] = True
+        used = used.nonzero().squeeze(1)
+        to = torch.arange(self.d_sae)
+        to[used] = used[torch.randperm(len(used), generator=generator)]
+        feature = torch.empty_like(self.feature)
+        feature[to] = self.feature
+        keys, order = ((self.pair_keys // self.d_sae) * self.d_sae + to[self.pair_keys % self.d_sae]).sort()
+        info = {**self.info, "shuffled": seed}
+        return replace(self, feature=feature, pair_keys=keys, pair_values=self.pair_values[order], info=info)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write credit.safetensors and credit.json."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("feature", "pair_keys", "pair_values", "token")
+        save_file({name: getattr(self, name).contiguous() for name in names}, folder / "credit.safetensors")
+        content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
+        write_json(folder / "credit.json", {**content, "info": self.info})
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Credit:
+        """Read a folder that `save` wrote.
+
+        Raises:
+            TsaeError: where a file is missing or damaged.
+        """
+        folder = Path(folder)
+        try:
+            content = json.loads((folder / "credit.json").read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
+            config = CreditConfig(**{**content["config"], "pass_rates": tuple(content["config"]["pass_rates"])})
+            tables = load_file(folder / "credit.safetensors")
+            return cls(config, **tables, **{name: content[name] for name in ("constant", "scale", "info")})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TsaeError(
+                f"holds no credit that can be read ({type(error).__name__}: {error})",
+                where=folder,
+                fix="Make it with `tsae credit fit`.",
+            ) from error

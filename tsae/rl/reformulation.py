@@ -1,0 +1,68 @@
+"""Reformulations: a hard problem with a known answer becomes easier ones whose answers are known too.
+
+The answer is given, one quantity is hidden, and it is asked for. A `Reformulation` keeps where it came from, so that a
+solved one can vouch for its parent (`tsae.rl.sampling`). `tsae.rl.chains` makes them of the testbed's chains,
+`tsae.rl.word_problems` of questions in English.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tsae.errors import TsaeError
+from tsae.rollouts.problems import Problem, read_problems
+
+
+@dataclass(frozen=True)
+class Reformulation:
+    """A problem made of another one."""
+
+    problem: Problem
+    """What is asked. Its answer is the hidden quantity as the parent has it; its id is the parent's with ``~`` and the
+    place of what is hidden."""
+    parent: str
+    """Id of the problem that it was made of."""
+    kind: str
+    """Such as "operand", "backward" (chains) or "number" (word problems)."""
+    hidden: tuple[int, int]
+    """(start, stop) of what is hidden, in characters of the parent's prompt."""
+    accepted: tuple[str, ...]
+    """Every right answer; more than one where the known answer does not settle it."""
+
+    def as_record(self) -> dict[str, Any]:
+        """One JSON object; `tsae.rollouts.problems.read_problems` reads it as a problem."""
+        origin = {"parent": self.parent, "kind": self.kind, "hidden": list(self.hidden)}
+        return {**asdict(self.problem), **origin, "accepted": list(self.accepted)}
+
+
+def write_reformulations(reformulations: Iterable[Reformulation], path: str | Path) -> None:
+    """Write JSON lines: a problem's fields and parent, kind, hidden, accepted."""
+    lines = [json.dumps(item.as_record(), ensure_ascii=False) + "\n" for item in reformulations]
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def read_reformulations(path: str | Path) -> list[Reformulation]:
+    """Read what `write_reformulations` wrote.
+
+    Raises:
+        TsaeError: where the file is no problem file, or a line lacks where it came from.
+    """
+    problems = read_problems(path)
+    records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = []
+    for number, (problem, record) in enumerate(zip(problems, records, strict=True), 1):
+        try:
+            start, stop = record["hidden"]
+            accepted = tuple(str(answer) for answer in record["accepted"])
+            found.append(Reformulation(problem, str(record["parent"]), str(record["kind"]), (start, stop), accepted))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TsaeError(
+                f"a problem, but no reformulation ({type(error).__name__}: {error})",
+                where=f"{path}:{number}",
+                fix="Make the file with `tsae reformulate`.",
+            ) from error
+    return found

@@ -1,0 +1,250 @@
+"""Difficulty-adaptive sampling: problems drawn by the current model's pass rate.
+
+Every problem has a Beta estimate of its pass rate, (a, b), from `CurriculumConfig.prior`. A group with s successes of n
+updates it with forgetting γ, since the model moves: a ← γ a + s, b ← γ b + n − s. A problem's weight is the chance that
+a group of G responses is mixed,
+
+    1 − p^G − (1 − p)^G     in expectation over p ~ Beta(a, b)
+
+as groups that agree have no advantage (their problems are all but skipped until forgetting or exploring brings them
+back). A share `explore` of the draws is uniform. A problem whose group agreed is put aside for as many batches as its
+groups have agreed in a row. Problems with reformulations among the problems are admitted when the mean estimate of
+these is at least `admit_above`.
+
+In TRL the data loader asks for a batch before the one before it is scored: estimates are one batch old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import betaln
+
+from tsae.errors import TsaeError
+from tsae.rl.config import CurriculumConfig
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What one group of responses told."""
+
+    step: int
+    problem: int
+    successes: int
+    n: int
+    estimate: float
+    """Pass rate that was expected when it came in."""
+
+
+class Curriculum:
+    """The estimates, and who is drawn next.
+
+    Args:
+        problem_ids: of all problems that may be drawn.
+        group_size: responses per problem, G.
+        config: defaults of `CurriculumConfig`.
+        levels: by problem id, a name such as "hard"; for the log, the figure and pooled estimates.
+        parents: by id of a reformulation, that of the problem it was made of.
+
+    Raises:
+        TsaeError: where an id comes twice or there are none.
+    """
+
+    def __init__(
+        self,
+        problem_ids: Sequence[str],
+        group_size: int,
+        config: CurriculumConfig | None = None,
+        *,
+        levels: Mapping[str, str] | None = None,
+        parents: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config, self.group_size = config or CurriculumConfig(), group_size
+        self.ids = list(problem_ids)
+        self.index = {problem: number for number, problem in enumerate(self.ids)}
+        if not self.ids or len(self.index) < len(self.ids):
+            raise TsaeError(
+                "problem ids come twice" if self.ids else "no problems", where="Curriculum", fix="Make ids unique."
+            )
+        names = [(levels or {}).get(problem, "all") for problem in self.ids]
+        self.level, self.level_names = pd.factorize(np.array(names, dtype=object))
+        children: dict[int, list[int]] = {}
+        for child, parent in (parents or {}).items():
+            if child in self.index and parent in self.index:
+                children.setdefault(self.index[parent], []).append(self.index[child])
+        self.children = {parent: np.array(found) for parent, found in children.items()}
+        self.successes = np.full(len(self.ids), float(self.config.prior[0]))
+        self.failures = np.full(len(self.ids), float(self.config.prior[1]))
+        self.in_agreement = np.zeros(len(self.ids), dtype=np.int64)
+        self.rest_until = np.zeros(len(self.ids), dtype=np.int64)
+        self.step = 0
+        self.groups: list[_Group] = []
+        self._rng = np.random.default_rng(self.config.seed)
+
+    def estimates(self) -> np.ndarray:
+        """(n_problems,) expected pass rates."""
+        own = self._pooled()
+        return own[0] / (own[0] + own[1])
+
+    def _pooled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each problem's (a, b) with a share of the mean of its level, which speaks for problems not yet tried."""
+        share = self.config.prior_weight
+        total = self.successes + self.failures
+        rate = np.bincount(self.level, self.successes) / np.bincount(self.level, total)
+        mean = rate[self.level]
+        return self.successes + share * total * mean, self.failures + share * total * (1 - mean)
+
+    def weights(self) -> np.ndarray:
+        """(n_problems,) chances to be drawn next, which add up to 1."""
+        a, b = self._pooled()
+        n = self.group_size
+        all_right = np.exp(betaln(a + n, b) - betaln(a, b))
+        all_wrong = np.exp(betaln(a, b + n) - betaln(a, b))
+        admitted = self.admitted()
+        mixed = np.clip(1 - all_right - all_wrong, 0, 1) * admitted * (self.rest_until <= self.step)
+        if mixed.sum() <= 0:
+            mixed = admitted.astype(float)
+        explore = self.config.explore
+        return (1 - explore) * mixed / mixed.sum() + explore * admitted / admitted.sum()
+
+    def admitted(self) -> np.ndarray:
+        """(n_problems,) bool: problems without reformulations, and those whose reformulations are solved."""
+        estimates, admitted = self.estimates(), np.ones(len(self.ids), dtype=bool)
+        for parent, found in self.children.items():
+            admitted[parent] = estimates[found].mean() >= self.config.admit_above
+        return admitted
+
+    def draw(self, n: int) -> list[int]:
+        """Numbers of n problems; different ones where there are enough."""
+        weights = self.weights()
+        replace = int((weights > 0).sum()) < n
+        return [int(i) for i in self._rng.choice(len(self.ids), size=n, replace=replace, p=weights)]
+
+    def update(self, problem_ids: Sequence[str], rewards: Sequence[float]) -> None:
+        """Take in one batch: rewards above 0 are successes.
+
+        Raises:
+            TsaeError: where a reward is not finite or a problem unknown.
+        """
+        if not np.isfinite(np.asarray(rewards, dtype=float)).all():
+            raise TsaeError("a reward is not finite", where="Curriculum.update", fix="Verify every response.")
+        estimates = self.estimates()
+        frame = pd.DataFrame({"id": list(problem_ids), "success": np.asarray(rewards, dtype=float) > 0})
+        keep = self.config.forgetting
+        for problem_id, found in frame.groupby("id", sort=False).success:
+            if problem_id not in self.index:
+                raise TsaeError(f"unknown problem {problem_id!r}", where="Curriculum.update")
+            number, s, n = self.index[str(problem_id)], int(found.sum()), len(found)
+            self.groups.append(_Group(self.step, number, s, n, float(estimates[number])))
+            self.successes[number] = keep * self.successes[number] + s
+            self.failures[number] = keep * self.failures[number] + n - s
+            self.in_agreement[number] = self.in_agreement[number] + 1 if s in (0, n) else 0
+            self.rest_until[number] = self.step + 1 + self.in_agreement[number]
+        self.step += 1
+
+    def history(self) -> pd.DataFrame:
+        """One row a group drawn: step, problem_id, level, successes, n, estimate (before), mixed."""
+        table = pd.DataFrame(self.groups, columns=["step", "problem", "successes", "n", "estimate"])
+        table.insert(1, "problem_id", [self.ids[i] for i in table.problem])
+        table.insert(2, "level", [str(self.level_names[self.level[i]]) for i in table.problem])
+        table["mixed"] = (table.successes > 0) & (table.successes < table.n)
+        return table.drop(columns="problem")
+
+    def plot(self, window: int = 10) -> go.Figure:
+        """How the drawn band drifts: share of the draws by level above, pass rate and mixed groups below."""
+        return draw_history(self.history(), window)
+
+    def check(self, dataset: Any) -> None:
+        """That a TRL data set has these problems.
+
+        Raises:
+            TsaeError: where the column problem_id is missing or an id is unknown.
+        """
+        if "problem_id" not in dataset.column_names:
+            raise TsaeError("has no column problem_id", where="train_dataset", fix="Add the ids of the curriculum.")
+        ids = list(dataset["problem_id"])
+        if len(set(ids)) < len(ids) or set(ids) != set(self.ids):
+            raise TsaeError(
+                f"has {len(set(ids))} problems in {len(ids)} rows, the curriculum {len(self.ids)}; "
+                f"{len(set(ids) & set(self.ids))} ids are the same",
+                where="train_dataset",
+                fix="Make both of the same problems, one row a problem.",
+            )
+
+
+class CurriculumSampler:
+    """In place of TRL's RepeatSampler: the order of rows, decided a batch at a time.
+
+    Args:
+        curriculum: whose `draw` decides.
+        dataset: with the column problem_id.
+        group_size: times that each row is repeated within a batch.
+        groups: problems a batch.
+        repeats: times that each batch is repeated, as TRL needs it for reuse of generations.
+        batches: how many; None for one pass over as many problems as there are.
+    """
+
+    def __init__(
+        self,
+        curriculum: Curriculum,
+        dataset: Any,
+        *,
+        group_size: int,
+        groups: int,
+        repeats: int = 1,
+        batches: int | None = None,
+    ) -> None:
+        row_of = {problem: row for row, problem in enumerate(dataset["problem_id"])}
+        self.rows = [row_of[problem] for problem in curriculum.ids]
+        self.curriculum, self.group_size, self.groups, self.repeats = curriculum, group_size, groups, repeats
+        self.batches = batches or max(1, len(self.rows) // groups)
+
+    def __len__(self) -> int:
+        return self.batches * self.groups * self.group_size * self.repeats
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.batches):
+            drawn = [self.rows[number] for number in self.curriculum.draw(self.groups)]
+            for _ in range(self.repeats):
+                for row in drawn:
+                    yield from [row] * self.group_size
+
+
+def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
+    """The figure of `Curriculum.plot`, from a table that `history` gave."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    counts = history.groupby(["step", "level"]).size().unstack(fill_value=0)
+    shares = counts.div(counts.sum(axis=1), axis=0).rolling(window, min_periods=1).mean()
+    for level in shares.columns:
+        figure.add_trace(
+            go.Scatter(x=shares.index, y=shares[level], name=str(level), stackgroup="levels"), row=1, col=1
+        )
+    by_step = history.groupby("step").agg(s=("successes", "sum"), n=("n", "sum"), mixed=("mixed", "mean"))
+    lines = {"pass rate": by_step.s / by_step.n, "groups with both outcomes": by_step.mixed}
+    for name, line in lines.items():
+        smooth = line.rolling(window, min_periods=1).mean()
+        figure.add_trace(go.Scatter(x=smooth.index, y=smooth, name=name, mode="lines"), row=2, col=1)
+    figure.update_yaxes(range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(title_text="share of draws", row=1, col=1)
+    figure.update_yaxes(title_text="of the drawn", row=2, col=1)
+    figure.update_xaxes(title_text="step", row=2, col=1)
+    return figure
+
+
+def write_history(curriculum: Curriculum, path: str | Path) -> Path:
+    """The log as Parquet."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    curriculum.history().to_parquet(path, index=False)
+    return path

@@ -1,0 +1,93 @@
+"""From token scores to the advantages of a policy-gradient step.
+
+A_i is the group's advantage of trajectory i, c_it the scores of its n_i tokens (`tsae.rl.credit`), brought closer to 0
+by the threshold θ: c = sign(z) max(|z| − θ, 0). Most tokens of most responses have small scores whose differences mean
+little, but there are many of them, and on problems beyond the reference's they are biased.
+
+1. *Token weights*, of mean 1 over a trajectory: credit moves within it and neither grows nor shrinks.
+
+       u_it = exp(clip(s_i κ c_it, −ln B, ln B)),   w_it = n_i u_it / Σ_t u_it,   s_i = sign A_i
+
+   A success is credited to its better tokens, a failure blamed on its worse ones; 1/B² <= w <= B².
+
+2. *Plausibility* of a success: p_i = Π_t (1 − clip(−c_it / τ, 0, 1)), 1 without any doubtful token and 0 once a single
+   one scores −τ. Successes earn A_i p_i. Failures of the group are scaled by Σ A p / Σ A over its successes, so that
+   its advantages still add up to 0: multiplying successes alone would push every trajectory down.
+
+3. *Dense* reward: λ c_it is added. It needs no success in the group; unlike the weights it can change what is optimal.
+
+    A'_it = w_it · A'_i + λ c_it,     A'_i = A_i, or with plausibility as under 2
+
+Groups that agree have A_i = 0: only the dense term is left in them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tsae.rl.config import ShapingConfig
+
+
+def thresholded(scores: torch.Tensor, config: ShapingConfig) -> torch.Tensor:
+    """Scores brought closer to 0 by the threshold."""
+    return scores.sign() * (scores.abs() - config.threshold).clamp_min(0)
+
+
+def token_weights(
+    scores: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, config: ShapingConfig
+) -> torch.Tensor:
+    """(B, T) weights of mean 1 over every row's tokens; 0 outside the mask, and 1 where the advantage is 0.
+
+    Args:
+        scores: (B, T).
+        advantages: (B,).
+        mask: (B, T), 1 for response tokens.
+        config: strength and bound.
+    """
+    limit = math.log(config.bound)
+    exponent = (config.strength * scores * advantages.sign().unsqueeze(1)).clamp(-limit, limit)
+    raw = exponent.exp() * mask
+    return raw * (mask.sum(1) / raw.sum(1).clamp_min(1e-12)).unsqueeze(1)
+
+
+def plausibility(scores: torch.Tensor, mask: torch.Tensor, config: ShapingConfig) -> torch.Tensor:
+    """(B,) between 0 and 1: whether every token of a trajectory looks like one of a success.
+
+    Args:
+        scores: (B, T).
+        mask: (B, T), 1 for response tokens.
+        config: tolerance.
+    """
+    doubt = (-scores / config.tolerance).clamp(0, 1) * mask
+    return (1 - doubt).prod(1)
+
+
+def rebalanced(advantages: torch.Tensor, factor: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Advantages of successes times a factor, those of failures scaled so that every group still adds up to 0.
+
+    Args:
+        advantages: (B,), adding up to 0 in each group.
+        factor: (B,) between 0 and 1; only read where the advantage is positive.
+        group: (B,) number of each row's group.
+
+    Returns:
+        (B,)
+    """
+    gained = advantages.clamp_min(0)
+    total = torch.zeros(int(group.max()) + 1, dtype=gained.dtype, device=gained.device)
+    share = total.index_add(0, group, gained * factor) / total.index_add(0, group, gained).clamp_min(1e-12)
+    return torch.where(advantages > 0, gained * factor, advantages * share[group])
+
+
+def shape_advantages(
+    scores: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, config: ShapingConfig
+) -> torch.Tensor:
+    """(B, T) advantages A' of the equation at the top; the arguments are as above."""
+    mask = mask.to(scores)
+    scores = thresholded(scores, config)
+    if config.plausibility:
+        advantages = rebalanced(advantages, plausibility(scores, mask, config), group)
+    weights = token_weights(scores, advantages, mask, config)
+    return weights * advantages.unsqueeze(1) + config.dense * scores * mask

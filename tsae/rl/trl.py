@@ -1,0 +1,205 @@
+"""Credit and adaptive sampling in TRL's GRPOTrainer, by its smallest override.
+
+`_generate_and_score_completions` returns advantages (B,); `_compute_loss` takes them as (B, T) too.
+`FeatureGRPOTrainer` overrides the first, calls TRL's own, and replaces the advantages by what a rule makes of them; the
+loss, generation, rewards and logs are TRL's. It keeps the rewards that `_calculate_rewards` returns, to refuse those
+that are not finite; with a curriculum it also overrides `_get_train_sampler`. tests/test_rl_trl.py holds the contract
+with TRL, and fails where a release changes it.
+
+    from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
+
+    credit = FeatureCredit(series.base, "saes/l14", "credit/", ShapingConfig(plausibility=True))
+    trainer = FeatureGRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), credit=credit)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOConfig, GRPOTrainer
+
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.errors import TsaeError
+from tsae.rl.config import ShapingConfig
+from tsae.rl.credit import Credit
+from tsae.rl.sampling import Curriculum, CurriculumSampler
+from tsae.rl.shaping import shape_advantages
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
+
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo")
+"""Losses whose advantages may be per token: sums of ratio times advantage over tokens."""
+
+
+class AdvantageRule(Protocol):
+    """What makes advantages per token of a batch."""
+
+    def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+        """(B, T) advantages.
+
+        Args:
+            rows: (B,) rows of the training data set.
+            batch: prompt_ids, prompt_mask (B, P), padded on the left; completion_ids, completion_mask (B, T), padded on
+                the right; advantages (B,).
+            group_size: responses per problem; groups stand one after another.
+        """
+        ...
+
+
+class FeatureCredit:
+    """The rule of `tsae.rl.shaping`, with scores that a frozen reference reads by its features.
+
+    Args:
+        reference: the checkpoint that credit was learned on.
+        sae: or its folder.
+        credit: or its folder.
+        shaping: defaults of `ShapingConfig`.
+        device: a torch device; one with room for the reference beside the policy.
+
+    Raises:
+        TsaeError: where credit, SAE and reference do not belong together.
+    """
+
+    def __init__(
+        self,
+        reference: Checkpoint,
+        sae: TemporalSAE | str | Path,
+        credit: Credit | str | Path,
+        shaping: ShapingConfig | None = None,
+        *,
+        device: str = "cpu",
+    ) -> None:
+        self.sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae, device=device)
+        self.credit = credit if isinstance(credit, Credit) else Credit.load(credit)
+        self.shaping = shaping or ShapingConfig()
+        trained_on = self.credit.info["sae"]
+        if self.sae.fingerprint != trained_on["weights"]:
+            raise TsaeError(
+                f"the credit was learned on features of the SAE {trained_on['weights']} at {trained_on['site']}, "
+                f"this one is {self.sae.fingerprint} at {self.sae.site}",
+                where="FeatureCredit",
+                fix="Give the SAE that the features were encoded with, or learn credit on features of this one.",
+            )
+        self.reader = HuggingFaceReader(reference.load_model(device=device), [self.sae.site])
+        width = self.reader.model.config.get_text_config().hidden_size
+        if width != self.sae.d_model:
+            raise TsaeError(
+                f"the reference has d_model {width}, the SAE expects {self.sae.d_model}",
+                where=reference.path,
+                fix="Give the checkpoint whose activations the SAE was trained on.",
+            )
+
+    @torch.no_grad()
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(B, T) scores of the completions' tokens."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        start = batch["prompt_ids"].shape[1] - 1
+        # A row at a time of codes would be slow, all at once could be gigabytes.
+        at_once = max(1, 2**27 // (ids.shape[1] * self.credit.d_sae * 4))
+        found = []
+        for low in range(0, len(ids), at_once):
+            part = slice(low, low + at_once)
+            hidden = self.reader.read(ids[part], mask[part])[self.sae.site]
+            codes = self.sae.encode(hidden[:, start:].float())
+            found.append(self.credit.scores(codes, batch["completion_ids"][part].to(codes.device)))
+        return torch.cat(found).to(batch["completion_ids"].device)
+
+    def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+        advantages = batch["advantages"]
+        group = torch.arange(len(advantages), device=advantages.device) // group_size
+        return shape_advantages(self.scores(batch), advantages, batch["completion_mask"], group, self.shaping)
+
+
+class FeatureMixin:
+    """For a class derived from GRPOTrainer; put it first among the bases."""
+
+    def __init__(
+        self, *args: Any, credit: AdvantageRule | None = None, curriculum: Curriculum | None = None, **kwargs: Any
+    ) -> None:
+        self._credit, self._curriculum = credit, curriculum
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args, self.processing_class, self._credit)  # type: ignore[attr-defined]
+        if curriculum is not None:
+            curriculum.check(self.train_dataset)  # type: ignore[attr-defined]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if not self.model.training:  # type: ignore[attr-defined]
+            return output
+        if self._curriculum is not None:
+            # Of all processes, so that their samplers go on agreeing.
+            self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._rewards)
+        if self._credit is not None:
+            output["advantages"] = self._credit(inputs, output, self.num_generations)  # type: ignore[attr-defined]
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        if not torch.isfinite(rewards).any(dim=1).all():
+            raise TsaeError(
+                "a completion has no finite reward from any reward function",
+                where="reward_funcs",
+                fix="Return a number for every completion: advantages of a group need all its rewards.",
+            )
+        self._rewards = rewards.nansum(dim=1).tolist()
+        return rewards
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        if self._curriculum is None:
+            return super()._get_train_sampler(dataset)  # type: ignore[misc]
+        args: GRPOConfig = self.args  # type: ignore[attr-defined]
+        return CurriculumSampler(
+            self._curriculum,
+            self.train_dataset if dataset is None else dataset,  # type: ignore[attr-defined]
+            group_size=self.num_generations,  # type: ignore[attr-defined]
+            groups=args.generation_batch_size // self.num_generations,  # type: ignore[attr-defined]
+            repeats=self.num_iterations * args.steps_per_generation,  # type: ignore[attr-defined]
+            batches=args.max_steps if args.max_steps > 0 else None,
+        )
+
+
+class FeatureGRPOTrainer(FeatureMixin, GRPOTrainer):
+    """TRL's GRPOTrainer with `credit` and `curriculum`; without either it is GRPOTrainer."""
+
+
+def check_arguments(args: GRPOConfig, tokenizer: Any, credit: AdvantageRule | None) -> None:
+    """Say before training what would not work.
+
+    Raises:
+        TsaeError: for a tokenizer without eos, a loss without token advantages, or groups split over processes.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise TsaeError(
+            "the tokenizer has no end-of-sequence token, so that no response would ever end",
+            where="processing_class",
+            fix="Set its eos_token.",
+        )
+    if credit is None:
+        return
+    if args.loss_type not in LOSS_TYPES:
+        raise TsaeError(
+            f"loss_type={args.loss_type!r} takes one advantage a trajectory",
+            where="GRPOConfig",
+            fix=f"Use one of {', '.join(LOSS_TYPES)} with token credit.",
+        )
+    if args.importance_sampling_level != "token" or args.off_policy_mask_threshold is not None:
+        raise TsaeError(
+            "token credit needs importance_sampling_level='token' and no off_policy_mask_threshold",
+            where="GRPOConfig",
+            fix="Leave both at their defaults.",
+        )
+    local = args.per_device_train_batch_size * args.steps_per_generation
+    if local % args.num_generations:
+        raise TsaeError(
+            f"{local} completions a process do not hold whole groups of {args.num_generations}",
+            where="GRPOConfig",
+            fix="Make per_device_train_batch_size · steps_per_generation a multiple of num_generations.",
+        )

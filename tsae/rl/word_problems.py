@@ -1,0 +1,327 @@
+"""Backward reformulations of word problems in English, such as GSM8K's.
+
+Each number of the question is hidden in turn: an X stands in its place, the known answer is stated, X is asked for.
+
+    A pen costs $3. How much do 4 pens cost?   (12)
+    A pen costs $3. How much do X pens cost? The answer to this question is 12. What number does X stand for?   (4)
+
+Which numbers are hidden: those in digits ("1,200", "2.5", "$3", "20%"). Words such as "two", "twice" and "half" stay.
+A number is left out, with the reason, where
+
+1. *part of something*: it belongs to a fraction, a ratio, a time, a date, a range, an ordinal, a mixed number or a code
+   ("1/2", "3:30", "5-10", "2nd", "2 1/2", "B12", "24-hour"): alone it is no quantity;
+2. *year*: it is a whole number from 1900 to 2099 without a unit sign;
+3. *label*: it names something ("Room 5", "page 12", "#3", "Grade 4"): nothing is computed from it;
+4. *twice*: its value stands in the question again, in digits or in words, so that X is given away or unclear;
+5. *trivial*: it equals the answer, which is stated;
+6. *unused*: a solution with calculations is given (GSM8K's ``<<48/2=24>>``) and none of them uses the value: X cannot
+   be found from the answer, or not in the way of the solution;
+7. *cancels*: replayed with another value in its place, the solution's calculations give the same answer, or cannot be
+   replayed without a doubt about where the value stands in them;
+8. *not settled*: the question asks for something rounded, bounded or without a direction ("at least", "how many full",
+   "maximum", "left over", "difference"): several values of X have the same answer;
+9. *singular*: it is 1, which the singular after it gives away.
+
+A question whose answer is no number is left out altogether. What the rules cannot see is listed in docs/measured.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from tsae.errors import TsaeError
+from tsae.rl.reformulation import Reformulation
+from tsae.rollouts.problems import Problem, read_problems
+
+HIDDEN = "X"
+
+_NUMBER = re.compile(
+    r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w)|(?<![\w.,])\d+(?:\.\d+)?(?!\w)|(?<![\w.,])\.\d+(?!\w)"
+)
+_GLUED = re.compile(r"[/:\-–—~]")
+_LABEL = re.compile(
+    r"(?:#|\b(?:room|page|chapter|grade|level|number|no\.|day|week|month|year|age|route|highway|interstate|apartment|"
+    r"house|bus|line|stage|round|group|team|class|box|type|model|step|part|section|volume|floor|lane|gate|option|"
+    r"question|problem|version|phase|season|episode|unit|store|shop|tank|bag|jar|tree|item|player|test|game)) ?$",
+    re.IGNORECASE,
+)
+_UNSETTLED = re.compile(
+    r"\b(?:at least|at most|how many (?:full|whole|complete|more full)|whole number|round(?:ed|ing)?|nearest|maximum|"
+    r"minimum|most number|fewest|least number|left ?over|remainder|not enough|enough to|difference|unable to|"
+    r"far apart)\b",
+    re.IGNORECASE,
+)
+_SPELLED = {
+    **dict(zip(("zero", "one", "two", "three", "four", "five", "six"), map(Fraction, range(7)), strict=True)),
+    **dict(zip(("seven", "eight", "nine", "ten", "eleven", "twelve"), map(Fraction, range(7, 13)), strict=True)),
+    "fifteen": Fraction(15),
+    "twenty": Fraction(20),
+    "once": Fraction(1),
+    "twice": Fraction(2),
+    "double": Fraction(2),
+    "doubled": Fraction(2),
+    "pair": Fraction(2),
+    "thrice": Fraction(3),
+    "triple": Fraction(3),
+    "tripled": Fraction(3),
+    "dozen": Fraction(12),
+    "half": Fraction(1, 2),
+    "thirty": Fraction(30),
+    "forty": Fraction(40),
+    "fifty": Fraction(50),
+    "hundred": Fraction(100),
+    "thousand": Fraction(1000),
+}
+_CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_TERM = re.compile(r"\d+(?:\.\d+)?|\.\d+|[-+*/()]")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A number that was not hidden."""
+
+    problem_id: str
+    text: str
+    """The number as it stands in the question."""
+    reason: str
+    """One of the rules' names."""
+
+
+def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]:
+    """Problems and worked solutions of a file.
+
+    Args:
+        path: JSON lines of id, prompt and answer, which have no solutions; or, as in GSM8K, of question and answer, the
+            answer being a solution whose last line is ``#### 72``.
+
+    Raises:
+        TsaeError: for any other file.
+    """
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not any('"question"' in line for line in lines[:1]):
+        return read_problems(path), {}
+    problems, solutions = [], {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            solution, marker, answer = record["answer"].rpartition("####")
+            if not marker:
+                raise ValueError("no #### before the final answer")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TsaeError(
+                f"no question with a solution ({error})",
+                where=f"{path}:{number}",
+                fix='Expected {"question": …, "answer": "… #### 72"}.',
+            ) from error
+        problem = Problem(f"{path.stem}-{number}", record["question"], answer.strip().replace(",", ""))
+        problems.append(problem)
+        solutions[problem.id] = solution
+    return problems, solutions
+
+
+def reformulate_words(
+    problems: Iterable[Problem], solutions: Mapping[str, str] | None = None
+) -> tuple[list[Reformulation], list[LeftOut]]:
+    """Hide every number of every question in turn.
+
+    Args:
+        problems: questions with numerical answers.
+        solutions: by problem id, the worked solution with its calculations between << and >>; without one the rules
+            *unused* and *cancels* are not applied.
+
+    Returns:
+        the reformulations, and the numbers that were left out, with reasons.
+    """
+    made: list[Reformulation] = []
+    left_out: list[LeftOut] = []
+    for problem in problems:
+        answer = parse_number(problem.answer)
+        if answer is None:
+            left_out.append(LeftOut(problem.id, problem.answer, "no numerical answer"))
+            continue
+        solution = (solutions or {}).get(problem.id)
+        steps = None if solution is None else calculations(solution)
+        counts = _values(problem.prompt)
+        unsettled = _UNSETTLED.search(problem.prompt) is not None
+        for match in _NUMBER.finditer(problem.prompt):
+            value = parse_number(match.group())
+            assert value is not None
+            reason = _fault(problem.prompt, match, value, counts, answer, steps, unsettled)
+            if reason is not None:
+                left_out.append(LeftOut(problem.id, match.group(), reason))
+            else:
+                made.append(_pose(problem, match))
+    return made, left_out
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The value of a number in digits, with commas, $, % or a sign; None for anything else."""
+    cleaned = text.strip().replace(",", "").removeprefix("$").removesuffix("%").removesuffix(".")
+    try:
+        return Fraction(cleaned)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def calculations(solution: str) -> list[tuple[list[str], Fraction]]:
+    """The calculations of a worked solution: terms of each, numbers and operators, and its result.
+
+    A calculation that cannot be read is left out.
+    """
+    found = []
+    for expression, result in _CALCULATION.findall(solution):
+        cleaned = expression.replace(",", "").replace("$", "").replace("%", "/100").replace(" ", "")
+        value = parse_number(result)
+        terms = _TERM.findall(cleaned)
+        if value is not None and "".join(terms) == cleaned and evaluate_terms(terms) is not None:
+            found.append((terms, value))
+    return found
+
+
+def evaluate_terms(terms: list[str]) -> Fraction | None:
+    """The value of an expression of numbers, + - * / and brackets, exactly; None where it is none."""
+    position = 0
+
+    def peek() -> str:
+        return terms[position] if position < len(terms) else ""
+
+    def take() -> str:
+        nonlocal position
+        position += 1
+        return terms[position - 1]
+
+    def factor() -> Fraction:
+        token = take()
+        if token == "-":
+            return -factor()
+        if token == "(":
+            value = total()
+            if take() != ")":
+                raise ValueError
+            return value
+        return Fraction(token)
+
+    def product() -> Fraction:
+        value = factor()
+        while peek() in ("*", "/"):
+            value = value * factor() if take() == "*" else value / factor()
+        return value
+
+    def total() -> Fraction:
+        value = product()
+        while peek() in ("+", "-"):
+            value = value + product() if take() == "+" else value - product()
+        return value
+
+    try:
+        value = total()
+    except (ValueError, ZeroDivisionError, IndexError):
+        return None
+    return value if position == len(terms) else None
+
+
+def _fault(
+    question: str,
+    match: re.Match[str],
+    value: Fraction,
+    counts: Counter[Fraction],
+    answer: Fraction,
+    steps: list[tuple[list[str], Fraction]] | None,
+    unsettled: bool,
+) -> str | None:
+    """The first rule that leaves this number out."""
+    before, after = question[: match.start()], question[match.end() :]
+    if _GLUED.match(after) or _GLUED.search(before[-1:]) or re.match(r" \d+/\d", after) or re.search(r"\d $", before):
+        return "part of something"
+    sign = before.endswith("$") or after.startswith("%")
+    if value.denominator == 1 and 1900 <= value <= 2099 and "," not in match.group() and not sign:
+        return "year"
+    if _LABEL.search(before) and not sign:
+        return "label"
+    if counts[value] > 1:
+        return "twice"
+    if value == answer:
+        return "trivial"
+    if unsettled:
+        return "not settled"
+    if value == 1:
+        return "singular"
+    if steps is None:
+        return None
+    return _replay(steps, value, answer, percent=after.startswith("%"))
+
+
+def _replay(steps: list[tuple[list[str], Fraction]], value: Fraction, answer: Fraction, *, percent: bool) -> str | None:
+    """Whether the solution uses the value, in one place, and its answer follows it.
+
+    The value must stand in the calculations exactly once before any of them results in it. The calculations are then
+    carried out with 7/5 of the value in its place, and every later term that equals an earlier result with the new one.
+    """
+    shares = {value, value / 100} if percent else {value}
+    places = [
+        (number, place)
+        for number, (terms, _) in enumerate(steps)
+        for place, term in enumerate(terms)
+        if parse_number(term) in shares
+    ]
+    if not places:
+        return "unused"
+    if len(places) > 1 or not steps or steps[-1][1] != answer:
+        return "cancels"
+    renamed: dict[Fraction, Fraction] = {}
+    last = answer
+    for number, (terms, result) in enumerate(steps):
+        new_terms: list[str] = []
+        for place, term in enumerate(terms):
+            old = parse_number(term)
+            if (number, place) == places[0]:
+                assert old is not None
+                new_terms += ["(", *_as_terms(old * Fraction(7, 5)), ")"]
+            elif old is not None and old in renamed:
+                new_terms += ["(", *_as_terms(renamed[old]), ")"]
+            else:
+                new_terms.append(term)
+        new = evaluate_terms(new_terms)
+        if new is None:
+            return "cancels"
+        if new != evaluate_terms(terms):
+            renamed[result] = new
+        last = new
+    return "cancels" if last == evaluate_terms(steps[-1][0]) else None
+
+
+def _as_terms(value: Fraction) -> list[str]:
+    sign = ["-"] if value < 0 else []
+    return [*sign, str(abs(value.numerator)), "/", str(value.denominator)]
+
+
+def _values(question: str) -> Counter[Fraction]:
+    """How often each value stands in a question, in digits or in words."""
+    counts: Counter[Fraction] = Counter()
+    for match in re.finditer(r"\d+(?:,\d{3})*(?:\.\d+)?|\.\d+", question):
+        value = parse_number(match.group())
+        if value is not None:
+            counts[value] += 1
+    counts.update(_SPELLED[word] for word in re.findall(r"[a-z]+", question.lower()) if word in _SPELLED)
+    return counts
+
+
+def _pose(problem: Problem, match: re.Match[str]) -> Reformulation:
+    start, stop = match.span()
+    question = f"{problem.prompt[:start]}{HIDDEN}{problem.prompt[stop:]}".rstrip()
+    ending = "" if question.endswith((".", "?", "!")) else "."
+    posed = Problem(
+        id=f"{problem.id}~n{start}",
+        prompt=f"{question}{ending} The answer to this question is {problem.answer}. "
+        f"What number does {HIDDEN} stand for?",
+        answer=match.group().replace(",", ""),
+        level=problem.level,
+    )
+    return Reformulation(posed, problem.id, "number", (start, stop), (posed.answer,))
