@@ -23,6 +23,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report import evidence, evidence_figures, figures, views
 from tsae.report.overview import overview
+from tsae.report.steps_figure import steps_figure
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text
 
@@ -95,7 +96,7 @@ class Plots:
     def steps(self, n: int = 6) -> Figure:
         """Features and behaviours along the steps of runs."""
         chosen = evidence.step_features(self.diff, n)
-        return _titled(evidence_figures.steps_figure(self.diff, chosen), "Along the steps of the runs", "")
+        return _titled(steps_figure(self.diff, chosen), "Along the steps of the runs", "")
 
     def causal(self) -> Figure:
         """What interventions changed, beside their controls; see `Intervention.mark`."""
