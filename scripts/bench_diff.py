@@ -1,17 +1,18 @@
-"""A whole `feature_diff` against the plain way, and its time and memory on a large table.
+"""A whole feature diff on a large table, its time and memory, and on a small one against the plain way.
 
 The table: two checkpoints that each read their own trajectories, without bands, which makes five contrasts (total shift
 of all, of successful and of failed trajectories; success − failure of both checkpoints), every one with studentised
-intervals, permutation tests, AUROC, controls and nulls, as `tsae diff` draws them. Codes are sparse: in every slot of k a
-token has one of d_sae / k features, by Zipf's law; three of ten are favourites of the problem, two of the trajectory, two
-of the token id, so that trajectories of a problem are alike. A feature in 64 is raised in the run, one in successes.
+intervals, permutation tests, AUROC, controls and nulls, as `tsae diff` draws them. Codes are sparse: in each of k slots
+a token has one of d_sae / k features by Zipf's law, three of ten times a favourite of the problem, two of the
+trajectory, two of the token id, so that trajectories of a problem are alike. The run raises a feature in 64, success
+another.
 
-The plain way: feature by feature, its dense column of codes, loops over problems, one product with all sign flips, label
-permutations and bootstrap draws, Mann–Whitney's U in every problem, controls cell by cell. Draws are made once, not for
-every feature. It does the same five contrasts and three controls, without nulls and descriptions, and its results are
-asserted to be ours: equal to rounding, and p-values up to what the number of draws allows.
+The plain way: feature by feature, its dense column of codes, loops over rows and problems, one product with all sign
+flips, label permutations and bootstrap draws, which are drawn once for all features; controls cell by cell. It does the
+five contrasts and their controls, without nulls and descriptions, and its results are asserted to be ours: to rounding,
+p-values up to what the number of draws allows.
 
-    python scripts/bench_diff.py                              # the large table: 20,000 trajectories, 1.6 GB on disk
+    python scripts/bench_diff.py                              # 20,000 trajectories, 1.6 GB on disk
     python scripts/bench_diff.py --trajectories 5000          # a quarter
 
 Ends with one line of JSON.
@@ -19,34 +20,35 @@ Ends with one line of JSON.
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 import tyro
 
+import tsae.diff.diff as whole
 from tsae.diff.config import DiffConfig
-from tsae.diff.diff import feature_diff
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 _IDS = 8000
-_STAGES = (
-    "load",
-    "of",
-    "shift_contrasts",
-    "outcome_contrasts",
-    "null_contrasts",
-    "confound_table",
-    "_describe",
-    "save",
-)
+_STAGES = {
+    "shift_contrasts": "shifts",
+    "outcome_contrasts": "outcomes",
+    "confound_table": "controls",
+    "null_contrasts": "nulls",
+    "_describe": "descriptions",
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class Bench:
     small: tuple[int, int, int, int] = (480, 60, 8, 512)
     """Trajectories, tokens, k and d_sae of the table that the plain way is done on as well."""
     to: Path | None = None
-    """Folder for the large table, kept; by default a temporary one."""
-    only: str | None = None
-    """Internal: make, measure or compare, in a process of its own."""
+    """Folder for the large table, which is kept and used again; by default a temporary one."""
+    only: Literal["make", "measure", "compare"] | None = None
+    """Internal: one step, in a process of its own."""
 
 
 def make_table(bench: Bench) -> FeatureTable:
@@ -148,43 +150,250 @@ def make_table(bench: Bench) -> FeatureTable:
     )
 
 
-def measure(folder: Path, config: DiffConfig) -> dict[str, object]:
-    """Seconds of load, diff and save, their parts, and peak memory of this process."""
-    profile, start = cProfile.Profile(), time.perf_counter()
-    profile.enable()
-    table = FeatureTable.load(folder)
-    diff = feature_diff(table, config, progress=False)
-    diff.save(folder / "diff")
-    profile.disable()
-    seconds = time.perf_counter() - start
-    print("cpu", time.process_time())
+def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
+    """Seconds of load, diff and save with their parts, and peak memory of this process."""
+    stages: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            found = function(*args, **kwargs)
+            found = list(found) if isinstance(found, Iterator) else found
+            stages[name] = round(time.perf_counter() - start, 2)
+            return found
+
+        return wrapper
+
+    for function, name in _STAGES.items():
+        setattr(whole, function, timed(name, getattr(whole, function)))
+    start = time.perf_counter()
+    table = timed("load", FeatureTable.load)(folder)
+    diff = whole.feature_diff(table, config, progress=False)
+    timed("save", diff.save)(folder / "diff")
+    seconds, cpu = time.perf_counter() - start, time.process_time()
     # Not getrusage: a child's ru_maxrss starts from its parent's.
     status = Path("/proc/self/status").read_text()
-    peak = int(status.partition("VmHWM:")[2].split()[0]) / 1e6
-    if os.environ.get("BENCH_PROFILE"):
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-        pstats.Stats(profile).sort_stats("cumtime").print_stats(75)
+    drawn = diff.contrasts[diff.contrasts.note == ""]
     return {
-        "seconds": seconds,
-        "peak_gb": peak,
-        "stages": {},
-        "contrasts": int((diff.contrasts.note == "").sum()),
-        "discoveries": diff.contrasts[diff.contrasts.note == ""].n_discoveries.tolist(),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
+        "peak_gb": round(int(status.partition("VmHWM:")[2].split()[0]) / 1e6, 2),
+        "stages": stages,
+        "non_zeros": int(table.codes.nnz),
+        "contrasts": len(drawn),
+        "tested": drawn.n_tested.tolist(),
+        "discoveries": drawn.n_discoveries.tolist(),
         "null": diff.info["null"],
-        "nnz": int(table.codes.nnz),
     }
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Rows of the two sides by problem, and draws that all features share."""
+
+    keys: dict[str, str]
+    a: list[np.ndarray]
+    b: list[np.ndarray]
+    weights: np.ndarray
+    signs: np.ndarray
+    labels: np.ndarray | None
+    """(draws, n_rows) weights of permuted labels, for outcomes."""
+
+
+def plain_sides(table: FeatureTable, config: DiffConfig) -> list[Sides]:
+    frame, rng = table.rollouts.frame, np.random.default_rng(1)
+    problem = pd.factorize(frame.problem_id)[0]
+    run, right = (frame.policy == "run").to_numpy(), (frame.outcome == "success").to_numpy()
+    wanted = [
+        ({"kind": "shift", "checkpoint": "run", "outcome": name}, run & mask, ~run & mask)
+        for name, mask in (("all", run | ~run), ("success", right), ("failure", ~right))
+    ]
+    for name, mask in (("base", ~run), ("run", run)):
+        wanted.append(({"kind": "outcome", "checkpoint": name, "outcome": "all"}, mask & right, mask & ~right))
+    found = []
+    for keys, on_a, on_b in wanted:
+        both = np.intersect1d(problem[on_a], problem[on_b])
+        a, b = ([np.flatnonzero(side & (problem == j)) for j in both] for side in (on_a, on_b))
+        n = len(both)
+        drawn = np.random.default_rng([config.seed, 3]).multinomial(n, np.full(n, 1 / n), size=config.n_bootstrap)
+        signs = rng.integers(0, 2, size=(config.n_permutations, n)) * 2.0 - 1
+        labels = None
+        if keys["kind"] == "outcome":
+            labels = np.zeros((config.n_permutations, len(problem)))
+            for x, y in zip(a, b, strict=True):
+                rows = rng.permuted(np.tile(np.concatenate([x, y]), (config.n_permutations, 1)), axis=1)
+                np.put_along_axis(labels, rows[:, : len(x)], 1 / (len(x) * n), 1)
+                np.put_along_axis(labels, rows[:, len(x) :], -1 / (len(y) * n), 1)
+        found.append(Sides(keys, a, b, drawn / n, signs, labels))
+    return found
+
+
+def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(contrasts, controls) of every feature."""
+    contrasts, controls = [], []
+    every = plain_sides(table, config)
+    counted, row = table.span_mask("response"), table.row_of_token
+    token = np.flatnonzero(counted)
+    by_row = np.split(token, np.flatnonzero(np.diff(row[token])) + 1)
+    place = np.concatenate([np.arange(len(tokens)) for tokens in by_row])
+    octave = np.full(len(row), -1)
+    octave[token] = np.floor(2 * np.log2(place + 1))
+    length = np.array([np.floor(2 * np.log2(len(tokens))) for tokens in by_row])
+
+    def on_rows(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([by_row[r] for r in rows])
+
+    cells = {}
+    for number, sides in enumerate(every):
+        if sides.keys["outcome"] == "all":
+            of_rows = [(x, y, length[x], length[y]) for x, y in zip(sides.a, sides.b, strict=True)]
+            tokens = [(on_rows(x), on_rows(y)) for x, y in zip(sides.a, sides.b, strict=True)]
+            of_tokens = [(x, y, octave[x], octave[y]) for x, y in tokens]
+            cells[number] = (plain_cells(of_rows), plain_cells(of_tokens), plain_halves(tokens, config))
+    for feature in range(table.n_features):
+        column = table.codes[:, [feature]].toarray()[:, 0]
+        means = np.array([column[tokens].mean() for tokens in by_row])
+        for number, sides in enumerate(every):
+            pairs = list(zip(sides.a, sides.b, strict=True))
+            each = np.array([means[x].mean() - means[y].mean() for x, y in pairs])
+            limit = abs(each.mean()) * (1 - 1e-9)
+            p = (1 + (np.abs(sides.signs @ each / len(each)) >= limit).sum()) / (1 + len(sides.signs))
+            if sides.labels is not None:
+                p = max(p, (1 + (np.abs(sides.labels @ means) >= limit).sum()) / (1 + len(sides.labels)))
+            signs = [np.sign(means[x][:, None] - means[y]).mean() for x, y in pairs]
+            record = {**sides.keys, "feature": feature, **plain_interval(each, sides.weights, config)}
+            contrasts.append({**record, "p": p, "auroc": 0.5 + np.mean(signs) / 2})
+            if number not in cells:
+                continue
+            by_length, by_position, halves = cells[number]
+            residual = column.astype(float)
+            for seen, mine in halves:
+                count = np.bincount(table.token_ids[seen], minlength=_IDS)
+                mean = np.bincount(table.token_ids[seen], column[seen], _IDS) / np.maximum(count, 1)
+                mean[count == 0] = column[seen].mean()
+                residual[mine] -= mean[table.token_ids[mine]]
+            left = np.array([residual[tokens].mean() for tokens in by_row])
+            controlled = {
+                "length": plain_matched(means, by_length),
+                "position": plain_matched(column, by_position),
+                "token": np.array([left[x].mean() - left[y].mean() for x, y in pairs]),
+            }
+            for control, values in controlled.items():
+                n = len(values)
+                drawn = np.random.default_rng([config.seed, 3]).multinomial(n, np.full(n, 1 / n), config.n_bootstrap)
+                found = plain_interval(values, drawn / n, config)
+                controls.append({**sides.keys, "feature": feature, "control": control, **found})
+    return pd.DataFrame(contrasts), pd.DataFrame(controls)
+
+
+def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) -> dict[str, float]:
+    n, mean = len(each), each.mean()
+    centred = each - mean
+    spread = (centred**2).mean()
+    shift = weights @ centred
+    variance = np.maximum(weights @ centred**2 - shift**2, spread / n) / (n - 1)
+    t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
+    half = np.quantile(t, config.confidence) * np.sqrt(spread / (n - 1))
+    d = mean / each.std(ddof=1) if each.std() > 0 else 0.0
+    return {"difference": mean, "low": mean - half, "high": mean + half, "d": d}
+
+
+def plain_cells(pairs: Sequence[tuple[np.ndarray, ...]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Of every problem its cells with both sides."""
+    return [
+        [(x[s == cell], y[t == cell]) for cell in np.intersect1d(s, t)]
+        for x, y, s, t in pairs
+        if len(np.intersect1d(s, t))
+    ]
+
+
+def plain_matched(values: np.ndarray, problems: list[list[tuple[np.ndarray, np.ndarray]]]) -> np.ndarray:
+    return np.array(
+        [
+            np.average([values[x].mean(dtype=float) - values[y].mean(dtype=float) for x, y in cells],
+                       weights=[min(len(x), len(y)) for x, y in cells])
+            for cells in problems
+        ]
+    )  # fmt: skip
+
+
+def plain_halves(
+    tokens: list[tuple[np.ndarray, np.ndarray]], config: DiffConfig
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of both halves of the problems: tokens of the other half, and its own."""
+    half = np.random.default_rng([config.seed, 6]).permutation(len(tokens)) % 2
+    of = [
+        np.concatenate([np.concatenate(pair) for pair, h in zip(tokens, half, strict=True) if h == i]) for i in (0, 1)
+    ]
+    return [(of[1], of[0]), (of[0], of[1])]
+
+
+def compare(bench: Bench, config: DiffConfig) -> dict[str, Any]:
+    """Both ways on a small table: their seconds of CPU, and that they agree."""
+    table = make_table(bench)
+    start = time.process_time()
+    diff = whole.feature_diff(table, config, progress=False)
+    ours, start = time.process_time() - start, time.process_time()
+    contrasts, controls = plain_diff(table, config)
+    plain = time.process_time() - start
+    keys = ["kind", "checkpoint", "outcome", "feature"]
+    worst = {}
+    for name, found, theirs, on, columns in (
+        ("contrasts", diff.shifts, contrasts, keys, ("difference", "low", "high", "d", "auroc")),
+        ("controls", diff.confounds, controls, [*keys, "control"], ("difference", "low", "high")),
+    ):
+        both = found.merge(theirs, on=on, suffixes=("", "_plain"))
+        assert len(both) == len(found) > 0
+        for column in columns:
+            x, y = both[column].to_numpy(), both[f"{column}_plain"].to_numpy()
+            worst[f"{name}.{column}"] = float(np.abs(x - y).max())
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+        if name == "contrasts":
+            x, y = both.p.to_numpy(), both.p_plain.to_numpy()
+            error = np.sqrt(x**2 / 100 + y * (1 - y) / config.n_permutations + 1e-8)
+            worst["p, standard errors"] = float((np.abs(x - y) / error).max())
+            assert worst["p, standard errors"] < 5.5
+    return {"seconds": {"ours": ours, "plain": plain}, "largest_difference": worst, "rows": len(contrasts)}
 
 
 def main() -> None:
     bench = tyro.cli(Bench, description=__doc__)
     config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations)
-    assert bench.to is not None
-    if bench.only == "make":
-        t = time.time()
-        make_table(bench).save(bench.to)
-        print("made", time.time() - t)
-    elif bench.only == "measure":
-        print(json.dumps(measure(bench.to, config)))
+    if bench.only is not None and bench.to is not None:
+        if bench.only == "make":
+            make_table(bench).save(bench.to)
+        else:
+            print(json.dumps(measure(bench.to, config) if bench.only == "measure" else compare(bench, config)))
+        return
+
+    def step(only: str, bench: Bench, folder: Path) -> Any:
+        size = {name: value for name, value in vars(bench).items() if name not in ("to", "only", "small")}
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in size.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(bench.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, __file__, *arguments, f"--to={folder}", f"--only={only}"]
+        text = subprocess.check_output(command, env=environment, text=True)
+        return json.loads(text.splitlines()[-1]) if text else None
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = bench.to or Path(temporary) / "features"
+        trajectories, tokens, k, d_sae = bench.small
+        small = replace(bench, trajectories=trajectories, tokens=tokens, k=k, d_sae=d_sae)
+        compared = step("compare", small, folder)
+        seconds = compared["seconds"]
+        ratio = seconds["plain"] / seconds["ours"]
+        print(f"{trajectories} trajectories × {tokens} tokens × k {k}, {d_sae} features")
+        print(f"  plain {seconds['plain']:.1f} s of CPU, ours {seconds['ours']:.1f} s (with nulls), ratio {ratio:.1f}")
+        if not (folder / "features.json").is_file():
+            step("make", bench, folder)
+        found = step("measure", bench, folder)
+    print(f"{bench.trajectories:,} trajectories × {bench.tokens} tokens × k {bench.k}, {bench.d_sae:,} features")
+    print(
+        f"  {found['seconds']} s, {found['cpu_seconds']} s of CPU, peak {found['peak_gb']} GB, {bench.threads} threads"
+    )
+    print("  " + ", ".join(f"{name} {s:.1f} s" for name, s in found["stages"].items()))
+    print(f"  discoveries {found['discoveries']} of {found['tested']}; nulls {found['null']}")
+    size = {name: value for name, value in vars(bench).items() if name not in ("to", "only")}
+    print(json.dumps({"name": "bench_diff", "ratio": round(ratio, 2), **found, "small": compared, "size": size}))
 
 
 if __name__ == "__main__":

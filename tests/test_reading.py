@@ -56,7 +56,7 @@ HOLDERS: dict[str, Callable[[np.ndarray], Any]] = {
     "transpose": lambda x: x.T[2:],
     "tensor": torch.from_numpy,
     "view of a tensor": lambda x: torch.from_numpy(x)[3:4],
-    "memoryview": lambda x: memoryview(x)[3:4],
+    "memoryview": lambda x: x.data[3:4],
 }
 
 

@@ -89,6 +89,8 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert "that of the policy of its step (16 responses; easy >= 0.75" in said["bands"]
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
+    # Of the base's own rollouts too few problems are drawn.
+    assert said["diff"].endswith("; reinforcement not computed (has one problem only, which tells nothing of others)")
     for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
         assert any((out / name).iterdir())
     page = (out / "report.html").read_text()

@@ -139,7 +139,7 @@ def analyse(
         try:
             diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
         except TsaeError as error:
-            say("reinforcement", f"not computed: {error.what}")
+            diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
         diff.save(to / "diff")
     say("diff", _drawn(diff))
 
@@ -194,4 +194,6 @@ def _drawn(diff: FeatureDiff) -> str:
     if len(refused):
         cells = refused.band + refused.outcome.where(refused.outcome != "all", "").radd(" ").str.rstrip()
         text += f", {len(refused)} not (too few problems): {', '.join(dict.fromkeys(cells))}"
+    if "no_reinforcement" in diff.info:
+        text += f"; reinforcement not computed ({diff.info['no_reinforcement']})"
     return text

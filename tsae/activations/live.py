@@ -17,7 +17,7 @@ last bit where memory runs out at the same sizes again.
 
 What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
 are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
-precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 24 bytes a window.
+precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 12 bytes a window.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ authors' code) or of the reasoning step (`tsae.activations.partners`). Such a pa
 is only a partner: the tokens of the windows alone are reconstructed and counted. So every counted token still comes
 once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
 
-How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory
-(24 bytes a window), and 8 bytes a step where partners are of the step; activations are read through memory maps.
+How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory,
+12 bytes a window and several times that while an epoch begins, 8 bytes a step where partners are of the step, and the
+batches that threads read ahead (`_AHEAD`); activations are read through memory maps.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class Windows:
                 n_counted += int(counted.sum())
                 n_undivided += len(blocks(shard, counted, prompts, ()))
         # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
-        self.segments = np.concatenate(segments)
+        narrow = max(shard.n_tokens for shard in self.shards) < 2**31
+        self.segments = np.concatenate(segments).astype(np.int32 if narrow else np.int64)
         self.n_tokens = int(self.segments[:, 2].sum())
         if self.n_tokens == 0:
             raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
@@ -307,11 +309,14 @@ class Windows:
         shard, start, length = segments.T
         n = (length + offset + self.window - 1) // self.window
         which = np.repeat(np.arange(len(n)), n)
-        step = np.arange(len(which)) - np.repeat(n.cumsum() - n, n)
-        low = np.maximum(step * self.window - offset, 0)
-        high = np.minimum((step + 1) * self.window - offset, length[which])
-        windows = np.stack([shard[which], start[which] + low, high - low], axis=1)
-        return windows[windows[:, 2] > 0]
+        low = (np.arange(len(which)) - (n.cumsum() - n)[which]) * self.window - offset
+        windows = np.empty((len(which), 3), segments.dtype)
+        windows[:, 0], windows[:, 1] = shard[which], start[which]
+        windows[:, 2] = np.minimum(low + self.window, length[which])
+        np.maximum(low, 0, out=low)
+        windows[:, 1] += low
+        windows[:, 2] -= low
+        return windows
 
     def _batch(
         self, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator, memory: Reused

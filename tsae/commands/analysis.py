@@ -49,8 +49,7 @@ class Diff:
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     sae: Path | None = None
-    """The SAE's folder: with --tokenizer's checkpoint, say which next tokens every feature promotes; also for
-    --insertion."""
+    """The SAE's folder, for --insertion; with --tokenizer's checkpoint it says which next tokens features promote."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -71,12 +70,10 @@ class Diff:
         base = None if self.tokenizer is None else load_series(self.tokenizer).base
         strings = None if base is None else token_strings(base.load_tokenizer())
         logits = None
-        if self.sae is not None:
-            if base is None or strings is None:
-                raise TsaeError(
-                    "needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer."
-                )
+        if self.sae is not None and base is not None and strings is not None:
             logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
+        elif self.sae is not None and not self.insertion:
+            raise TsaeError("needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer.")
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         families = find_families(self.annotator) if self.families else None

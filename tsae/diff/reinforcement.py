@@ -253,7 +253,9 @@ def _parts(frame: pd.DataFrame, kind: np.ndarray) -> dict[tuple[str, str], np.nd
 
 
 def _active(values: sp.csr_array, problem: np.ndarray, min_problems: int) -> np.ndarray:
-    """Features active in at least min_problems problems."""
+    """Features active in at least min_problems problems; none where nobody read anything."""
+    if not len(problem):
+        return np.zeros(0, dtype=np.int64)
     active = sp.csr_array(_sums(problem, np.ones(len(problem))) @ values.astype(bool).astype(np.float64))
     return np.flatnonzero(np.asarray(active.astype(bool).sum(0)).ravel() >= min_problems)
 

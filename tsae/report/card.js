@@ -9,6 +9,7 @@ const makeCard = async (data, feature) => {
   const chunk = data.columns.chunk ? data.columns.chunk[feature] : -1;
   const [trajectories, examples] = chunk < 0 ? [] : await Promise.all([unpack("trajectories"), unpack("examples-" + chunk)]);
   const { columns, numbers, info } = data;
+  const steps = info.steps ? (await unpack("steps"))[feature] : null;
   const share = numbers.share ? `${percentText(numbers.share[feature])} % of its activation` : null;
   const place = info.order.indexOf(feature);
   const step = (to, text) => (info.order[to] === undefined ? null : element("a", { href: "#feature-" + info.order[to] }, text));
@@ -19,6 +20,7 @@ const makeCard = async (data, feature) => {
     columns.family ? (columns.family[feature] === "none" ? "no family" : `family ${columns.family[feature]} (${percentText(numbers.family_share[feature])} % of its activation)`) : null,
     `${percentText(numbers.top_token_share[feature])} % on its top token`,
     `ρ with response length ${numberText(numbers.length_correlation[feature], true)}`,
+    info.inserted[feature],
   ];
   return element("article", { class: "card", id: "feature-" + feature, "aria-label": "Feature " + feature },
     element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
@@ -27,6 +29,7 @@ const makeCard = async (data, feature) => {
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
     element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
     ...effectTables(data, feature),
+    ...(steps ? alongSteps(steps) : []),
     ...shown(trajectories, examples, feature, info),
   );
 };
@@ -121,6 +124,28 @@ const effectTable = (data, caption, heads, rows) => {
         element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col", class: "n" }, heads[2]),
         element("th", { scope: "col" }, "not beyond"))),
       element("tbody", {}, ...lines)));
+};
+
+// A line a run: the shift at every step with its interval, on one scale.
+const alongSteps = (runs) => {
+  const ends = runs.flatMap(([, , , , , low, high]) => [...low, ...high, 0]).filter((x) => x != null);
+  const least = Math.min(...ends), span = Math.max(...ends) - least || 1;
+  const [width, height] = [170, 64];
+  const y = (value) => 4 + (height - 8) * (1 - (value - least) / span);
+  const pictures = runs.map(([run, kind, onset, steps, shift, low, high]) => {
+    const x = (i) => 4 + ((width - 8) * (steps[i] - steps[0])) / (steps[steps.length - 1] - steps[0] || 1);
+    const last = steps.length - 1;
+    const said = `${run}: ${kind}${onset == null ? "" : `, onset at step ${onset}`}`;
+    const label = `${said}. Shift ${steps.map((step, i) => `${numberText(shift[i], true)} at step ${step}`).join(", ")}.`;
+    return element("figure", { class: "step" },
+      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
+        svg("line", { class: "zero", x1: 0, x2: width, y1: y(0), y2: y(0) }),
+        ...steps.map((_, i) => svg("line", { x1: x(i), x2: x(i), y1: y(low[i] ?? shift[i]), y2: y(high[i] ?? shift[i]) })),
+        svg("polyline", { points: shift.map((value, i) => `${x(i)},${y(value)}`).join(" ") }),
+        ...shift.map((value, i) => svg("circle", { cx: x(i), cy: y(value), r: 2.6 }, svg("title", {}, `step ${steps[i]}: ${numberText(value, true)}`)))),
+      element("figcaption", {}, `${said}; ${numberText(shift[last], true)} at step ${steps[last]}`));
+  });
+  return [element("h4", {}, "Along the steps"), element("div", { class: "stepped" }, ...pictures)];
 };
 
 const shown = (trajectories, examples, feature, info) => {

@@ -81,6 +81,28 @@ def interactions(diff: FeatureDiff) -> str:
     return folded("Outcome effects that differ between bands", told + "".join(parts))
 
 
+def insertion(diff: FeatureDiff) -> str:
+    """Whether a feature's top tokens fire it where they are put into other contexts."""
+    data = diff.insertion
+    if data is None or data.empty:
+        return ""
+    strings = diff.info.get("token_strings", {})
+    body = []
+    for r in views.records(data):
+        tokens = " ".join(f"<code>{html_text(strings.get(str(i), f'#{i}'))}</code>" for i in r.top_ids)
+        kept = "–"
+        if not pd.isna(r.kept):
+            kept = f"{number(r.kept)} <small>{interval(r.kept_low, r.kept_high, like=r.kept)}</small>"
+        cells = [html_text(r.reader), feature_link(int(r.feature)), tokens, kept]
+        body.append([*cells, "–" if pd.isna(r.kept) else number(r.control / r.typical), html_text(r.verdict)])
+    told = (
+        '<p class="quiet">The top tokens of a feature are put where it is silent. Kept: the part of its usual '
+        "activation that they bring there; control: what tokens of like frequency bring.</p>"
+    )
+    head = ["reader", "feature", "tokens", "kept", "control", "verdict"]
+    return folded("Tokens or contexts", told + table("Top tokens inserted elsewhere", head, body, numeric_from=3))
+
+
 def baselines(diff: FeatureDiff) -> str:
     """AUROC of plain directions beside that of features."""
     data = diff.baselines

@@ -49,6 +49,8 @@ def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
     if diff.source is not None:
         found = contexts(diff.source, order, diff.info.get("token_strings", {}))
     parts = {"features": packed(_features(diff, shown, order, found))}
+    if diff.dynamics is not None and len(diff.dynamics):
+        parts["steps"] = packed(_steps(diff.dynamics))
     if found is not None:
         parts["trajectories"] = packed(found.trajectories)
         parts |= {f"examples-{i}": packed(chunk) for i, chunk in enumerate(found.chunks)}
@@ -115,6 +117,8 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         "order": order,
         "left_out": 0 if found is None else found.left_out,
         "no_examples": "" if found is not None else NO_SOURCE,
+        "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
+        "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,
         "flag_words": _flag_words(),
         "contrasts": [_contrast(diff, row) for row in views.records(shown)],
@@ -149,6 +153,17 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
     return written
 
 
+def _steps(table: pd.DataFrame) -> str:
+    """JSON per feature: a list a run, of run, kind, onset, steps, shift, lo, hi."""
+    lines: dict[int, list[str]] = {}
+    for (run, feature), rows in table.sort_values("step").groupby(["run", "feature"], sort=False):
+        numbers = [number_array(rows[name].to_numpy()) for name in ("step", "shift", "lo", "hi")]
+        onset = number_array(rows.onset.to_numpy()[:1], 6)[1:-1]
+        named = [script_json(visible(str(run))), script_json(visible(str(rows.kind.iloc[0]))), onset]
+        lines.setdefault(int(feature), []).append(f"[{','.join([*named, *numbers])}]")
+    return "{" + ",".join(f'"{feature}":[{",".join(runs)}]' for feature, runs in lines.items()) + "}"
+
+
 def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
     where = "all problems" if row.band == "all" else f"{row.band.replace('-', ' − ')} problems"
     if row.kind == "shift":
@@ -170,6 +185,14 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
         "refused": visible(str(row.note)),
         "problems": int(row.n_problems),
     }
+
+
+def _verdicts(insertion: pd.DataFrame) -> dict[str, str]:
+    """What became of a feature's top tokens in other contexts, by feature."""
+    found: dict[str, list[str]] = {}
+    for row in views.records(insertion):
+        found.setdefault(str(row.feature), []).append(f"{row.verdict} as {row.reader} reads it")
+    return {feature: visible("; ".join(said)) for feature, said in found.items()}
 
 
 def _flag_words() -> dict[str, str]:

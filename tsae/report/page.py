@@ -233,7 +233,7 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
         "Every tested feature, by how active it is and how far it moved; a click leads to its card."
         + evidence_figures.thinned_text(diff),
     )
-    return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}"
+    return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}{evidence.insertion(diff)}"
 
 
 def figure_block(drawn: dict[str, go.Figure | None], name: str, figure: go.Figure | None, caption: str) -> str:

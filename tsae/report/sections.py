@@ -10,6 +10,7 @@ import pandas as pd
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.findings import null_sentences
+from tsae.report.terminal import survival_lines
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.sae.stability import FOUND_AGAIN
 
@@ -18,8 +19,6 @@ _STABILITY = (
     f"again”: below {FOUND_AGAIN:g}, so that it may be of this one dictionary."
 )
 _MAX_OPPOSED, _MAX_PAIRS, _MAX_EXAMPLES = 12, 6, 12
-_TESTED = ("direct_answer", "accuracy")
-"""Behaviours whose change under an intervention the report states."""
 
 
 def table(caption: str, head: Sequence[str], body: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
@@ -65,6 +64,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     repeats = info.get("null", {}).get("repeats")
     facts = [
         ("Nulls", html_text(f"{nulls[0]} Mean of {repeats:g} repeats.") if nulls else "not computed"),
+        ("Controls", html_text(_controls_text(diff))),
         ("Bands", html_text(_bands_text(diff))),
         ("Statistics", html_text(_statistics_text(diff))),
         ("Temporal SAE", html_text(_sae_text(diff))),
@@ -81,12 +81,18 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     return f"{readers}<dl>{listing}</dl>"
 
 
+def _controls_text(diff: FeatureDiff) -> str:
+    if diff.confounds.empty:
+        return "Not measured."
+    lines = [line.strip() for line in survival_lines(diff)]
+    return f"{'. '.join(line[0].upper() + line[1:] for line in lines)}." if lines else "Nothing was discovered."
+
+
 def _causality_text(diff: FeatureDiff) -> str:
-    tests = diff.info.get("causally_tested") or []
-    shown = [test["summaries"][name] for test in tests for name in _TESTED if name in test["summaries"]]
-    if not shown:
+    tested = {feature for test in diff.info.get("causally_tested") or [] for feature in test["features"]}
+    if not tested:
         return "Not causally tested. What a feature responds to is not thereby what it does."
-    return f"{' '.join(shown)} All other features are not causally tested."
+    return f"{count(len(tested), 'feature')} tested below; all others are not causally tested."
 
 
 def _listed(versions: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ tested there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +51,42 @@ def fit_credit(
             where=features.origin,
             fix="Encode rollouts that the reference sampled, read by the reference.",
         )
-    tokens = _Tokens.of(features, rows)
+    tokens = ResponseTokens.of(features, rows)
     info = {"sae": _sae_info(features), "reader": reader}
     if config.estimator == "effects":
         return _effects(features, tokens, config, diff, info)
     return _regressed(tokens, config, info)
 
 
-class _Tokens:
-    """The response tokens of the reference's rollouts: their codes, states, targets and problems."""
+@dataclass(frozen=True)
+class ResponseTokens:
+    """The response tokens of some rows of a FeatureTable."""
 
-    def __init__(self, codes: sp.csr_array, states: sp.csr_array, ids: np.ndarray, row: np.ndarray, frame: Any) -> None:
-        self.codes, self.states, self.ids, self.row, self.frame = codes, states, ids, row, frame
+    codes: sp.csr_array
+    """(n_tokens, d_sae) codes of the tokens."""
+    states: sp.csr_array
+    """(n_tokens, d_sae) codes of the tokens before them."""
+    ids: np.ndarray
+    """(n_tokens,) token ids."""
+    row: np.ndarray
+    """(n_tokens,) which of the rows each belongs to."""
+    frame: pd.DataFrame
+    """(n_rows,) the rollouts, with code (of the problem), centred (reward less its problem's mean) and pass_rate."""
 
     @classmethod
-    def of(cls, features: FeatureTable, rows: np.ndarray) -> _Tokens:
-        where = features.rollouts.origin if hasattr(features.rollouts, "origin") else features.origin
+    def of(cls, features: FeatureTable, rows: np.ndarray) -> ResponseTokens:
+        """The tokens of the given rows.
+
+        Raises:
+            TsaeError: where a reward is missing or not finite.
+        """
         frame = features.rollouts.frame.iloc[features.trajectory[rows]].reset_index(drop=True)
         reward = pd.to_numeric(frame.reward, errors="coerce").to_numpy(dtype=np.float64)
         unknown = int((~np.isfinite(reward)).sum())
         if unknown:
             raise TsaeError(
                 f"{unknown} of {len(reward)} rollouts of the reference have no finite reward",
-                where=where,
+                where=features.origin,
                 fix="Verify them first (`tsae rollouts sample --verifier …`): credit needs checked rewards.",
             )
         starts, stops = features.row_offsets[rows], features.row_offsets[rows + 1]
@@ -89,8 +103,18 @@ class _Tokens:
         """(n_tokens,) bool of the tokens of the rows kept."""
         return np.asarray(keep[self.row])
 
+    def raw_scores(self, credit: Credit) -> np.ndarray:
+        """(n_tokens,) scores before they are divided by their scale, in blocks: `Credit.scores` on sparse codes."""
+        found = []
+        for start in range(0, len(self.ids), 8192):
+            part = slice(start, start + 8192)
+            pair = np.stack([self.states[part].toarray(), self.codes[part].toarray()], axis=1)  # (n, 2, d_sae)
+            ids = torch.from_numpy(self.ids[part, None].astype(np.int64))
+            found.append(credit.scores(torch.from_numpy(pair).float(), ids).squeeze(1).numpy() * credit.scale)
+        return np.concatenate(found)
 
-def _regressed(tokens: _Tokens, config: CreditConfig, info: dict[str, Any]) -> Credit:
+
+def _regressed(tokens: ResponseTokens, config: CreditConfig, info: dict[str, Any]) -> Credit:
     frame = tokens.frame
     low, high = config.pass_rates
     solved = frame.pass_rate.between(low, high).to_numpy() & (frame.centred != 0).groupby(frame.code).transform("any")
@@ -107,7 +131,6 @@ def _regressed(tokens: _Tokens, config: CreditConfig, info: dict[str, Any]) -> C
     testing = order[: max(config.min_problems, round(config.held_out * len(order)))]
     test = solved & frame.code.isin(testing).to_numpy()
     used = tokens.of_rows(solved & ~test)
-    d_sae = tokens.codes.shape[1]
     target = frame.centred.to_numpy()[tokens.row]
     problem = frame.code.to_numpy()[tokens.row]
 
@@ -130,13 +153,14 @@ def _regressed(tokens: _Tokens, config: CreditConfig, info: dict[str, Any]) -> C
         scale=1.0,
         info={**info, "n_problems": len(problems), "significant": True, "note": ""},
     )
-    raw = raw_scores(credit, tokens.states, tokens.codes, tokens.ids)
-    assert credit.d_sae == d_sae
-    return _gated(credit, raw, tokens, used, test)
+    raw = tokens.raw_scores(credit)
+    # Differences of values add up to the last value less the first: what is judged is the values.
+    judged = raw if config.estimator == "action" else np.asarray(tokens.codes @ value)
+    return _gated(credit, raw, judged, tokens, used, test)
 
 
 def _pairs(
-    tokens: _Tokens, used: np.ndarray, target: np.ndarray, problem: np.ndarray, config: CreditConfig
+    tokens: ResponseTokens, used: np.ndarray, target: np.ndarray, problem: np.ndarray, config: CreditConfig
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys and entries of A, and b: the regression on pairs of an active feature and the token chosen."""
     d_sae = tokens.codes.shape[1]
@@ -173,7 +197,7 @@ def _ridge(
 
 
 def _effects(
-    features: FeatureTable, tokens: _Tokens, config: CreditConfig, diff: FeatureDiff | None, info: dict[str, Any]
+    features: FeatureTable, tokens: ResponseTokens, config: CreditConfig, diff: FeatureDiff | None, info: dict[str, Any]
 ) -> Credit:
     if diff is None:
         raise TsaeError('estimator "effects" needs a diff', where="diff", fix="Give the folder that `tsae diff` wrote.")
@@ -208,32 +232,21 @@ def _effects(
         scale=1.0,
         info={**info, "n_problems": n, "n_features": len(found), "significant": not note, "note": note},
     )
-    raw = raw_scores(credit, tokens.states, tokens.codes, tokens.ids)
+    raw = tokens.raw_scores(credit)
     everything = np.ones(len(raw), dtype=bool)
-    return _gated(credit, raw, tokens, everything, np.ones(len(tokens.frame), dtype=bool))
+    return _gated(credit, raw, raw, tokens, everything, np.ones(len(tokens.frame), dtype=bool))
 
 
-def raw_scores(credit: Credit, states: sp.csr_array, codes: sp.csr_array, ids: np.ndarray) -> np.ndarray:
-    """(n_tokens,) scores before scaling, in blocks: what `Credit.scores` computes, on sparse codes."""
-    found = []
-    for start in range(0, len(ids), 8192):
-        stop = start + 8192
-        pair = np.stack([states[start:stop].toarray(), codes[start:stop].toarray()], axis=1)  # (n, 2, d_sae)
-        part = credit.scores(torch.from_numpy(pair).float(), torch.from_numpy(ids[start:stop, None].astype(np.int64)))
-        found.append(part.squeeze(1).numpy() * credit.scale)
-    return np.concatenate(found)
-
-
-def _gated(credit: Credit, raw: np.ndarray, tokens: _Tokens, used: np.ndarray, test: np.ndarray) -> Credit:
-    """The credit with its scale, and whether it holds on the rows of problems that were held out."""
-    from dataclasses import replace
-
+def _gated(
+    credit: Credit, raw: np.ndarray, judged: np.ndarray, tokens: ResponseTokens, used: np.ndarray, test: np.ndarray
+) -> Credit:
+    """The credit with the scale of its raw scores on the tokens used, and whether what is judged holds on test rows."""
     if not credit.significant:
         return credit
     frame = tokens.frame
-    mean = np.bincount(tokens.row, raw, len(frame)) / np.maximum(np.bincount(tokens.row, minlength=len(frame)), 1)
-    judged = frame.assign(score=mean, success=frame.centred > 0)[test & (frame.centred != 0).to_numpy()]
-    sides = judged.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
+    mean = np.bincount(tokens.row, judged, len(frame)) / np.maximum(np.bincount(tokens.row, minlength=len(frame)), 1)
+    scored = frame.assign(score=mean, success=frame.centred > 0)[test & (frame.centred != 0).to_numpy()]
+    sides = scored.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
     scale = max(float(raw[used].std()), 1e-12)
     differences = (sides[True] - sides[False]).to_numpy()[:, None] / scale
     inference = paired_inference(

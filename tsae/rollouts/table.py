@@ -47,8 +47,8 @@ SCHEMA = pa.schema(
 )
 """The columns every table has; further columns are kept as they are."""
 
-_NAMES = ["problem_id", "policy", "outcome"]
-_REQUIRED = (*_NAMES, "prompt_ids", "response_ids")
+_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+_OUTLINE = ["problem_id", "policy", "outcome"]
 
 
 class Rollouts:
@@ -212,7 +212,7 @@ class Rollouts:
 
     def lengths(self, column: str) -> np.ndarray:
         """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""
-        return np.diff(_offsets(self.table[column].combine_chunks()))
+        return _lengths(self.table[column])
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, response ids) of one trajectory, int32."""
@@ -227,9 +227,12 @@ class Rollouts:
         for name in ("problem_id", "policy"):
             digest.update("\0".join(self.table[name].to_pylist()).encode("utf-8", "surrogatepass"))
         for name in ("prompt_ids", "response_ids"):
-            array = self.table[name].combine_chunks()
-            digest.update(_offsets(array).tobytes())
-            digest.update(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes())
+            column = self.table[name]
+            digest.update(np.concatenate([[0], _lengths(column).cumsum()]).astype(np.int32).tobytes())
+            # Chunk by chunk: joined, they would be there twice.
+            for chunk in column.chunks:
+                values = chunk.flatten().to_numpy(zero_copy_only=False)
+                digest.update(np.ascontiguousarray(values, np.int32).data)
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -313,10 +316,10 @@ def read_outline(path: str | Path) -> pd.DataFrame:
     parts = []
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[*_NAMES, "prompt_ids", "response_ids"])
-            frame = table.select(_NAMES).to_pandas()
+            table = file.read_row_group(group, columns=[*_OUTLINE, "prompt_ids", "response_ids"])
+            frame = table.select(_OUTLINE).to_pandas()
             for name in ("prompt", "response"):
-                frame[f"{name}_length"] = np.diff(_offsets(table[f"{name}_ids"].combine_chunks()))
+                frame[f"{name}_length"] = _lengths(table[f"{name}_ids"])
             parts.append(frame)
     return pd.concat(parts, ignore_index=True)
 
@@ -349,9 +352,10 @@ def outcome_name(right: bool | None) -> str:
     return "unknown" if right is None else "success" if right else "failure"
 
 
-def _offsets(array: pa.ListArray) -> np.ndarray:
-    offsets = array.offsets.to_numpy()
-    return offsets - offsets[0]
+def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+    """(n,) lengths of the lists of a column without nulls."""
+    none: list[np.ndarray] = [np.empty(0, np.int32)]
+    return np.concatenate(none + [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
 
 
 def _checked(table: pa.Table, where: str) -> pa.Table:
@@ -390,10 +394,10 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
             )
     checked = pa.table(columns)
     for name in ("prompt_ids", "response_ids"):
-        unknown_ids = checked[name].combine_chunks().flatten().null_count
+        unknown_ids = sum(chunk.flatten().null_count for chunk in checked[name].chunks)
         if unknown_ids:
             raise TsaeError(f"{name} holds {unknown_ids} null token ids", where=where, fix="Drop those trajectories.")
-        empty = np.flatnonzero(np.diff(_offsets(checked[name].combine_chunks())) == 0)
+        empty = np.flatnonzero(_lengths(checked[name]) == 0)
         if len(empty):
             raise TsaeError(
                 f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",

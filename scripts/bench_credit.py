@@ -1,0 +1,106 @@
+"""What reading credit from features costs: the share of a GRPO step, on the testbed's hard problems.
+
+Trains with credit for a few steps and times, within every step, what the rule takes (a forward pass of the reference,
+encoding, scores, shaping) and the whole step; both in one process, so that other work on the machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the median share and its quartiles."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", type=Path, required=True, help="the folder reference of run_remedies.py")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after one that is not (default: 8)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    rule, whole = measure(options.reference, options.steps, options.threads)
+    share = rule / (whole - rule)
+    low, middle, high = np.quantile(share, [0.25, 0.5, 0.75])
+    print(f"step without credit {np.median(whole - rule):.2f} s, credit {np.median(rule):.2f} s")
+    print(f"credit adds {middle:.1%} (quartiles {low:.1%} to {high:.1%}, {len(share)} steps)")
+    return 0
+
+
+def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of the rule and of the whole step, (steps,) each."""
+    import torch
+    from datasets import Dataset
+    from transformers import LlamaForCausalLM, TrainerCallback
+    from trl import GRPOConfig
+
+    import tsae
+    from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
+    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+
+    torch.set_num_threads(threads)
+    base = tsae.testbed.series().base
+    credit = FeatureCredit(base, reference / "sae", reference / "credit")
+    rule: list[float] = []
+    whole: list[float] = []
+
+    def timed(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+        started = time.perf_counter()
+        found = credit(rows, batch, group_size)
+        rule.append(time.perf_counter() - started)
+        return found
+
+    class Clock(TrainerCallback):
+        """Times whole steps, generation included."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            whole.append(time.perf_counter() - self.started)
+
+    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(tsae.testbed.verify(text, right)) for text, right in zip(completions, answer, strict=True)]
+
+    problems = tsae.testbed.generate_problems("hard", 8 * (steps + 1), 0, "train")
+    trainer = FeatureGRPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(base.path, dtype="float32"),
+        processing_class=tsae.testbed.make_tokenizer(),
+        reward_funcs=correct,
+        train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
+        callbacks=[Clock()],
+        credit=timed,
+        args=GRPOConfig(
+            output_dir=str(reference / "trainer"),
+            max_steps=steps + 1,
+            per_device_train_batch_size=128,
+            num_generations=16,
+            max_completion_length=MAX_RESPONSE_TOKENS,
+            learning_rate=1e-4,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer.train()
+    return np.array(rule[1:]), np.array(whole[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
