@@ -522,7 +522,7 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
 
 def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
     other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference)
-    both = FeatureDiff(**{**diff.__dict__, "shifts": pd.concat([diff.shifts, other], ignore_index=True)})
+    both = replace(diff, shifts=pd.concat([diff.shifts, other], ignore_index=True))
     raised = diff.table(discoveries=True, kind="shift", part="total", band="all", outcome="all")
     raised = raised[raised.difference > 0]
     found = both.opposed("run", "other")
@@ -608,7 +608,7 @@ def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
         difference=np.where(diff.shifts.feature == 0, -diff.shifts.difference, diff.shifts.difference),
         q=np.where(diff.shifts.feature == 9, 0.9, diff.shifts.q),
     )
-    found = diff.compare(FeatureDiff(**{**diff.__dict__, "shifts": turned[turned.feature != 5]}))
+    found = diff.compare(replace(diff, shifts=turned[turned.feature != 5]))
     total = found[(found.part == "total") & (found.band == "all") & (found.outcome == "all")].set_index("feature")
     assert sorted(total.index) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     assert total.agreement[0] == "opposite"
@@ -617,12 +617,12 @@ def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
     assert set(diff.compare(diff).agreement) == {"both", "neither"}
     other = {**diff.info, "sae": {**diff.info["sae"], "weights": "else"}}
     with pytest.raises(TsaeError, match="a diff of the SAE None cannot be compared with one of else"):
-        diff.compare(FeatureDiff(**{**diff.__dict__, "info": other}))
+        diff.compare(replace(diff, info=other))
 
 
 def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
     described = diff.features.assign(responds_to="a|b\n[x](y) <img> `c`")
-    lines = FeatureDiff(**{**diff.__dict__, "features": described}).to_markdown(3).splitlines()
+    lines = replace(diff, features=described).to_markdown(3).splitlines()
     assert len(lines) == 5
     for line in lines:
         assert line.replace("\\|", "").count("|") == 16
