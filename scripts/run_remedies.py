@@ -383,7 +383,7 @@ def tabulate(out: Path, steps: int) -> str:
     import numpy as np
 
     head = ["arm", "seeds", *(f"{level} accuracy" for level in ("easy", "medium", "hard"))]
-    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless", "minutes"]
+    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless"]
     cells = [
         ("easy", "accuracy"),
         ("medium", "accuracy"),
@@ -402,7 +402,7 @@ def tabulate(out: Path, steps: int) -> str:
             values = [result["measured"][str(steps)][level][name] for result in found]
             spread = f" ± {_share(np.std(values, ddof=1))}" if len(values) > 1 else ""
             row.append(f"{_share(np.mean(values))}{spread}")
-        lines.append([*row, f"{np.mean([result['seconds'] for result in found]) / 60:.0f}"])
+        lines.append(row)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
