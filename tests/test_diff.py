@@ -267,7 +267,7 @@ def test_unknown_outcomes_are_left_out() -> None:
     table = world(n_problems=12, n_features=3, outcome=1.0)
     outcome = table.rollouts.table["outcome"].to_pylist()
     hidden = ["unknown" if i % 4 == 0 else o for i, o in enumerate(outcome)]
-    partly = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("outcome", hidden)})
+    partly = replace(table, rollouts=table.rollouts.with_column("outcome", hidden))
     right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
     both = sorted(right.keys() & wrong.keys())
     contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
@@ -339,9 +339,9 @@ def test_features_that_are_never_active_are_not_tested() -> None:
     codes[:, 2] = 0
     codes[:, 4] = 0
     codes[1:12:3, 4] = 1.0  # active in one problem only
-    sparse = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes)})
+    sparse = replace(table, codes=sp.csr_array(codes))
     assert drawn(sparse)["run", "total", "all", "all"].feature.tolist() == [0, 1, 3, 5]
-    silent = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes.shape, dtype=np.float32)})
+    silent = replace(table, codes=sp.csr_array(codes.shape, dtype=np.float32))
     diff = feature_diff(silent, QUICK, progress=False)
     assert set(diff.contrasts.note) == {"no feature is active in enough problems"}
     assert diff.shifts.empty
@@ -522,7 +522,7 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
 
 def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
     other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference)
-    both = FeatureDiff(**{**diff.__dict__, "shifts": pd.concat([diff.shifts, other], ignore_index=True)})
+    both = replace(diff, shifts=pd.concat([diff.shifts, other], ignore_index=True))
     raised = diff.table(discoveries=True, kind="shift", part="total", band="all", outcome="all")
     raised = raised[raised.difference > 0]
     found = both.opposed("run", "other")
@@ -595,7 +595,7 @@ def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
     """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
     table = world(n_features=4)
     policy = ["gpt" if p == "base" else "claude" for p in table.rollouts.table["policy"].to_pylist()]
-    foreign = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("policy", policy)})
+    foreign = replace(table, rollouts=table.rollouts.with_column("policy", policy))
     contrasts = drawn(foreign)
     assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
     contrast = contrasts["run", "same_trajectories", "all", "all"]
@@ -608,7 +608,7 @@ def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
         difference=np.where(diff.shifts.feature == 0, -diff.shifts.difference, diff.shifts.difference),
         q=np.where(diff.shifts.feature == 9, 0.9, diff.shifts.q),
     )
-    found = diff.compare(FeatureDiff(**{**diff.__dict__, "shifts": turned[turned.feature != 5]}))
+    found = diff.compare(replace(diff, shifts=turned[turned.feature != 5]))
     total = found[(found.part == "total") & (found.band == "all") & (found.outcome == "all")].set_index("feature")
     assert sorted(total.index) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     assert total.agreement[0] == "opposite"
@@ -617,12 +617,12 @@ def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
     assert set(diff.compare(diff).agreement) == {"both", "neither"}
     other = {**diff.info, "sae": {**diff.info["sae"], "weights": "else"}}
     with pytest.raises(TsaeError, match="a diff of the SAE None cannot be compared with one of else"):
-        diff.compare(FeatureDiff(**{**diff.__dict__, "info": other}))
+        diff.compare(replace(diff, info=other))
 
 
 def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
     described = diff.features.assign(responds_to="a|b\n[x](y) <img> `c`")
-    lines = FeatureDiff(**{**diff.__dict__, "features": described}).to_markdown(3).splitlines()
+    lines = replace(diff, features=described).to_markdown(3).splitlines()
     assert len(lines) == 5
     for line in lines:
         assert line.replace("\\|", "").count("|") == 16
