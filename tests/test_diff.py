@@ -267,7 +267,7 @@ def test_unknown_outcomes_are_left_out() -> None:
     table = world(n_problems=12, n_features=3, outcome=1.0)
     outcome = table.rollouts.table["outcome"].to_pylist()
     hidden = ["unknown" if i % 4 == 0 else o for i, o in enumerate(outcome)]
-    partly = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("outcome", hidden)})
+    partly = replace(table, rollouts=table.rollouts.with_column("outcome", hidden))
     right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
     both = sorted(right.keys() & wrong.keys())
     contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
@@ -339,9 +339,9 @@ def test_features_that_are_never_active_are_not_tested() -> None:
     codes[:, 2] = 0
     codes[:, 4] = 0
     codes[1:12:3, 4] = 1.0  # active in one problem only
-    sparse = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes)})
+    sparse = replace(table, codes=sp.csr_array(codes))
     assert drawn(sparse)["run", "total", "all", "all"].feature.tolist() == [0, 1, 3, 5]
-    silent = FeatureTable(**{**table.__dict__, "codes": sp.csr_array(codes.shape, dtype=np.float32)})
+    silent = replace(table, codes=sp.csr_array(codes.shape, dtype=np.float32))
     diff = feature_diff(silent, QUICK, progress=False)
     assert set(diff.contrasts.note) == {"no feature is active in enough problems"}
     assert diff.shifts.empty
@@ -595,7 +595,7 @@ def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
     """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
     table = world(n_features=4)
     policy = ["gpt" if p == "base" else "claude" for p in table.rollouts.table["policy"].to_pylist()]
-    foreign = FeatureTable(**{**table.__dict__, "rollouts": table.rollouts.with_column("policy", policy)})
+    foreign = replace(table, rollouts=table.rollouts.with_column("policy", policy))
     contrasts = drawn(foreign)
     assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
     contrast = contrasts["run", "same_trajectories", "all", "all"]
