@@ -143,7 +143,8 @@ class FeatureTable:
     def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
         """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""
         mask = self.span_mask(span)
-        tokens, rows = np.flatnonzero(mask), self.row_of_token[mask]
+        index = self.codes.indices.dtype  # or the product copies all codes' indices
+        tokens, rows = np.flatnonzero(mask).astype(index), self.row_of_token[mask].astype(index)
         counts = np.bincount(rows, minlength=self.n_rows)
         weights = sp.csr_array(
             ((1 / counts[rows]).astype(np.float32), (rows, tokens)), shape=(self.n_rows, len(self.token_ids))
@@ -203,6 +204,9 @@ class FeatureTable:
                 fix="Encode again.",
             ) from error
         shape = (len(arrays["token_ids"]), n_features)
+        if len(arrays["values"]) <= np.iinfo(np.int32).max:
+            # Else scipy would hold the indices of all codes, and of whatever is made of them, in 64 bits.
+            arrays["offsets"] = arrays["offsets"].astype(np.int32)
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
         return cls(
             codes=codes,
