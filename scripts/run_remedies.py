@@ -18,7 +18,8 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
 skipped, so that an interrupted series goes on; the trained model is kept under checkpoints/. Last the table of all
-finished runs is printed and, with --doc, written between two marker lines of a Markdown file. The same seed gives the same run on the same machine.
+finished runs is printed and, with --doc, written between two marker lines of a Markdown file. The same seed gives the
+same run on the same machine.
 """
 
 from __future__ import annotations
