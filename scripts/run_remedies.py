@@ -14,6 +14,7 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
     adaptive               plain, problems of all bands drawn by the current pass rate
     kl                     plain, with a KL penalty against the base
     reformulation+shuffled the control of reformulation+guided
+    reformulation+both     reformulation, guided and plausibility
 
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
@@ -66,6 +67,7 @@ ARMS = (
     "adaptive",
     "kl",
     "reformulation+shuffled",
+    "reformulation+both",
 )
 """In the order in which they are run."""
 

@@ -322,7 +322,7 @@ def _agreeing(p: np.ndarray, difference: np.ndarray, half: np.ndarray, bootstrap
 def _bootstrap(
     groups: list[np.ndarray], n_bootstrap: int, confidence: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(quantile of |t*| times the standard error, p of a mean of 0), of a mean or of a difference of two groups' means."""
+    """(quantile of |t*| times the standard error, p of a mean of 0), of a mean or of a difference of two means."""
     rng = np.random.default_rng([seed, 3])
     sizes, n_features = [len(group) for group in groups], groups[0].shape[1]
     weights = [
