@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -126,7 +128,7 @@ def test_sides_that_have_nothing_in_common_are_not_compared() -> None:
 
 def test_interactions_and_parts_say_that_they_were_not_controlled(diff: FeatureDiff) -> None:
     shifts = diff.shifts.assign(kind="interaction")
-    other = FeatureDiff(**{**diff.__dict__, "shifts": shifts})
+    other = replace(diff, shifts=shifts)
     assert set(other.table().survives_token) == {"not measured"}
-    bare = FeatureDiff(**{**diff.__dict__, "confounds": pd.DataFrame()})
+    bare = replace(diff, confounds=pd.DataFrame())
     assert set(bare.table().survives_token) == {"not measured"}

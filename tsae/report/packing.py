@@ -30,5 +30,10 @@ def packed_plotly() -> str:
 def number_array(values: np.ndarray, digits: int = 3) -> str:
     """JSON of an array with so many significant digits; what is not finite becomes null."""
     values = np.asarray(values, dtype=float)
-    fast = f"%.{digits}g"
-    return "[" + ",".join([fast % v if np.isfinite(v) else "null" for v in values.tolist()]) + "]"
+    with np.errstate(divide="ignore", invalid="ignore"):
+        places = np.clip(digits - 1 - np.floor(np.log10(np.abs(values))), -22, 22)
+        # Whole numbers and powers of ten up to 22 are exact: their quotient is the float nearest to the decimal.
+        up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+        rounded = np.where(values == 0, 0.0, np.rint(values * up / down) / up * down)
+    rounded[~np.isfinite(values)] = np.nan
+    return json.dumps(rounded.tolist(), separators=(",", ":")).replace("NaN", "null")
