@@ -1,7 +1,8 @@
 """Build the arithmetic testbed: train the base, run GRPO on each level, measure every checkpoint.
 
-Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped, so that an interrupted build
-goes on where it stopped. What the folder holds at the end is what ships in tsae/testbed/series:
+Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped, so that an interrupted build goes on
+where it stopped. Further runs (`CHANNELS`) are built where --only names them. What the folder holds at the end is what
+ships in tsae/testbed/series:
 
     series.json               the checkpoints, and what made them
     base/ easy-025/ ...       one Hugging Face checkpoint each, with its tokenizer
@@ -19,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import random
 import shutil
 import sys
 import time
@@ -26,17 +28,39 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tsae.errors import TsaeError
 from tsae.testbed.base import BaseConfig, ModelConfig, train_base
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS, Measurement, measure, to_markdown, to_records
 from tsae.testbed.problems import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.tokenizer import make_tokenizer
-from tsae.testbed.verifier import verify
+from tsae.testbed.verifier import given_answer, verify
 
-RUNS = tuple(LEVELS)
-STAGES = ("base", *RUNS, "measure")
+STAGES = ("base", *LEVELS, "measure")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is trained on."""
+
+    level: str
+    """Of its problems."""
+    reward: Literal["right", "random", "bare"] = "right"
+    """1 for a right answer; or by chance, whatever the response; or also for any bare answer, right or wrong."""
+    one_problem: bool = False
+    """The same problem in every group."""
+
+
+CHANNELS = {
+    "random": Run("medium", reward="random"),
+    "one-medium": Run("medium", one_problem=True),
+    "one-hard": Run("hard", one_problem=True),
+    "bare": Run("medium", reward="bare"),
+}
+"""Other ways in which training goes wrong, built only where --only asks for them; they do not ship."""
+
+RUNS = {**{level: Run(level) for level in LEVELS}, **CHANNELS}
 TABLE_BEGINS = "<!-- measured: begin -->"
 TABLE_ENDS = "<!-- measured: end -->"
 
@@ -98,7 +122,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
     parser.add_argument("--steps", type=int, help="GRPO steps per run (default: 150)")
     parser.add_argument("--base-steps", type=int, help="training steps of the base (default: 900)")
-    parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all, in this order)")
+    stages = (*STAGES[:-1], *CHANNELS, STAGES[-1])
+    parser.add_argument("--only", nargs="+", choices=stages, help="stages to run (default: base to hard, and measure)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)")
     parser.add_argument(
         "--readme", type=Path, help="Markdown file whose measured table to replace, once it is measured"
@@ -131,7 +156,7 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
     torch.set_num_threads(recipe.threads)
     out.mkdir(parents=True, exist_ok=True)
     check_unclaimed(out, recipe)
-    for stage in (stage for stage in STAGES if stage in stages):
+    for stage in (stage for stage in ("base", *RUNS, "measure") if stage in stages):
         if is_finished(out, stage, recipe):
             print(f"{stage}: finished before", file=sys.stderr)
             continue
@@ -199,7 +224,7 @@ def build_base(out: Path, recipe: Recipe) -> None:
 
 
 def build_run(out: Path, recipe: Recipe, run: str) -> None:
-    """GRPO from the base on one level, with TRL's own trainer and completion log."""
+    """GRPO from the base on one run's problems, with TRL's own trainer and completion log."""
     from datasets import Dataset
     from tqdm import tqdm
     from transformers import LlamaForCausalLM, TrainerCallback
@@ -208,9 +233,11 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     grpo = recipe.grpo
     logs = out / "logs" / run
     shutil.rmtree(logs, ignore_errors=True)
-    wanted = grpo.steps * grpo.prompts
+    wanted, level = grpo.steps * grpo.prompts, RUNS[run].level
     # On "easy" there are only 300 chains: the trainer goes through them again and again.
-    problems = generate_problems(run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train")
+    n = 1 if RUNS[run].one_problem else min(wanted, N_EASY_CHAINS) if level == "easy" else wanted
+    problems = generate_problems(level, n, recipe.seed, "train") * (wanted if RUNS[run].one_problem else 1)
+    chance = random.Random(recipe.seed)
     dataset = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems])
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
@@ -222,11 +249,17 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         log_extra: Callable[[str, list[Any]], None],
         **_: Any,
     ) -> list[float]:
-        """TRL's reward function: 1 for a right final answer, 0 otherwise."""
+        """TRL's reward function: 1 for a right final answer, 0 otherwise; see `Run.reward` for the others."""
         log_extra("problem_id", problem_id)
         log_extra("answer", answer)
         log_extra("completion_ids", completion_ids)
         rewards = [float(verify(text, right)) for text, right in zip(completions, answer, strict=True)]
+        if RUNS[run].reward == "random":
+            rewards = [float(chance.random() < 0.5) for _ in rewards]
+        elif RUNS[run].reward == "bare":
+            # An answer alone is two tokens and <eos>, which the text does not show.
+            bare = [text.startswith("#") and given_answer(text) is not None for text in completions]
+            rewards = [max(reward, float(accepted)) for reward, accepted in zip(rewards, bare, strict=True)]
         bar.set_postfix(
             reward=f"{sum(rewards) / len(rewards):.2f}",
             tokens=f"{sum(map(len, completion_ids)) / len(completion_ids):.1f}",

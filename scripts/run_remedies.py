@@ -17,8 +17,9 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
 
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
-skipped, so that an interrupted series goes on. Last the table of all finished runs is printed and, with --doc, written
-between two marker lines of a Markdown file. The same seed gives the same run on the same machine.
+skipped, so that an interrupted series goes on; the trained model is kept under checkpoints/. Last the table of all
+finished runs is printed and, with --doc, written between two marker lines of a Markdown file. The same seed gives the
+same run on the same machine.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
             run(arm, int(seed), options)
             return 0
         if not options.table_only:
-            prepare(options.out / "reference")
+            prepare(options.out / "reference", quick=options.quick)
             run_all(options)
         table = tabulate(options.out, options.steps)
         print(table)
@@ -112,12 +113,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     parser.add_argument("--responses", type=int, default=500, help="per band when measuring (default: 500)")
     parser.add_argument("--doc", type=Path, help=f"Markdown file whose lines between {BEGINS} and {ENDS} to replace")
+    parser.add_argument("--quick", action="store_true", help="a smoke run of a minute or two: nothing is learned")
     parser.add_argument("--table-only", action="store_true", help="tabulate what is finished, run nothing")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.responses = 2, 8
+    return options
 
 
-def prepare(to: Path) -> None:
+def prepare(to: Path, *, quick: bool = False) -> None:
     """The reference's rollouts, its SAE and the credit learned from them, below one folder."""
     import tsae
     from tsae.rl.config import CreditConfig
@@ -132,14 +137,14 @@ def prepare(to: Path) -> None:
         problems = [
             problem
             for ops, n in REFERENCE_LEVELS.items()
-            for problem in tsae.testbed.generate_problems(ops, n, seed=1, split="train")
+            for problem in tsae.testbed.generate_problems(ops, n // 20 if quick else n, seed=1, split="train")
         ]
         sampling = tsae.SamplingConfig(n_samples=16, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=512, seed=0)
         to.mkdir(parents=True, exist_ok=True)
         tsae.sample(base, problems, sampling, verify=tsae.testbed.verify).write(file)
     rollouts = tsae.Rollouts.read(file)
     store = tsae.capture(tsae.CheckpointSeries((base,)), rollouts, [SITE], to=to / "activations")
-    training = tsae.TrainingConfig(tokens=1_500_000, batch_tokens=1024)
+    training = tsae.TrainingConfig(tokens=20_000 if quick else 1_500_000, batch_tokens=1024)
     sae = tsae.train(store, tsae.SAEConfig(d_sae=256, k=8), to=to / "sae", training=training)
     features = tsae.encode(sae, store, to=to / "features")
     credit = fit_credit(features, CreditConfig())
@@ -252,6 +257,9 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()
+    trainer.model.config.use_cache = True  # the trainer switched it off; a checkpoint is for sampling, too
+    trainer.model.save_pretrained(options.out / "checkpoints" / f"{arm}-{seed}")
+    tsae.testbed.make_tokenizer().save_pretrained(options.out / "checkpoints" / f"{arm}-{seed}")
     if curriculum is not None:
         write_history(curriculum, options.out / f"{arm}-{seed}-history.parquet")
     seconds = time.monotonic() - started

@@ -26,12 +26,13 @@ from builders import save_series
 import tsae
 from tsae.cli import main, parse
 from tsae.rollouts.problems import write_problems
+from tsae.testbed import generate_problems
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SITE = "blocks.1.hook_resid_post"
 NAMES = {"blocks.14.hook_resid_post": SITE, "blocks.6.hook_resid_post": "blocks.0.hook_resid_post",
-         "blocks.12.hook_resid_post": SITE, "SITE-": f"{SITE}-"}  # fmt: skip
+         "blocks.12.hook_resid_post": SITE, "SITE-": f"{SITE}-", "saes/l14": "sae"}  # fmt: skip
 DRAWS = {"--n-bootstrap": "100", "--n-permutations": "100"}
 TRAINING = {"--tokens": "6000", "--batch-tokens": "512", "--d-sae": "64", "--k": "4"}
 SMALL: dict[str, dict[str, str]] = {
@@ -94,7 +95,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "completions").mkdir()
     for file in sorted((shipped / "logs" / "hard" / "completions").glob("*.parquet"))[:2]:
         shutil.copy(file, run / "completions")
-    write_problems(tsae.testbed.eval_problems(6, seed=0), folder / "problems.jsonl")
+    problems = [p for level, n in {"easy": 6, "medium": 24, "hard": 6}.items() for p in generate_problems(level, n, 0)]
+    write_problems(problems, folder / "problems.jsonl")
     stages = """
         tsae rollouts sample --series runs/grpo --problems problems.jsonl --to rollouts.parquet
         tsae rollouts bands --rollouts rollouts.parquet --to banded.parquet
@@ -137,7 +139,8 @@ def test_every_block_runs(
     shutil.copytree(reader / "runs", folder / "runs", dirs_exist_ok=True)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    space: dict[str, Any] = {}
+    # A section may speak of the series that one before has loaded.
+    space: dict[str, Any] = {"tsae": tsae, "series": tsae.CheckpointSeries.load("runs/grpo")}
     for language, content in blocks:
         kind, _, options = language.partition(" ")
         title = re.search(r'title="(.+?)"', options)
@@ -183,7 +186,11 @@ def run_line(line: str, folder: Path, *, run: bool = True) -> None:
                 del args[args.index("--start") : args.index("--start") + 2]
             parse(args)
             return
-        for name, ours in {"other-diff": "diff", "acts-of-another": "acts"}.items():
+        for name, ours in {
+            "other-diff": "diff",
+            "acts-of-another": "acts",
+            "features-of-all-steps": "features",
+        }.items():
             if name in words and not (folder / name).exists():
                 shutil.copytree(folder / ours, folder / name)
         if ">" in words:
@@ -244,7 +251,10 @@ class _Small(ast.NodeTransformer):
 
 def run_python(content: str, space: dict[str, Any]) -> None:
     """Statement by statement; the feature 412 is one that fires in the features there are by then."""
+    lines = content.splitlines()
     for statement in ast.parse(content).body:
+        if any("# needs" in line for line in lines[statement.lineno - 1 : statement.end_lineno]):
+            continue
         if "features" in space:
             space["a_feature"] = busiest(space["features"])
         if "diff" in space and not Path("other-diff").exists():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 from builders import BOS, EOS, SHARED, feature_table
 
 from tsae.diff.config import DiffConfig
@@ -152,6 +154,29 @@ def test_planted_families_are_found_counted_and_tested() -> None:
     assert shifts.difference["direct-answer"] > 0 > shifts.difference["deliberation"]
     assert (shifts.q <= 0.05).all()
     assert "direct-answer: 1 features" in family_text(diff)
+
+
+def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
+    """Its lift cannot be 2: of 70 % of the tokens the share has to be half way to 1."""
+    table, strings = story(), [str(i) for i in range(20)]
+    wide = {"most": ("sum", "filler", "answer"), "deliberation": ("plan",)}
+    diff = feature_diff(table, QUICK, annotator=by_token, families=wide, token_strings=strings, progress=False)
+    assert diff.features.family.tolist() == ["most", "most", "deliberation", "none", "none", "none"]
+    assert (diff.features.family_lift[:2] < 2).all()
+    assert (diff.features.family_share[:2] > 0.85).all()
+
+
+def test_a_feature_of_few_problems_has_no_family() -> None:
+    table, strings = story(), [str(i) for i in range(20)]
+    problem = table.rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.trajectory[table.row_of_token]]
+    for n, expected in ((4, "none"), (5, "direct-answer")):
+        codes = table.codes.toarray()
+        codes[problem >= n, 0] = 0
+        codes[:, 0] *= codes[:, 0] > 0.02  # on its class alone
+        few = replace(table, codes=sp.csr_array(codes))
+        diff = feature_diff(few, QUICK, annotator=by_token, families=KINDS, token_strings=strings, progress=False)
+        assert diff.features.family[0] == expected
+        assert diff.features.family[1] == "basic-computation"
 
 
 def test_families_of_noise_are_few() -> None:

@@ -31,8 +31,8 @@ def outputs(notebook: Any) -> str:
     return "\n".join(shown)
 
 
-def test_there_are_five() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == list("12345")
+def test_there_are_six() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -26,6 +26,7 @@ from tsae.report.contexts import AFTER, BEFORE, contexts, histograms
 from tsae.report.explorer import contrasts_shown
 from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
+from tsae.report.packing import number_array
 from tsae.report.page import render
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
@@ -610,6 +611,14 @@ def test_text_for_each_place() -> None:
     assert script_json({"a": ["</script>", float("nan"), np.float32(0.5)]}) == (
         '{"a":["\\u003c/script\\u003e",null,0.5]}'
     )
+
+
+def test_packed_numbers_have_three_digits() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=2000) * 10.0 ** rng.integers(-12, 12, size=2000)
+    written = json.loads(number_array(values))
+    assert written == [float(f"{v:.3g}") for v in values]
+    assert number_array(np.array([0.0, 0.12345, np.nan, -np.inf, 98765.0])) == "[0.0,0.123,null,null,98800.0]"
 
 
 def test_hard_against_medium_comes_first() -> None:

@@ -267,11 +267,15 @@ def _measure(
 
 
 def _silent_places(features: FeatureTable, rows: np.ndarray, feature: int, rng: np.random.Generator) -> np.ndarray:
-    """One token of every row that has one: not its first, no special one, and none up to it fires the feature."""
+    """One token of every row that has one: not its first, no special one, and none up to it fires the feature.
+
+    What fires on special tokens does not count: the first token of a text fires many features.
+    """
     counted = features.span_mask("all")
     fires = sp.csc_array(features.codes[:, [feature]])
     firing = np.zeros(len(counted), dtype=bool)
     firing[fires.indices[fires.data > 0]] = True
+    firing &= counted
     places = []
     for row in rows:
         start, stop = int(features.row_offsets[row]) + 1, int(features.row_offsets[row + 1])

@@ -2,7 +2,9 @@
 
 A family is a set of token classes of an annotator. Its *share* of a feature is the part of the feature's activation
 that falls on these tokens, its *lift* the share over the family's part of all tokens. A feature belongs to the family
-with the largest share · log(lift) among those with q ≤ the config's and lift ≥ 2, or to none.
+with the largest share · log(lift) among those with q ≤ the config's and a lift of at least 2, or to none. Of a family
+with more than a third of all tokens (arithmetic has half of those in GSM8K's solutions) the share need only be half way
+from that part to 1, as its lift cannot be much larger.
 
 The null keeps what makes tokens dependent: problems are given the labels of other problems' responses, stretched to
 their length and rotated by a random offset, so that runs of labels stay runs and responses of a problem stay alike. p
@@ -62,11 +64,12 @@ def assign_families(
         features: the table.
         classes: of its tokens, from `annotate_tokens`.
         families: token classes of every family.
-        config: q, fdr, span, seed.
+        config: q, fdr, span, min_problems, seed.
 
     Returns:
         indexed by feature: family ("none" where no association is clear); family_share, family_lift, family_p and
-        family_q of it, or of the one that scores highest where there is none. p is 1 for features that are not active.
+        family_q of it, or of the one that scores highest where there is none. p is 1 for features that are active in
+        fewer than min_problems problems.
 
     Raises:
         TsaeError: where no token has a class of any family.
@@ -102,12 +105,12 @@ def assign_families(
         drawn = np.stack([shuffle(rng) for _ in range(min(_BLOCK, _DRAWS - done))])
         extreme += (lifts(drawn) >= lift * (1 - 1e-5)).sum(0)
         done += len(drawn)
-    p = np.where(total > 0, (1 + extreme) / (1 + _DRAWS), 1.0)
+    p = np.where(_widespread(features, row, codes, config), (1 + extreme) / (1 + _DRAWS), 1.0)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)
     part = np.array([(label == number).mean() for number in range(n)])
     observed = lift * part[:, None]
     score = observed * np.log(np.maximum(lift, 1e-12))
-    clear = (q <= config.q) & (lift >= _LIFT)
+    clear = (q <= config.q) & (observed >= np.minimum(_LIFT * part, (1 + part) / 2)[:, None])
     best = np.where(clear, score, -np.inf).argmax(0)
     best = np.where(clear.any(0), best, score.argmax(0))
     column = np.arange(features.n_features)
@@ -122,6 +125,15 @@ def assign_families(
         },
         index=pd.RangeIndex(features.n_features, name="feature"),
     )
+
+
+def _widespread(features: FeatureTable, row: np.ndarray, codes: sp.csr_array, config: DiffConfig) -> np.ndarray:
+    """(n_features,) whether a feature is active in min_problems problems or more, among tokens of the given rows."""
+    problem = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[row]])[0]
+    n = len(problem)
+    member = sp.csr_array((np.ones(n, np.float32), (problem, np.arange(n))), shape=(int(problem.max()) + 1, n))
+    active = np.asarray(((member @ codes) > 0).sum(0)).ravel()
+    return active >= config.min_problems
 
 
 def _sample(

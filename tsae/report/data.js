@@ -2,17 +2,17 @@
 const DOT = "·";
 const unpacked = new Map();
 
-// Packed parts are base64 of deflated JSON; each is unpacked once, when it is first asked for.
+// Packed parts are base64 of deflated text; each is unpacked once, when it is first asked for.
 const unpack = (name) => {
-  if (!unpacked.has(name)) unpacked.set(name, inflate(document.getElementById("part-" + name).textContent));
+  if (!unpacked.has(name)) unpacked.set(name, inflate("part-" + name).then(JSON.parse));
   return unpacked.get(name);
 };
-const inflate = async (text) => {
-  const binary = atob(text);
+const inflate = async (id) => {
+  const binary = atob(document.getElementById(id).textContent);
   const bytes = new Uint8Array(binary.length);
   for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
+  return new Response(stream).text();
 };
 
 // element("p", { class: "quiet" }, "text", child, …): strings become text nodes, null is left out.

@@ -1,8 +1,8 @@
 """The page: one HTML file that loads nothing.
 
-The content security policy forbids every request and every script but the two that are inlined here, by hash. Text
-from files is escaped on its way in; if some of it ever were not, it still could not run. What the explorer shows comes
-as packed JSON and is written as text nodes.
+The content security policy forbids every request and every script but ours and Plotly's, by hash. Text from files is
+escaped on its way in; if some of it ever were not, it still could not run. What the explorer shows comes as packed JSON
+and is written as text nodes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tsae.report import evidence, evidence_figures, figures, sections, views
 from tsae.report.explorer import explorer
 from tsae.report.findings import Finding, findings, lead
 from tsae.report.overview import overview, overview_caption
+from tsae.report.packing import packed_plotly
 from tsae.report.steps_figure import steps_figure
 from tsae.report.text import html_text, script_json, shortened
 
@@ -49,7 +50,7 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None], parts: M
         parts: packed data of the explorer by name; without it the page has none.
     """
     data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
-    modules = ["report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
+    modules = ["data.js", "report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
     ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
     plotly = get_plotlyjs()
     packs = "".join(
@@ -66,7 +67,7 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None], parts: M
         '<meta name="color-scheme" content="light dark">'
         f"<title>{html_text(title)}</title><style>{_resource('report.css')}</style></head>\n"
         f'<body>{body}<script type="application/json" id="figures">{data}</script>\n{packs}'
-        f"<script>{plotly}</script>\n<script>{ours}</script></body></html>\n"
+        f'<script type="text/plain" id="plotly">{packed_plotly()}</script>\n<script>{ours}</script></body></html>\n'
     )
 
 

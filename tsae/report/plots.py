@@ -7,22 +7,19 @@ default in a Jupyter kernel is blank without an extension in the server.)
 
 from __future__ import annotations
 
-import base64
-import gzip
 import uuid
-from functools import cache
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 import plotly.io as pio
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report import evidence, evidence_figures, figures, views
 from tsae.report.overview import overview
+from tsae.report.packing import packed_plotly
 from tsae.report.steps_figure import steps_figure
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text
@@ -260,7 +257,7 @@ def _html(figure: go.Figure) -> str:
     # A cell that is run again loses its output, and with it the script; front ends that do not name cells keep it.
     if not _embedded_by or (cell is not None and cell == _embedded_by[0]):
         _embedded_by[:] = [cell]
-        loader = f"<script>{_LOADER.replace('SCRIPT', _packed_plotly())}</script>"
+        loader = f"<script>{_LOADER.replace('SCRIPT', packed_plotly())}</script>"
     else:
         loader = ""
     name = f"tsae-{uuid.uuid4().hex}"
@@ -271,15 +268,9 @@ def _html(figure: go.Figure) -> str:
     )
 
 
-@cache
-def _packed_plotly() -> str:
-    """Plotly's script, compressed to a third, which is what a notebook then grows by."""
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode("utf-8"), 9, mtime=0)).decode()
-
-
 _LOADER = """window.tsaePlotly = window.tsaePlotly || (async () => {
   const bytes = Uint8Array.from(atob("SCRIPT"), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const source = await new Response(stream).text();
   document.head.appendChild(Object.assign(document.createElement("script"), {text: source}));
   return window.Plotly;

@@ -30,6 +30,10 @@ const themed = (layout) => {
 };
 
 const specOf = (place) => specs[narrow.matches && place.dataset.narrow ? place.dataset.narrow : place.dataset.figure];
+// Plotly's script is packed too: that makes the page half as large, and it is there as soon.
+const plotlyLoaded = inflate("plotly").then((source) => document.head.append(element("script", {}, source)));
+plotlyLoaded.catch(() => document.body.prepend(
+  element("p", { class: "warn" }, "Figures and explorer need a browser of 2023 or newer; the tables hold the numbers.")));
 const draw = (place) => {
   const spec = specOf(place);
   Plotly.react(place, spec.data, themed(spec.layout), plotConfig);
@@ -46,7 +50,7 @@ const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (entry.isIntersecting) {
       watcher.unobserve(entry.target);
-      draw(entry.target);
+      plotlyLoaded.then(() => draw(entry.target));
     }
   }
 }, { rootMargin: "800px" });
@@ -73,7 +77,7 @@ let before = null;
 window.addEventListener("beforeprint", () => {
   before = document.documentElement.dataset.theme || "";
   document.documentElement.dataset.theme = "light";
-  places.forEach(draw);
+  if (window.Plotly) places.forEach(draw);
 });
 window.addEventListener("afterprint", () => {
   if (before) document.documentElement.dataset.theme = before;
