@@ -164,7 +164,10 @@ def _expected(
     used = used[of_half[problem[used]] >= 0]
     used = used[np.argsort(tokens.id_code[used], kind="stable")]
     code, other = tokens.id_code[used], of_half[problem[used]]
-    mine = [np.flatnonzero(half != number) for number in (0, 1)]
+    # Problems whose means are those of half 0 come first, so that each half's are a slice.
+    by_half = np.argsort(1 - half, kind="stable")
+    frequency, first_half = frequency.tocsr()[by_half].tocsc(), int((half == 1).sum())
+    mine = [slice(0, first_half), slice(first_half, n)]
     count, overall = np.zeros((2, n_ids)), np.zeros((2, codes.shape[1]))
     expected = np.zeros((n, codes.shape[1]))
     for first in range(0, n_ids, _IDS):
@@ -173,16 +176,17 @@ def _expected(
         group = other[some] * size + code[some] - first
         sums = grouped_sums(codes, tokens.index[used[some]], group, np.ones(len(group)), 2 * size)
         counts = np.bincount(group, minlength=2 * size)
-        means = (sums / np.maximum(counts, 1)[:, None]).astype(np.float32).reshape(2, size, -1)
+        overall += sums.reshape(2, size, -1).sum(1)
+        sums /= np.maximum(counts, 1)[:, None]
+        means = sums.astype(np.float32).reshape(2, size, -1)
         often = frequency[:, first : first + size].toarray().astype(np.float32)
         for number in (0, 1):
             expected[mine[number]] += often[mine[number]] @ means[number]
         count[:, first : first + size] = counts.reshape(2, size)
-        overall += sums.reshape(2, size, -1).sum(1)
     for number in (0, 1):
         unseen = frequency[mine[number]] @ (count[number] == 0).astype(float)
-        expected[mine[number]] += unseen[:, None] * overall[number] / max(count[number].sum(), 1)
-    return expected
+        expected[mine[number]] += unseen[:, None] * (overall[number] / max(count[number].sum(), 1))
+    return expected[np.argsort(by_half)]
 
 
 def _rows_of(
