@@ -203,7 +203,7 @@ QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000)
 def drawn(table: FeatureTable, config: DiffConfig = QUICK) -> dict[tuple[str, str, str, str], Any]:
     rows = Rows.of(table, config)
     both = itertools.chain(shift_contrasts(table, rows, config), outcome_contrasts(table, rows, config))
-    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in both}
+    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in (draw() for draw in both)}
 
 
 def mean_of(table: FeatureTable, reader: str, policy: str, band: str = "all", outcome: str = "all") -> dict[str, Any]:
@@ -384,8 +384,8 @@ def error_rates(repeats: int, **effects: Any) -> dict[str, dict[str, float]]:
         )
         config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
         rows = Rows.of(table, config)
-        shift = next(c for c in shift_contrasts(table, rows, config) if c.part == "total")
-        outcome = next(c for c in outcome_contrasts(table, rows, config) if c.checkpoint == "run")
+        shift = next(c for c in (draw() for draw in shift_contrasts(table, rows, config)) if c.part == "total")
+        outcome = next(c for c in (draw() for draw in outcome_contrasts(table, rows, config)) if c.checkpoint == "run")
         for name, contrast in (("shift", shift), ("outcome", outcome)):
             assert contrast.inference is not None
             found = np.zeros(40, dtype=bool)
