@@ -251,7 +251,7 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
             cells[number] = (plain_cells(of_rows), plain_cells(of_tokens), plain_halves(tokens, config))
     for feature in range(table.n_features):
         column = table.codes[:, [feature]].toarray()[:, 0]
-        means = np.array([column[tokens].mean() for tokens in by_row])
+        means = np.array([column[tokens].mean(dtype=float) for tokens in by_row])
         for number, sides in enumerate(every):
             pairs = list(zip(sides.a, sides.b, strict=True))
             each = np.array([means[x].mean() - means[y].mean() for x, y in pairs])
