@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +43,7 @@ from tsae.rollouts.table import Rollouts
 
 _IDS = 8000
 _STAGES = {
-    "shift_contrasts": "shifts",
-    "outcome_contrasts": "outcomes",
+    "_draw": "contrasts",
     "confound_table": "controls",
     "null_contrasts": "nulls",
     "_describe": "descriptions",
@@ -67,6 +66,7 @@ class Bench:
     n_bootstrap: int = 1000
     n_permutations: int = 10_000
     threads: int = 2
+    """Of the diff; each of its threads multiplies matrices on its own."""
     small: tuple[int, int, int, int] = (480, 60, 8, 512)
     """Trajectories, tokens, k and d_sae of the table that the plain way is done on as well."""
     to: Path | None = None
@@ -158,7 +158,6 @@ def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             found = function(*args, **kwargs)
-            found = list(found) if isinstance(found, Iterator) else found
             stages[name] = round(time.perf_counter() - start, 2)
             return found
 
@@ -252,7 +251,7 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
             cells[number] = (plain_cells(of_rows), plain_cells(of_tokens), plain_halves(tokens, config))
     for feature in range(table.n_features):
         column = table.codes[:, [feature]].toarray()[:, 0]
-        means = np.array([column[tokens].mean() for tokens in by_row])
+        means = np.array([column[tokens].mean(dtype=float) for tokens in by_row])
         for number, sides in enumerate(every):
             pairs = list(zip(sides.a, sides.b, strict=True))
             each = np.array([means[x].mean() - means[y].mean() for x, y in pairs])
@@ -358,7 +357,7 @@ def compare(bench: Bench, config: DiffConfig) -> dict[str, Any]:
 
 def main() -> None:
     bench = tyro.cli(Bench, description=__doc__)
-    config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations)
+    config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations, threads=bench.threads)
     if bench.only is not None and bench.to is not None:
         if bench.only == "make":
             make_table(bench).save(bench.to)
@@ -369,7 +368,7 @@ def main() -> None:
     def step(only: str, bench: Bench, folder: Path) -> Any:
         size = {name: value for name, value in vars(bench).items() if name not in ("to", "only", "small")}
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in size.items()]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(bench.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, __file__, *arguments, f"--to={folder}", f"--only={only}"]
         text = subprocess.check_output(command, env=environment, text=True)
         return json.loads(text.splitlines()[-1]) if text else None

@@ -92,7 +92,7 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     acts = options.to / f"activations-{first}"
     store = tsae.capture(series, rollouts, [sae.site], to=acts, config=tsae.CaptureConfig(plan="own"))
     features = tsae.encode(sae, store)
-    contrast = next(shift_contrasts(features, Rows.of(features, options.config), options.config))
+    contrast = next(shift_contrasts(features, Rows.of(features, options.config), options.config))()
     if contrast.inference is None:
         raise TsaeError(contrast.note, where="check_null", fix="Give more problems.")
     return {

@@ -98,9 +98,9 @@ def contrasts_of(world: Planted, config: DiffConfig) -> dict[str, Contrast]:
     rows = Rows.of(world.table, config)
     outcome = outcome_contrasts(world.table, rows, config)
     return {
-        "shift": next(shift_contrasts(world.table, rows, config)),
-        "outcome": next(c for c in outcome if c.band == "medium"),
-        "interaction": next(interaction_contrasts(world.table, rows, config)),
+        "shift": next(shift_contrasts(world.table, rows, config))(),
+        "outcome": next(c for c in (draw() for draw in outcome) if c.band == "medium"),
+        "interaction": next(interaction_contrasts(world.table, rows, config))(),
     }
 
 

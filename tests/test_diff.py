@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from tsae.diff.statistics import (
     q_values,
     sequential_p,
 )
+from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
@@ -226,7 +232,7 @@ QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000)
 def drawn(table: FeatureTable, config: DiffConfig = QUICK) -> dict[tuple[str, str, str, str], Any]:
     rows = Rows.of(table, config)
     both = itertools.chain(shift_contrasts(table, rows, config), outcome_contrasts(table, rows, config))
-    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in both}
+    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in (draw() for draw in both)}
 
 
 def mean_of(table: FeatureTable, reader: str, policy: str, band: str = "all", outcome: str = "all") -> dict[str, Any]:
@@ -380,7 +386,15 @@ def test_an_empty_band_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"n_bootstrap": 99}, {"n_permutations": 50}, {"q": 0.0}, {"q": 1.0}, {"confidence": 1.0}, {"min_problems": 1}],
+    [
+        {"n_bootstrap": 99},
+        {"n_permutations": 50},
+        {"q": 0.0},
+        {"q": 1.0},
+        {"confidence": 1.0},
+        {"min_problems": 1},
+        {"threads": 0},
+    ],
 )
 def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(TsaeError, match=next(iter(config))):
@@ -407,8 +421,8 @@ def error_rates(repeats: int, **effects: Any) -> dict[str, dict[str, float]]:
         )
         config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
         rows = Rows.of(table, config)
-        shift = next(c for c in shift_contrasts(table, rows, config) if c.part == "total")
-        outcome = next(c for c in outcome_contrasts(table, rows, config) if c.checkpoint == "run")
+        shift = next(c for c in (draw() for draw in shift_contrasts(table, rows, config)) if c.part == "total")
+        outcome = next(c for c in (draw() for draw in outcome_contrasts(table, rows, config)) if c.checkpoint == "run")
         for name, contrast in (("shift", shift), ("outcome", outcome)):
             assert contrast.inference is not None
             found = np.zeros(40, dtype=bool)
@@ -507,6 +521,38 @@ def test_the_diff_reproduces(diff: FeatureDiff) -> None:
     again = feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
     pd.testing.assert_frame_equal(again.shifts, diff.shifts)
     pd.testing.assert_frame_equal(again.contrasts, diff.contrasts)
+
+
+def test_numbers_do_not_depend_on_threads(diff: FeatureDiff) -> None:
+    strings = [f"t{i}" for i in range(20)]
+    for threads in (1, 3):
+        again = feature_diff(diff.source, replace(QUICK, threads=threads), token_strings=strings, progress=False)
+        for name in ("shifts", "contrasts", "features", "confounds"):
+            pd.testing.assert_frame_equal(getattr(again, name), getattr(diff, name))
+        assert again.info == diff.info
+
+
+def test_threads_keep_order_and_pass_errors_on() -> None:
+    begun, gate = [], threading.Event()
+
+    def job(number: int) -> int:
+        begun.append(number)
+        if number == 0:
+            gate.wait(10)  # Later ones end sooner.
+        elif number == 1:
+            gate.set()
+        return number
+
+    assert list(in_threads([partial(job, i) for i in range(5)], 2)) == [0, 1, 2, 3, 4]
+    begun.clear()
+
+    def refuse() -> int:
+        raise TsaeError("refused", where="here")
+
+    slow = [partial(job, 9), partial(time.sleep, 0.2)]
+    with pytest.raises(TsaeError, match="refused"):
+        list(in_threads([refuse, *slow * 20], 2))
+    assert len(begun) < 20
 
 
 def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
@@ -652,3 +698,19 @@ def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
     assert "a\\|b⏎\\[x\\](y) &lt;img&gt; \\`c\\`" in lines[2]
     top = diff.top(3)
     assert [line.split(" | ")[4] for line in lines[2:]] == [str(f) for f in top.feature]
+
+
+@pytest.mark.slow
+def test_the_bench_agrees_with_the_plain_way(tmp_path: Path) -> None:
+    """All steps in processes of their own; the larger table is made once."""
+    script = Path(__file__).parents[1] / "scripts" / "bench_diff.py"
+    size = ["--trajectories=192", "--tokens=30", "--k=4", "--d-sae=64", "--small", "96", "30", "4", "64"]
+    size += ["--n-bootstrap=100", "--n-permutations=1000", f"--to={tmp_path / 'features'}"]
+    for _ in range(2):
+        text = subprocess.check_output([sys.executable, script, *size], text=True, cwd=tmp_path)
+        found = json.loads(text.splitlines()[-1])
+        assert found["contrasts"] == 5
+        assert found["non_zeros"] == FeatureTable.load(tmp_path / "features").codes.nnz
+        assert min(found["ratio"], found["seconds"], found["peak_gb"]) > 0
+        assert found["small"]["rows"] == 5 * 64
+        assert max(v for k, v in found["small"]["largest_difference"].items() if not k.startswith("p")) < 1e-5

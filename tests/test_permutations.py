@@ -86,8 +86,13 @@ def test_a_single_effect_among_many_features_is_found() -> None:
     np.testing.assert_array_equal(alone.p[:7][settled], found.p[:7][settled])
 
 
-def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two problems of five and three rows, in any order: every arrangement equally often."""
+@pytest.mark.parametrize("written_out", [10_000, 3, 0])
+def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPatch, written_out: int) -> None:
+    """Two problems of five and three rows, in any order: every arrangement equally often.
+
+    Arrangements of both, of the smaller or of neither are written out.
+    """
+    monkeypatch.setattr("tsae.diff.permutations._ARRANGEMENTS", written_out)
     problem, success = np.array([1, 0, 0, 1, 0, 0, 1, 0]), np.array([1, 1, 0, 0, 1, 0, 0, 0], dtype=bool)
     arrangements = [
         labels

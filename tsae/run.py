@@ -111,6 +111,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     form, files = find_log(log, config.importing)
     importing, success = _with_outcome(form.read(files[0], config.importing), config.importing, log)
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
+    settings["diff"] = config.diff.settings()
     stamp = {
         "run": {**settings, "path": config.path.resolve()},
         "series": [[c.id, c.path] for c in series],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from tsae.errors import TsaeError
 
@@ -37,6 +37,9 @@ class DiffConfig:
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     seed: int = 0
     """Seed of the bootstrap and the permutations."""
+    threads: int = 2
+    """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it. NumPy's
+    own threads come on top and are in the way of large diffs: set OMP_NUM_THREADS=1."""
 
     def __post_init__(self) -> None:
         if self.n_bootstrap < 100 or self.n_permutations < 100:
@@ -48,6 +51,12 @@ class DiffConfig:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
+        if self.threads < 1:
+            raise TsaeError(f"threads={self.threads} must be at least 1", where="DiffConfig")
+
+    def settings(self) -> dict[str, Any]:
+        """What the numbers depend on, as a dict: all but threads."""
+        return {name: value for name, value in asdict(self).items() if name != "threads"}
 
     @property
     def within_prompt(self) -> bool:

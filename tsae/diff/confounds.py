@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -24,6 +25,7 @@ import scipy.sparse as sp
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Contrast, Rows
 from tsae.diff.statistics import bootstrap_interval, group_difference
+from tsae.diff.threads import in_threads
 from tsae.features.sums import grouped_sums
 from tsae.features.table import FeatureTable
 
@@ -42,15 +44,10 @@ def confound_table(
         are comparable), n_problems that are, kept (controlled / plain difference, 0 where that is 0) and verdict.
     """
     tokens = _Tokens.of(features, config)
-    parts = []
-    for contrast in contrasts:
-        if contrast.inference is None or contrast.outcome != "all" or contrast.part not in _CONTROLLED:
-            continue
-        a, b = _sides(rows, contrast, features.readers[0])
-        plain = contrast.inference.difference
-        for control in CONTROLS:
-            differences = _controlled(features, rows, tokens, a, b, control, config.seed)
-            parts.append(_rows_of(contrast, control, differences[:, contrast.feature], plain, config))
+    drawn = [c for c in contrasts if c.inference is not None and c.outcome == "all" and c.part in _CONTROLLED]
+    wanted = [(contrast, control) for contrast in drawn for control in CONTROLS]
+    jobs = [partial(_control, features, rows, tokens, *each, config) for each in wanted]
+    parts = list(in_threads(jobs, config.threads))
     empty = pd.DataFrame(columns=[*COLUMNS, "n_problems", "kept", "verdict"])
     return pd.concat(parts, ignore_index=True) if parts else empty
 
@@ -92,6 +89,15 @@ def _sides(rows: Rows, contrast: Contrast, base: str) -> tuple[np.ndarray, np.nd
         return rows.pick(reader, reader, band, "all"), rows.pick(base, base, band, "all")
     policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
     return rows.pick(reader, policy, band, "success"), rows.pick(reader, policy, band, "failure")
+
+
+def _control(
+    features: FeatureTable, rows: Rows, tokens: _Tokens, contrast: Contrast, control: str, config: DiffConfig
+) -> pd.DataFrame:
+    assert contrast.inference is not None
+    a, b = _sides(rows, contrast, features.readers[0])
+    differences = _controlled(features, rows, tokens, a, b, control, config.seed)[:, contrast.feature]
+    return _rows_of(contrast, control, differences, contrast.inference.difference, config)
 
 
 def _controlled(
@@ -164,7 +170,10 @@ def _expected(
     used = used[of_half[problem[used]] >= 0]
     used = used[np.argsort(tokens.id_code[used], kind="stable")]
     code, other = tokens.id_code[used], of_half[problem[used]]
-    mine = [np.flatnonzero(half != number) for number in (0, 1)]
+    # Problems whose means are those of half 0 come first, so that each half's are a slice.
+    by_half = np.argsort(1 - half, kind="stable")
+    frequency, first_half = frequency.tocsr()[by_half].tocsc(), int((half == 1).sum())
+    mine = [slice(0, first_half), slice(first_half, n)]
     count, overall = np.zeros((2, n_ids)), np.zeros((2, codes.shape[1]))
     expected = np.zeros((n, codes.shape[1]))
     for first in range(0, n_ids, _IDS):
@@ -173,16 +182,17 @@ def _expected(
         group = other[some] * size + code[some] - first
         sums = grouped_sums(codes, tokens.index[used[some]], group, np.ones(len(group)), 2 * size)
         counts = np.bincount(group, minlength=2 * size)
-        means = (sums / np.maximum(counts, 1)[:, None]).astype(np.float32).reshape(2, size, -1)
+        overall += sums.reshape(2, size, -1).sum(1)
+        sums /= np.maximum(counts, 1)[:, None]
+        means = sums.astype(np.float32).reshape(2, size, -1)
         often = frequency[:, first : first + size].toarray().astype(np.float32)
         for number in (0, 1):
             expected[mine[number]] += often[mine[number]] @ means[number]
         count[:, first : first + size] = counts.reshape(2, size)
-        overall += sums.reshape(2, size, -1).sum(1)
     for number in (0, 1):
         unseen = frequency[mine[number]] @ (count[number] == 0).astype(float)
-        expected[mine[number]] += unseen[:, None] * overall[number] / max(count[number].sum(), 1)
-    return expected
+        expected[mine[number]] += unseen[:, None] * (overall[number] / max(count[number].sum(), 1))
+    return expected[np.argsort(by_half)]
 
 
 def _rows_of(

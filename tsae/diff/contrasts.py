@@ -23,9 +23,9 @@ enough problems, all contrasts are drawn on everything that was read, whoever sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -59,6 +59,8 @@ class Rows:
 
     values: sp.csr_array
     """(n_rows, n_features) mean activation over the span."""
+    columns: sp.csc_array
+    """The same by columns."""
     problem: np.ndarray
     """(n_rows,) problem codes."""
     band: np.ndarray
@@ -80,19 +82,16 @@ class Rows:
             for policy in features.readers if reader == features.readers[0] else (features.readers[0], reader):
                 by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
         problem = pd.factorize(frame.problem_id)[0]
+        values = features.row_means(config.span)
         return cls(
-            values=features.row_means(config.span),
+            values=values,
+            columns=sp.csc_array(values),
             problem=problem,
             band=frame.band.to_numpy(dtype=object),
             outcome=frame.outcome.to_numpy(dtype=object),
             by_reader=by_reader,
             pooled=_is_pooled(features, by_reader, problem, config),
         )
-
-    @cached_property
-    def columns(self) -> sp.csc_array:
-        """`values` by columns."""
-        return sp.csc_array(self.values)
 
     def own(self, reader: str) -> str | None:
         """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
@@ -135,6 +134,10 @@ class Contrast:
     note: str = ""
 
 
+Draw = Callable[[], Contrast]
+"""Draws a contrast: several may be drawn at once."""
+
+
 def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
     """ "all", then the bands that are asked for or present.
 
@@ -153,7 +156,7 @@ def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
     return ["all", *wanted]
 
 
-def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Draw]:
     """Every shift of every non-base reader, by part, band and outcome."""
     base = features.readers[0]
     for reader in features.readers[1:]:
@@ -176,7 +179,8 @@ def shift_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> I
                     # Both sides of the representation part are the checkpoint's trajectories; it is drawn over the
                     # problems of the other two parts, or they would not add up.
                     among = rows.pick(base, base, band, outcome) if part == "representation" else b
-                    yield _paired(rows, a, b, config, reader, part, band, outcome, among=rows.problem[among])
+                    among = rows.problem[among]
+                    yield partial(_paired, rows, a, b, config, reader, part, band, outcome, among=among)
 
 
 def _paired(
@@ -221,13 +225,13 @@ def _paired(
     )
 
 
-def outcome_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+def outcome_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Draw]:
     """Success − failure within problem, for every reader and band."""
     for reader in features.readers:
         policy = rows.own(reader)
         for band in contrast_bands(features, config):
             picked = rows.pick(reader, policy, band, "all")
-            yield outcome_contrast(rows, picked, rows.outcome[picked], config, reader, band)
+            yield partial(outcome_contrast, rows, picked, rows.outcome[picked], config, reader, band)
 
 
 def outcome_contrast(
@@ -275,12 +279,12 @@ def outcome_contrast(
     )
 
 
-def interaction_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Contrast]:
+def interaction_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig) -> Iterator[Draw]:
     """The outcome effect in the harder − in the easier of every two bands, for every reader."""
     for reader in features.readers:
         policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
         for easier, harder in combinations(contrast_bands(features, config)[1:], 2):
-            yield _interaction(rows, policy, config, reader, harder, easier)
+            yield partial(_interaction, rows, policy, config, reader, harder, easier)
 
 
 def _interaction(

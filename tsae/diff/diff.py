@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
 from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
+from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
 from tsae.features.sums import active_counts
@@ -67,8 +66,6 @@ def feature_diff(
         TsaeError: where a band that is asked for is empty, stability or steps are those of another SAE, or families are
             given without an annotator.
     """
-    from tqdm.auto import tqdm
-
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or DiffConfig()
     stable = _stability_of(features, stability)
@@ -78,14 +75,7 @@ def feature_diff(
     along = dynamics(of_steps, config)
     contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
-    drawn: list[Contrast] = []
-    stream: Iterator[Contrast] = chain(
-        shift_contrasts(features, rows, config),
-        outcome_contrasts(features, rows, config),
-        interaction_contrasts(features, rows, config),
-    )
-    for contrast in tqdm(stream, desc="diff", unit="contrast", disable=not progress):
-        drawn.append(contrast)
+    drawn = _draw(features, rows, config, progress)
     strings = token_strings if token_strings is not None else _ids_as_text(features)
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
     described = _describe(features, rows, config, classes, strings)
@@ -112,7 +102,7 @@ def feature_diff(
         dynamics=None if along is None else along.table,
         behaviour_dynamics=None if along is None else along.behaviours,
         info={
-            "config": asdict(config),
+            "config": config.settings(),
             "versions": versions(),
             "sae": features.info["sae"],
             "readers": _flagged(features, config),
@@ -128,6 +118,18 @@ def feature_diff(
         },
         source=features,
     )
+
+
+def _draw(features: FeatureTable, rows: Rows, config: DiffConfig, progress: bool) -> list[Contrast]:
+    from tqdm.auto import tqdm
+
+    jobs = [
+        *shift_contrasts(features, rows, config),
+        *outcome_contrasts(features, rows, config),
+        *interaction_contrasts(features, rows, config),
+    ]
+    drawn = in_threads(jobs, config.threads)
+    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(jobs), disable=not progress))
 
 
 def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:

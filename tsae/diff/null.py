@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pandas as pd
 
@@ -9,6 +12,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows, active_features, contrast_bands
 from tsae.diff.permutations import Count, band_permutations, sign_flips
 from tsae.diff.statistics import outcome_tests, q_values, sequential_p, side_means
+from tsae.diff.threads import in_threads
 from tsae.features.table import FeatureTable
 
 
@@ -29,31 +33,39 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
     bands = contrast_bands(features, config)[1:][-2:]
     found: dict[str, list[int]] = {"shift": [], "outcome": [], "interaction": []}
     result: dict[str, float] = {"repeats": repeats}
+    jobs: list[tuple[str, Callable[[], _Test | None]]] = []
     for _ in range(0 if config.within_prompt else repeats):
         order = rng.permutation(own)
         rank = pd.Series(rows.problem[order]).groupby(rows.problem[order]).cumcount().to_numpy()
         # Both orders are sorted by problem, the second shuffled within: outcomes move, problems keep theirs.
         shuffled = rows.outcome[own[np.lexsort((rng.random(len(own)), rows.problem[own]))]]
         success, failure = own[shuffled == "success"], own[shuffled == "failure"]
-        for name, test in (
-            ("shift", _halves(rows, order[rank % 2 == 0], order[rank % 2 == 1], config)),
-            ("outcome", _outcome(rows, success, failure, config)),
-            ("interaction", _interaction(rows, success, failure, bands, config)),
-        ):
-            if test is None:
-                continue
-            count, tests, tested = test
-            p = sequential_p(count, tests, tested, config.n_permutations, config.q, config.fdr)
-            found[name].append(int((q_values(p, config.fdr) <= config.q).sum()))
-            result[f"{name}_tested"] = tested
-    for name, counts in found.items():
-        if counts:
-            result[f"{name}_discoveries"] = float(np.mean(counts))
-            result[f"{name}_any"] = float(np.mean(np.array(counts) > 0))
+        jobs += [
+            ("shift", partial(_halves, rows, order[rank % 2 == 0], order[rank % 2 == 1], config)),
+            ("outcome", partial(_outcome, rows, success, failure, config)),
+            ("interaction", partial(_interaction, rows, success, failure, bands, config)),
+        ]
+    counted = in_threads([partial(_discoveries, make, config) for _, make in jobs], config.threads)
+    for (name, _), counts in zip(jobs, counted, strict=True):
+        if counts is not None:
+            found[name].append(counts[0])
+            result[f"{name}_tested"] = counts[1]
+    for name, each in found.items():
+        if each:
+            result[f"{name}_discoveries"] = float(np.mean(each))
+            result[f"{name}_any"] = float(np.mean(np.array(each) > 0))
     return result
 
 
 _Test = tuple[Count, int, int]  # draws, how many tests they make, and of how many features
+
+
+def _discoveries(make: Callable[[], _Test | None], config: DiffConfig) -> tuple[int, int] | None:
+    """How many discoveries a test makes, and of how many features."""
+    if (test := make()) is None:
+        return None
+    p = sequential_p(*test, config.n_permutations, config.q, config.fdr)
+    return int((q_values(p, config.fdr) <= config.q).sum()), len(p)
 
 
 def _sides(rows: Rows, a: np.ndarray, b: np.ndarray, config: DiffConfig) -> tuple[np.ndarray, list[np.ndarray]] | None:

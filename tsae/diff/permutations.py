@@ -7,13 +7,17 @@ before, not on the features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import scipy.sparse as sp
 
 _BLOCK = 250  # draws at once
 _DENSE_BYTES = 64_000_000  # of sparse values made dense at once
+_ARRANGEMENTS = 10_000  # of labels within a problem that are written out, to be drawn by number
 
 Count = Callable[[int, np.ndarray], np.ndarray]
 """(draws, features) -> (n_tests, n_features) how many of the further draws are as extreme as what was observed."""
@@ -52,29 +56,22 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
     n_problems = len(size)
     positive, negative = 1.0 / (n_success * n_problems), -1.0 / ((size - n_success) * n_problems)
     limit = _limit(np.where(success, positive[problem], negative[problem]) @ values)
-    # The first rows of all problems come first, then their second rows, and so on; large problems come first.
-    by_size = np.argsort(-size, kind="stable")
-    in_order = np.argsort(problem, kind="stable")
-    rank = np.empty(len(problem), dtype=int)
-    rank[in_order] = np.arange(len(problem)) - (size.cumsum() - size)[problem[in_order]]
-    order = np.lexsort((np.argsort(by_size)[problem], rank))
+    # Problems of one size and number of successes lie together, and their rows problem by problem.
+    order = np.lexsort((problem, n_success[problem], size[problem]))
     columns = sp.csc_array(values[order], dtype=np.float32)
-    size, n_success = size[by_size], n_success[by_size]
-    negative32 = negative[by_size].astype(np.float32)
-    raised = positive[by_size].astype(np.float32) - negative32
+    alike = [
+        _Alike.of(int(n), int(k), int(problems), n_problems)
+        for (n, k), problems in zip(*np.unique(np.stack([size, n_success], 1), axis=0, return_counts=True), strict=True)
+    ]
     wide = max(1, _DENSE_BYTES // (4 * len(problem)))  # features made dense at once
 
     def labels(draws: int) -> np.ndarray:
-        """(draws, n_rows) weights, by selection sampling: every row has the chance that what is left to draw gives."""
-        drawn = np.empty((draws, len(problem)), dtype=np.float32)
-        left, start = np.tile(n_success.astype(np.float32), (draws, 1)), 0
-        for i in range(size[0]):
-            n = int(np.searchsorted(-size, -i))  # problems with more than i rows
-            chosen = rng.random((draws, n), dtype=np.float32) < left[:, :n] / (size[:n] - i).astype(np.float32)
-            left[:, :n] -= chosen
-            np.multiply(chosen, raised[:n], out=drawn[:, start : start + n])
-            drawn[:, start : start + n] += negative32[:n]
-            start += n
+        """(draws, n_rows) weights."""
+        drawn, start = np.empty((draws, len(problem)), dtype=np.float32), 0
+        for some in alike:
+            stop = start + some.problems * some.size
+            drawn[:, start:stop] = some.draw(draws, rng)
+            start = stop
         return drawn
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
@@ -89,6 +86,43 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
         return extreme[None]
 
     return count
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Problems with as many rows and as many successes as each other."""
+
+    size: int
+    n_success: int
+    problems: int
+    weights: np.ndarray
+    """(2,) weight of a failure and of a success."""
+    arrangements: np.ndarray | None
+    """(n_arrangements, size) weights of a problem's rows; None where that would be too many."""
+
+    @classmethod
+    def of(cls, size: int, n_success: int, problems: int, all_problems: int) -> _Alike:
+        weights = np.array([-1 / ((size - n_success) * all_problems), 1 / (n_success * all_problems)], dtype=np.float32)
+        every = None
+        if (n := math.comb(size, n_success)) <= _ARRANGEMENTS:
+            places = np.array(list(combinations(range(size), n_success)))
+            every = np.full((n, size), weights[0])
+            np.put_along_axis(every, places, weights[1], axis=1)
+        return cls(size, n_success, problems, weights, every)
+
+    def draw(self, draws: int, rng: np.random.Generator) -> np.ndarray:
+        """(draws, problems · size) weights under labels permuted within problems."""
+        if self.arrangements is not None:
+            which = rng.integers(0, len(self.arrangements), size=(draws, self.problems))
+            return self.arrangements.take(which, axis=0).reshape(draws, -1)
+        # Selection sampling: every row has the chance that what is left to draw gives.
+        drawn = np.empty((draws, self.problems, self.size), dtype=np.float32)
+        left = np.full((draws, self.problems), self.n_success, dtype=np.float32)
+        for i in range(self.size):
+            chosen = rng.random(left.shape, dtype=np.float32) < left / np.float32(self.size - i)
+            left -= chosen
+            drawn[:, :, i] = self.weights[chosen.view(np.uint8)]
+        return drawn.reshape(draws, -1)
 
 
 def together(*counts: Count) -> Count:

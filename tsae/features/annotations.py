@@ -122,23 +122,25 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     order = np.argsort(code, kind="stable")
     tokens, code = tokens[order], code[order]
     # The n largest sums so far and their ids: a table of all tokens and features would be large.
-    best, of_id = np.zeros((2, 0, features.n_features))
+    best, of_id = np.zeros((n, features.n_features)), np.zeros((n, features.n_features), dtype=int)
     total = np.zeros(features.n_features)
     for first in range(0, len(ids), _IDS):
         size = min(_IDS, len(ids) - first)
         some = slice(*np.searchsorted(code, [first, first + size]))
         sums = grouped_sums(features.codes, tokens[some], code[some] - first, np.ones(len(tokens[some])), size)
         total += sums.sum(0)
-        candidates = np.concatenate([best, sums])
-        of_candidate = np.concatenate([of_id, np.broadcast_to(np.arange(first, first + size)[:, None], sums.shape)])
+        new = np.flatnonzero(sums.max(0) > best[-1])  # features whose best tokens change
+        candidates = np.concatenate([best[:, new], sums[:, new]])
+        ids_here = np.broadcast_to(np.arange(first, first + size)[:, None], (size, len(new)))
         largest = np.argsort(-candidates, axis=0, kind="stable")[:n]
-        best, of_id = (np.take_along_axis(x, largest, 0) for x in (candidates, of_candidate))
+        best[:, new] = np.take_along_axis(candidates, largest, 0)
+        of_id[:, new] = np.take_along_axis(np.concatenate([of_id[:, new], ids_here]), largest, 0)
     strings = [token_strings[i] for i in ids]
     names = [
-        [strings[int(i)] for i, value in zip(of_id[:, feature], best[:, feature], strict=True) if value > 0]
+        [strings[i] for i, value in zip(of_id[:, feature], best[:, feature], strict=True) if value > 0]
         for feature in range(features.n_features)
     ]
-    share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0) if len(best) else total
+    share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0)
     return pd.DataFrame(
         {"top_tokens": names, "top_token_share": share},
         index=pd.RangeIndex(features.n_features, name="feature"),
