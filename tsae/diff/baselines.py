@@ -27,6 +27,7 @@ from tsae.activations.store import ActivationStore
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows
 from tsae.diff.statistics import bootstrap_interval, problem_aurocs, side_means
+from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 
@@ -35,6 +36,7 @@ _SHRINK = 0.1
 _FOLDS = 5
 
 
+@one_blas_thread
 def baselines(
     features: FeatureTable, store: ActivationStore | str | Path, config: DiffConfig | None = None
 ) -> pd.DataFrame:

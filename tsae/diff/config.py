@@ -38,8 +38,7 @@ class DiffConfig:
     seed: int = 0
     """Seed of the bootstrap and the permutations."""
     threads: int = 2
-    """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it. NumPy's
-    own threads come on top and are in the way of large diffs: set OMP_NUM_THREADS=1."""
+    """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it."""
 
     def __post_init__(self) -> None:
         if self.n_bootstrap < 100 or self.n_permutations < 100:

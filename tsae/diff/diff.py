@@ -25,7 +25,7 @@ from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
 from tsae.diff.null import null_contrasts
 from tsae.diff.result import FeatureDiff
-from tsae.diff.threads import in_threads
+from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
 from tsae.features.sums import active_counts
@@ -35,6 +35,7 @@ from tsae.rollouts.behaviours import behaviour_table
 from tsae.sae.stability import Stability
 
 
+@one_blas_thread
 def feature_diff(
     features: FeatureTable | str | Path,
     config: DiffConfig | None = None,

@@ -35,6 +35,7 @@ from scipy.stats import rankdata
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows, active_features, draws
 from tsae.diff.statistics import paired_inference, q_values, side_means
+from tsae.diff.threads import one_blas_thread
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.bootstrap import weights
@@ -88,6 +89,7 @@ class Dynamics:
         return align(self.table, self.behaviours)
 
 
+@one_blas_thread
 def dynamics(features: FeatureTable | str | Path, config: DiffConfig | None = None) -> Dynamics | None:
     """Follow features along the steps of every run with at least two of them.
 

@@ -28,6 +28,7 @@ from scipy.stats import rankdata
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows
 from tsae.diff.statistics import bootstrap_interval, group_difference, q_values
+from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.advantages import KINDS, group_names
@@ -105,6 +106,7 @@ class Reinforcement:
         order = found.reinforcement.abs().sort_values(ascending=False, kind="stable").index
         return found.loc[order].reset_index(drop=True)
 
+    @one_blas_thread
     def compare(self, diff: FeatureDiff) -> pd.DataFrame:
         """Predicted shifts, from these rollouts alone, against those that every run realised.
 
@@ -135,6 +137,7 @@ class Reinforcement:
         return pd.DataFrame(records)
 
 
+@one_blas_thread
 def reinforcement(
     features: FeatureTable | str | Path, config: DiffConfig | None = None, *, policy: str | None = None
 ) -> Reinforcement:
