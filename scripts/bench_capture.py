@@ -6,9 +6,10 @@
   contexts without padding; and ours on the very contexts that it reads. By the clock, and by the CPU time of all
   threads, which other programs disturb less.
 - padding: the share of padding in batches of GSM8K solutions.
-- windows: shuffled windows as training reads them, all from the page cache, against three sequential passes over the
-  same bytes in a memory map: a copy into memory that is used again, with the map open and touched before; the same with
-  the map opened anew, whose pages are then found again; and, for 16 bits, widened to float32 on the way.
+- windows: shuffled windows as training reads them, all from the page cache, against sequential passes over the same
+  bytes in a memory map: a copy batch by batch into memory that is used again, with the map open and touched before; the
+  same with the map opened anew, whose pages are then found again; a copy of the whole map into new memory; and, for
+  16 bits, batches widened to float32 on the way.
 - memory: peak anonymous memory (mapped files can be dropped at any time and are not counted) of a process that
   captures, or reads, ever more tokens of a tiny model.
 
@@ -343,6 +344,10 @@ def sequential(shards: list[Any], rows: int) -> dict[str, Callable[[], None]]:
             for low in range(0, len(raw), rows):
                 raw[low : low + rows].copy()
 
+    def whole() -> None:
+        for raw in maps:
+            raw.copy()
+
     def widen() -> None:
         for raw in maps:
             for low in range(0, len(raw), rows):
@@ -352,6 +357,7 @@ def sequential(shards: list[Any], rows: int) -> dict[str, Callable[[], None]]:
     passes: dict[str, Callable[[], None]] = {
         "copy": partial(copy, maps),
         "copy, opened anew": lambda: copy([shard.raw("x") for shard in shards]),
+        "copy of all at once": whole,
     }
     return passes if stored == torch.float32 else {**passes, "copy widened": widen}
 

@@ -6,6 +6,7 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
     oracle                 credit from the ground-truth annotation: what better credit could reach
     guided                 token weights from features, mean 1 (tsae.rl.shaping, 1)
     shuffled               as guided, features' entries shuffled: the control
+    surprisal              as guided, but a token scores the worse, the less probable the base finds it: no features
     reformulation          half of the problems are backward reformulations of 3 to 9 operations
     reformulation+guided   the two together
     both                   guided and plausibility
@@ -14,6 +15,7 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
     adaptive               plain, problems of all bands drawn by the current pass rate
     kl                     plain, with a KL penalty against the base
     reformulation+shuffled the control of reformulation+guided
+    reformulation+both     reformulation, guided and plausibility
 
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
@@ -51,13 +53,17 @@ SHAPINGS = {
     "plausibility": ShapingConfig(strength=0.0, plausibility=True),
     "dense": ShapingConfig(strength=2.0, dense=0.3),
 }
-"""Of the arms with credit from features; "shuffled" has that of "guided"."""
+"""Of the arms with credit from features; "shuffled" and "surprisal" have that of "guided"."""
+
+SLIP_SCORE = -4.6
+"""Mean score of a wrong result (scripts/check_credit.py), which "surprisal" gives a token that has probability 0."""
 
 ARMS = (
     "plain",
     "oracle",
     "guided",
     "shuffled",
+    "surprisal",
     "reformulation",
     "reformulation+guided",
     "both",
@@ -66,6 +72,7 @@ ARMS = (
     "adaptive",
     "kl",
     "reformulation+shuffled",
+    "reformulation+both",
 )
 """In the order in which they are run."""
 
@@ -290,15 +297,26 @@ def problems_of(arm: str, n: int, seed: int) -> list[Problem]:
 
 def shaping_of(arm: str) -> dict[str, Any] | None:
     """The shaping of an arm with credit from features."""
-    name = arm.removeprefix("reformulation+").replace("shuffled", "guided")
+    name = arm.removeprefix("reformulation+").replace("shuffled", "guided").replace("surprisal", "guided")
     return asdict(SHAPINGS[name]) if name in SHAPINGS else None
 
 
 def credit_of(arm: str, reference: Path, seed: int) -> Any:
     """The advantage rule of an arm, or None."""
+    import torch
+
     import tsae
     from tsae.rl.credit import Credit
     from tsae.rl.trl import FeatureCredit
+
+    class Surprisal(FeatureCredit):
+        """Scores without features."""
+
+        def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            logprob = self.reader.read_and_predict(ids, mask)[1].logprob[:, batch["prompt_ids"].shape[1] :]
+            return SLIP_SCORE * -logprob.nan_to_num().expm1()
 
     if arm == "oracle":
         return oracle
@@ -308,7 +326,8 @@ def credit_of(arm: str, reference: Path, seed: int) -> Any:
     credit = Credit.load(reference / "credit")
     if arm.endswith("shuffled"):
         credit = credit.shuffled(seed)
-    return FeatureCredit(tsae.testbed.series().base, reference / "sae", credit, ShapingConfig(**shaping))
+    kind = Surprisal if arm == "surprisal" else FeatureCredit
+    return kind(tsae.testbed.series().base, reference / "sae", credit, ShapingConfig(**shaping))
 
 
 def oracle(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
@@ -364,7 +383,7 @@ def tabulate(out: Path, steps: int) -> str:
     import numpy as np
 
     head = ["arm", "seeds", *(f"{level} accuracy" for level in ("easy", "medium", "hard"))]
-    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless", "minutes"]
+    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless"]
     cells = [
         ("easy", "accuracy"),
         ("medium", "accuracy"),
@@ -383,7 +402,7 @@ def tabulate(out: Path, steps: int) -> str:
             values = [result["measured"][str(steps)][level][name] for result in found]
             spread = f" ± {_share(np.std(values, ddof=1))}" if len(values) > 1 else ""
             row.append(f"{_share(np.mean(values))}{spread}")
-        lines.append([*row, f"{np.mean([result['seconds'] for result in found]) / 60:.0f}"])
+        lines.append(row)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 

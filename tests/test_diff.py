@@ -24,6 +24,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows, outcome_contrasts, shift_contrasts
 from tsae.diff.diff import feature_diff
 from tsae.diff.null import null_contrasts
+from tsae.diff.permutations import sign_flips
 from tsae.diff.result import FeatureDiff
 from tsae.diff.statistics import (
     bootstrap_interval,
@@ -31,6 +32,7 @@ from tsae.diff.statistics import (
     outcome_inference,
     paired_inference,
     q_values,
+    sequential_p,
 )
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
@@ -63,9 +65,30 @@ def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.Monkey
     exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
     draws = 40_000
     monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)  # as many for every feature
-    found = paired_inference(differences, **{**KINDS, "n_permutations": draws}).p
+    found = sequential_p(sign_flips(differences, 0), 1, 12, draws, 0.05, "bh")
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     assert exact[0] == 2 / 2**n
+
+
+def test_no_discovery_has_an_interval_with_0_in_it() -> None:
+    """p is that of the sign flips, or larger: the bootstrap's, by its definition, where the interval has 0 in it."""
+    rng = np.random.default_rng(0)
+    differences = rng.normal(0.2, 1, size=(60, 200))
+    differences[:, ::4] = rng.exponential(size=(60, 50)) ** 6  # of one sign, most of it in a few problems
+    found = paired_inference(differences, **KINDS)
+    flips = sequential_p(sign_flips(differences, KINDS["seed"]), 1, 200, KINDS["n_permutations"], 0.05, "bh")
+    crossing = (found.low <= 0) & (found.high >= 0)
+    assert (crossing & (flips < 0.001)).sum() >= 10
+    assert found.p[crossing].min() > 0.04
+    np.testing.assert_array_equal(found.p[~crossing], flips[~crossing])
+    feature = int(np.flatnonzero(crossing & (flips < 0.001))[0])
+    x = differences[:, feature]
+    t = []
+    for _ in range(4000):
+        drawn = x[rng.integers(0, 60, size=60)]
+        t.append(abs(drawn.mean() - x.mean()) / (drawn.std(ddof=1) / np.sqrt(60)))
+    expected = np.mean(np.array(t) >= x.mean() / (x.std(ddof=1) / np.sqrt(60)))
+    assert abs(found.p[feature] - expected) < 0.04
 
 
 def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:

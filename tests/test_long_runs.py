@@ -229,7 +229,9 @@ def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypa
     assert [batch.number for batch in every] == list(range(len(every)))
     read: list[int] = []
     gather = windows._gather
-    monkeypatch.setattr(windows, "_gather", lambda shard, row: read.append(len(row)) or gather(shard, row))
+    monkeypatch.setattr(
+        windows, "_gather", lambda shard, row, memory: read.append(len(row)) or gather(shard, row, memory)
+    )
     rest = list(windows.epoch(3, 100, start=5))
     assert len(read) == len(rest) == len(every) - 5
     assert all(

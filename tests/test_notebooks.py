@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TINY = {
     "problems": 12, "samples": 4, "training_tokens": 20_000, "d_sae": 64, "tokens": 12_000, "seeds": 2, "fresh": 4,
+    "steps": 2, "responses": 8, "hard_problems": 8,
 }  # fmt: skip
 SOLUTIONS = Path(
     os.environ.get("TSAE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl")
@@ -72,6 +73,7 @@ def test_runs_from_a_clean_kernel(
         "3_a_real_llm": "What one may believe",
         "4_the_temporal_sae": "times as smooth",
         "5_causal_tests": "Beyond random",
+        "6_disease_diagnosis_cure": "Share of the way from plain GRPO to the oracle",
     }[path.stem]
     assert told in outputs(notebook)
 

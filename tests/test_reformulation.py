@@ -150,6 +150,7 @@ def test_numbers_of_a_question_are_hidden_one_by_one() -> None:
         ("Ann has 7 cats and gives all away. How many?", "0", "<<7-7=0>>", "7", "cancels"),
         ("Boxes hold 6 eggs. How many full boxes do 20 eggs make?", "3", None, "20", "not settled"),
         ("Ann has 1 cat and 3 dogs. How many pets?", "4", None, "1", "singular"),
+        ("Ann rolls 3, 5 and X, 14 in all. What is X?", "6", None, "5", "has an X"),
     ],
 )
 def test_what_is_left_out(question: str, answer: str, solution: str | None, number: str, reason: str) -> None:

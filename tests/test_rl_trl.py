@@ -219,12 +219,13 @@ def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_p
         with torch.no_grad():
             hidden: list[torch.Tensor] = []
             handle = model.model.layers[0].register_forward_hook(lambda _m, _i, out, kept=hidden: kept.append(out))
-            model(torch.cat([prompt, response])[None])
+            probability = model(torch.cat([prompt, response])[None]).logits[0].softmax(-1)
             handle.remove()
         codes = sae.encode((hidden[0][0] if isinstance(hidden[0], tuple) else hidden[0])[0])
         for place, token in enumerate(response.tolist()):
             state = codes[len(prompt) - 1 + place]
             expected = (-3.0 * state[2] if token == 5 else 0.0) - 0.5 * state[1]
+            expected = expected * (1 - probability[len(prompt) - 1 + place, token])
             assert scores[number, place].item() == pytest.approx(float(expected), abs=1e-4)
     advantages = rule(batch["rows"], batch, GROUP)
     assert advantages.shape == batch["completion_ids"].shape

@@ -14,6 +14,9 @@ feature. Then:
   differ between problems and average to 0, permuted labels know nothing of that and reject far too often;
 - *p, interaction*: bands permuted over problems, with Welch's t as statistic (Janssen 1997), since the two bands need
   not vary alike;
+- *p and interval agree*: where the interval has 0 in it, p is at least the bootstrap's own, so that no discovery has
+  such an interval. Sign flips alone would find a feature whose difference is tiny in most problems and huge in a few,
+  of the same sign: that its differences lie above 0 is sure, what their mean is is not. A larger p-value stays valid;
 - *q*: Benjamini–Hochberg, or Benjamini–Yekutieli, over the features of one contrast.
 
 p = (1 + number of draws at least as extreme) / (1 + draws), never 0 (Phipson & Smyth 2010); `sequential_p` says how
@@ -295,7 +298,8 @@ def interaction_inference(
     p = sequential_p(band_permutations(a, b, seed), 1, a.shape[1], n_permutations, q, method)
     n_a, n_b = len(a), len(b)
     difference = a.mean(0) - b.mean(0)
-    half = _half_width([a, b], n_bootstrap, confidence, seed)
+    half, bootstrap_p = _bootstrap([a, b], n_bootstrap, confidence, seed)
+    p = _agreeing(p, difference, half, bootstrap_p)
     pooled = np.sqrt(((n_a - 1) * a.var(0, ddof=1) + (n_b - 1) * b.var(0, ddof=1)) / (n_a + n_b - 2))
     d = np.divide(difference, pooled, out=np.zeros_like(difference), where=pooled > 0)
     return Inference(difference, difference - half, difference + half, d, p, q_values(p, method))
@@ -305,23 +309,32 @@ def bootstrap_interval(
     differences: np.ndarray, n_bootstrap: int, confidence: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) studentised interval of the mean over problems; (n_problems, n_features) in, (n_features,) out."""
-    mean, half = differences.mean(0), _half_width([differences], n_bootstrap, confidence, seed)
+    mean = differences.mean(0)
+    half, _ = _bootstrap([differences], n_bootstrap, confidence, seed)
     return mean - half, mean + half
 
 
-def _half_width(groups: list[np.ndarray], n_bootstrap: int, confidence: float, seed: int) -> np.ndarray:
-    """(n_features,) quantile of |t*| times the standard error, of a mean or of a difference of two groups' means."""
+def _agreeing(p: np.ndarray, difference: np.ndarray, half: np.ndarray, bootstrap_p: np.ndarray) -> np.ndarray:
+    """p, or the bootstrap's where that is larger and the interval has 0 in it."""
+    return np.where(half >= np.abs(difference), np.maximum(p, bootstrap_p), p)
+
+
+def _bootstrap(
+    groups: list[np.ndarray], n_bootstrap: int, confidence: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(quantile of |t*| times the standard error, p of a mean of 0), of a mean or of a difference of two means."""
     rng = np.random.default_rng([seed, 3])
     sizes, n_features = [len(group) for group in groups], groups[0].shape[1]
     weights = [
         rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float32) / np.float32(n) for n in sizes
     ]
-    half = np.empty(n_features)
+    half, p = np.empty(n_features), np.empty(n_features)
     for start in range(0, n_features, _WIDE):
         part = slice(start, start + _WIDE)
         shift: np.ndarray | float = 0.0
         variance: np.ndarray | float = 0.0
         se_squared: np.ndarray | float = 0.0
+        observed: np.ndarray | float = 0.0
         for sign, group, weight in zip((1, -1), groups, weights, strict=False):
             n = len(group)
             # Features in rows, so that a feature's draws lie together.
@@ -329,18 +342,23 @@ def _half_width(groups: list[np.ndarray], n_bootstrap: int, confidence: float, s
             mean, square = centred @ weight.T, centred**2 @ weight.T
             spread = (centred**2).mean(1, keepdims=True)
             shift = shift + sign * mean
+            observed = observed + sign * group[:, part].mean(0)
             # A draw that repeats one problem varies by nothing; a spread of 1/n of the sample's keeps its t finite.
             variance = variance + np.maximum(square - mean**2, spread / n) / (n - 1)
             se_squared = se_squared + spread[:, 0] / (n - 1)
         t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
-        half[part] = np.quantile(t, confidence, axis=1) * np.sqrt(se_squared)
-    return half
+        error = np.sqrt(se_squared)
+        half[part] = np.quantile(t, confidence, axis=1) * error
+        extreme = (t * error[:, None] >= np.abs(observed)[:, None]).sum(1)
+        p[part] = (1 + extreme) / (1 + n_bootstrap)
+    return half, p
 
 
 def _assemble(
     differences: np.ndarray, p: np.ndarray, n_bootstrap: int, confidence: float, seed: int, method: FalseDiscoveries
 ) -> Inference:
-    low, high = bootstrap_interval(differences, n_bootstrap, confidence, seed)
+    half, bootstrap_p = _bootstrap([differences], n_bootstrap, confidence, seed)
     mean, deviation = differences.mean(0), differences.std(0, ddof=1)
     d = np.divide(mean, deviation, out=np.zeros_like(mean), where=deviation > 0)
-    return Inference(mean, low, high, d, p, q_values(p, method))
+    p = _agreeing(p, mean, half, bootstrap_p)
+    return Inference(mean, mean - half, mean + half, d, p, q_values(p, method))

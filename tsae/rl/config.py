@@ -49,7 +49,7 @@ class CreditConfig:
 class ShapingConfig:
     """What becomes of the advantages; see `tsae.rl.shaping`."""
 
-    threshold: float = 1.5
+    threshold: float = 0.5
     """θ: scores are brought this many standard deviations closer to 0 first, so that only what stands out counts."""
     strength: float = 2.0
     """κ of the token weights, per standard deviation of the scores; 0: every token has weight 1."""

@@ -36,6 +36,9 @@ def write_credit(
 ) -> Path:
     """Scores, weights and advantages of every trajectory that the reference read.
 
+    Codes are all that a FeatureTable has: scores are not multiplied by 1 − the reference's probability of the token, as
+    `tsae.rl.trl.FeatureCredit` does.
+
     Args:
         credit: learned on features of the same SAE.
         features: what the reference read, whoever sampled it, with advantages; or the folder.

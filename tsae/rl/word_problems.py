@@ -20,7 +20,8 @@ A number is left out, with the reason, where
    replayed without a doubt about where the value stands in them;
 8. *not settled*: the question asks for something rounded, bounded or without a direction ("at least", "how many full",
    "maximum", "left over", "difference"): several values of X have the same answer;
-9. *singular*: it is 1, which the singular after it gives away.
+9. *singular*: it is 1, which the singular after it gives away;
+10. *has an X*: the question has an X of its own.
 
 A question whose answer is no number is left out altogether. What the rules cannot see is listed in docs/measured.md.
 """
@@ -237,6 +238,8 @@ def _fault(
     unsettled: bool,
 ) -> str | None:
     """The first rule that leaves this number out."""
+    if re.search(rf"\b{HIDDEN}\b", question):
+        return "has an X"
     before, after = question[: match.start()], question[match.end() :]
     if _GLUED.match(after) or _GLUED.search(before[-1:]) or re.match(r" \d+/\d", after) or re.search(r"\d $", before):
         return "part of something"
