@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,17 +213,21 @@ def _describe(
     strings: Sequence[str],
 ) -> pd.DataFrame:
     counted = np.flatnonzero(features.span_mask(config.span))
+    jobs: list[Callable[[], Any]] = [
+        partial(top_tokens, features, strings),
+        partial(_length_correlation, features, rows),
+    ]
+    tokens, correlation = in_threads(jobs, config.threads)
     fired = active_counts(features.codes, counted)
     index = pd.RangeIndex(features.n_features, name="feature")
     table = pd.DataFrame(
         {
             "group": np.where(np.arange(features.n_features) < features.d_high, "high", "low"),
             "firing_rate": fired / max(len(counted), 1),
-            "length_correlation": _length_correlation(features, rows),
+            "length_correlation": correlation,
         },
         index=index,
     )
-    tokens = top_tokens(features, strings)
     if classes is not None:
         table = table.join(responds_to(features, classes))
     else:
