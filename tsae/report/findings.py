@@ -302,7 +302,7 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
     null = diff.info.get("null", {})
     found = []
     names = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
-    names["interaction"] = "the same in one band − in another"
+    names["interaction"] = "these between bands"
     for name, what in names.items():
         if f"{name}_discoveries" in null:
             found.append(f"{what} {number_of(null[f'{name}_discoveries'])} of {int(null[f'{name}_tested'])}")

@@ -234,7 +234,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     lines += survival_lines(diff)
     null = diff.info["null"]
     nulls = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
-    nulls["interaction"] = "the same in one band − in another"
+    nulls["interaction"] = "shuffled outcomes between bands"
     for name, what in nulls.items():
         if f"{name}_discoveries" in null:
             lines.append(
