@@ -29,7 +29,7 @@ test: check  ## ruff, mypy and the fast tests
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(STAMP)  ## the slow suites
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -261,6 +261,8 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
                 p = max(p, (1 + (np.abs(sides.labels @ means) >= limit).sum()) / (1 + len(sides.labels)))
             signs = [np.sign(means[x][:, None] - means[y]).mean() for x, y in pairs]
             record = {**sides.keys, "feature": feature, **plain_interval(each, sides.weights, config)}
+            if record["low"] <= 0 <= record["high"]:
+                p = max(p, record["bootstrap_p"])
             contrasts.append({**record, "p": p, "auroc": 0.5 + np.mean(signs) / 2})
             if number not in cells:
                 continue
@@ -293,8 +295,9 @@ def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) ->
     variance = np.maximum(weights @ centred**2 - shift**2, spread / n) / (n - 1)
     t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
     half = np.quantile(t, config.confidence) * np.sqrt(spread / (n - 1))
+    p = (1 + (t * np.sqrt(spread / (n - 1)) >= abs(mean)).sum()) / (1 + len(t))
     d = mean / each.std(ddof=1) if each.std() > 0 else 0.0
-    return {"difference": mean, "low": mean - half, "high": mean + half, "d": d}
+    return {"difference": mean, "low": mean - half, "high": mean + half, "d": d, "bootstrap_p": p}
 
 
 def plain_cells(pairs: Sequence[tuple[np.ndarray, ...]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
