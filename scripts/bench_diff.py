@@ -260,10 +260,10 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
             if sides.labels is not None:
                 p = max(p, (1 + (np.abs(sides.labels @ means) >= limit).sum()) / (1 + len(sides.labels)))
             signs = [np.sign(means[x][:, None] - means[y]).mean() for x, y in pairs]
-            record = {**sides.keys, "feature": feature, **plain_interval(each, sides.weights, config)}
-            if record["low"] <= 0 <= record["high"]:
-                p = max(p, record["bootstrap_p"])
-            contrasts.append({**record, "p": p, "auroc": 0.5 + np.mean(signs) / 2})
+            found = plain_interval(each, sides.weights, config)
+            if found["low"] <= 0 <= found["high"]:
+                p = max(p, found["bootstrap_p"])
+            contrasts.append({**sides.keys, "feature": feature, **found, "p": p, "auroc": 0.5 + np.mean(signs) / 2})
             if number not in cells:
                 continue
             by_length, by_position, halves = cells[number]
