@@ -168,12 +168,14 @@ def test_reading_and_writing_take_no_more_memory_for_more_tokens(tmp_path: Path)
     # Arrow's memory, and numpy's and Python's, at their highest.
     code = (
         "import sys, tracemalloc, pyarrow as pa\n"
-        "from tsae.activations.plan import check_context\n"
+        "from tsae.activations.config import CaptureConfig\n"
+        "from tsae.activations.plan import check_context, plan_readers\n"
         "from tsae.rollouts.table import Rollouts\n"
         "tracemalloc.start()\n"
         "rollouts = Rollouts.read(sys.argv[1])\n"
         "rollouts.fingerprint, rollouts.labels_fingerprint, rollouts.policies, rollouts.n_problems\n"
         "check_context(rollouts, 500, 50_000)\n"
+        "plan_readers(['base'], rollouts, CaptureConfig())\n"
         "rollouts.write(sys.argv[1] + '.copy')\n"
         "print(pa.default_memory_pool().max_memory(), tracemalloc.get_traced_memory()[1])\n"
     )
