@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from builders import BOS, EOS
+from builders import BOS, EOS, overwrite
 
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
@@ -102,7 +102,7 @@ def numbered_store(
     return ActivationStore(folder), tokens
 
 
-def numbers(x: np.ndarray) -> list[int]:
+def numbers(x: torch.Tensor) -> list[int]:
     return [int(n) for n in x[:, 0]]
 
 
@@ -237,11 +237,10 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
     texts = [Text([0], [1, 2, 3, 4, SEMICOLON, 1, 2, 3, 4]) for _ in range(6)]
     store, tokens = numbered_store(tmp_path / "acts", texts)
     shard = next(store.shards())
-    raw = shard.raw(SITE)
-    writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
     large = {n for n, token in enumerate(tokens) if token.position in (0, 2, 7)}
-    writable[sorted(large), 1] = 1e6
-    writable.flush()
+    values = np.array(shard.raw(SITE))
+    values[sorted(large), 1] = 1e6
+    overwrite(shard, SITE, values)
     windows = Windows(store, SITE, partner=partner, step_ends=(SEMICOLON,) if partner == "step" else ())
     may = allowed(tokens, partner, "all", (SEMICOLON,))
     found: set[tuple[int, int]] = set()
@@ -400,10 +399,7 @@ def test_what_is_estimated_is_of_the_mixture(tmp_path: Path) -> None:
     texts = [Text([1], [2] * 9, ("base",)) for _ in range(90)] + [Text([1], [2] * 9, ("run",)) for _ in range(10)]
     store, _ = numbered_store(tmp_path / "acts", texts, runs={"base": None, "run": "a"})
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
-        writable[:] = [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0]
-        writable.flush()
+        overwrite(shard, SITE, [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0])
     balanced, plain = Windows(store, SITE, balance=("reader",)), Windows(store, SITE)
     assert plain.norms.mean == pytest.approx(1.2)
     assert balanced.norms.mean == pytest.approx(2, rel=0.01)
@@ -457,10 +453,7 @@ def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest
     store = ActivationStore(shutil.copytree(unequal[0].path, tmp_path_factory.mktemp("noisy") / "acts"))
     rng = np.random.default_rng(2)
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
-        writable[:] = (rng.random((len(raw), 12)) < 0.2) @ rng.normal(size=(12, D)) + 1
-        writable.flush()
+        overwrite(shard, SITE, (rng.random((shard.n_tokens, 12)) < 0.2) @ rng.normal(size=(12, D)) + 1)
     return store
 
 
@@ -523,8 +516,7 @@ def test_one_token_a_trajectory_trains_without_the_temporal_term(tmp_path: Path)
 def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)[:] = 0
+        overwrite(shard, SITE, 0)
     with pytest.raises(TsaeError, match=r"most activations are 0 at x\.site"):
         Windows(store, SITE)
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
