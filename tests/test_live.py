@@ -21,6 +21,7 @@ from test_long_runs import checkpoint, same_files, start
 
 import tsae
 from tsae.activations.live import LiveSource, LiveWindows, _equal_blocks
+from tsae.activations.segments import unpacked
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
@@ -55,8 +56,9 @@ class Recording(LiveWindows):
 
     def _plan(self, number: int, windows: np.ndarray, *rest: Any) -> Any:
         tokens = []
-        for at, low, length in windows[np.lexsort((windows[:, 1], windows[:, 0]))].tolist():
-            shard = self.shards[at]
+        for place, length in sorted(zip(*map(np.ndarray.tolist, unpacked(windows, self._bits)), strict=True)):
+            at = int(np.searchsorted(self._base, place, side="right")) - 1
+            shard, low = self.shards[at], place - int(self._base[at])
             text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
             assert low + length <= shard.offsets[text + 1]  # within one trajectory
             first = low - int(shard.offsets[text])

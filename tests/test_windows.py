@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from builders import BOS, EOS, overwrite
+from builders import BOS, EOS, overwrite, synthetic_store
 
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
@@ -522,3 +523,19 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
     with pytest.raises(TsaeError, match=r"no token is within 0\.5 times the median norm"):
         Windows(other, SITE, max_norm=0.5)
+
+
+# --- the index
+
+
+def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> None:
+    texts = list(np.random.default_rng(0).normal(size=(3000, 500, 1)))
+    windows = synthetic_store(tmp_path, texts).windows("x.site", window=2, partner=None)
+    tracemalloc.start()
+    try:
+        order = windows._order(1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(order) > 750_000
+    assert peak < 8 * len(order) + 6e6

@@ -232,12 +232,15 @@ class LiveWindows(Windows):
             first += n_batches
             if numbers.stop > start:
                 self._fill(number, block, windows)
-                yield from self._batches(windows, number, numbers, start, share)
+                yield from self._batches(self._packed(windows), number, numbers, start, share)
 
     def _beginning(self) -> np.ndarray:
         windows = self._blocks(0)[0]
         self._fill(0, 0, windows)
-        return windows
+        return self._packed(windows)
+
+    def _packed(self, windows: np.ndarray) -> np.ndarray:
+        return self._begin(windows) << self._bits | windows[:, 2]
 
     def _blocks(self, epoch: int) -> list[np.ndarray]:
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""

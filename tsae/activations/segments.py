@@ -1,7 +1,8 @@
 """Segments, windows and batches as arithmetic: which tokens, in what pieces; nothing is read.
 
 A segment is a run of counted tokens of one trajectory, a window a piece of one. Both are rows of three integers: number
-of the shard, first token there, number of tokens.
+of the shard, first token there, number of tokens. The windows of an epoch are packed into one integer each, 8 bytes:
+the place of the first token in all shards together, shifted by some bits, in which the number of tokens is.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from tsae.activations.mixture import Mixture
 from tsae.activations.source import Source
 from tsae.activations.store import Shard
+
+_SOME = 1 << 16
+"""Windows that are computed with at a time."""
 
 
 def kept_problems(store: Source, held_out: bool | None) -> np.ndarray:
@@ -53,15 +58,92 @@ def cut_windows(segments: np.ndarray, window: int, offset: int) -> np.ndarray:
     return windows
 
 
-def divided(windows: np.ndarray, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
-    """(number, windows) of every batch that has any.
+def _pack(
+    segments: np.ndarray, base: np.ndarray, window: int, offset: int, bits: int, part: int, part_bits: int
+) -> np.ndarray:
+    """(n_windows,) what `cut_windows` gives, packed, with the number of a part between place and length."""
+    ends = ((segments[:, 2] + offset + window - 1) // window).cumsum(dtype=np.int64)
+    found = np.empty(ends[-1] if len(ends) else 0, np.int64)
+    # Some at a time: what is computed on the way takes several times as much as what comes of it.
+    edges = np.searchsorted(ends, np.arange(_SOME, len(found), _SOME))
+    low = 0
+    for some in np.split(segments, edges):
+        windows = cut_windows(some, window, offset)
+        begin = base[windows[:, 0]] + windows[:, 1]
+        found[low : low + len(windows)] = (begin << part_bits | part) << bits | windows[:, 2]
+        low += len(windows)
+    return found
+
+
+def epoch_order(
+    segments: np.ndarray, base: np.ndarray, mixture: Mixture, window: int, bits: int, seed: int, epoch: int
+) -> np.ndarray:
+    """(n_windows,) packed, every window that an epoch reads, in its order."""
+    passes = [(cell, *one) for cell in range(len(mixture.cells)) for one in mixture.passes(cell, epoch)]
+    # What is shuffled is in order of place, then of pass, as a single pass is by itself.
+    part_bits = len(passes).bit_length() if len(passes) > 1 else 0
+    parts = []
+    for part, (cell, number, low, high) in enumerate(passes):
+        offset = int(np.random.default_rng([seed, number]).integers(window))
+        mine = segments[mixture.cell_of == cell]
+        windows = _pack(mine, base, window, offset, bits, part, part_bits)
+        if high - low < mixture.cells[cell].tokens:
+            np.random.default_rng([seed, number, cell + 1]).shuffle(windows)
+            # Those that begin from low to before high.
+            first, last = windows_before(windows, bits, np.array([low, high]) - 1).tolist()
+            windows = windows[first + (low > 0) : last + 1].copy()
+        parts.append(windows)
+    windows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if part_bits:
+        windows.sort()
+        for low in range(0, len(windows), _SOME):
+            some = windows[low : low + _SOME]
+            some[:] = some >> (bits + part_bits) << bits | _lengths(some, bits)
+    rng = np.random.default_rng([seed, epoch])
+    rng.integers(window)  # the offset of the pass of this number
+    rng.shuffle(windows)
+    return windows
+
+
+def length_bits(segments: np.ndarray, window: int) -> int:
+    """Bits of the number of tokens of a packed window."""
+    return int(min(window, segments[:, 2].max())).bit_length()
+
+
+def windows_before(windows: np.ndarray, bits: int, tokens: np.ndarray) -> np.ndarray:
+    """(n,) how many packed windows have ended before or at each number of tokens, which ascend."""
+    found, total = np.full(len(tokens), len(windows)), 0
+    for low in range(0, len(windows), _SOME):
+        ends = total + _lengths(windows[low : low + _SOME], bits).cumsum()
+        here = slice(*np.searchsorted(tokens, [total, ends[-1]]).tolist())
+        found[here] = low + np.searchsorted(ends, tokens[here], side="right")
+        total = int(ends[-1])
+    found[tokens < 0] = 0
+    return found
+
+
+def unpacked(windows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """((n,) places of first tokens, (n,) numbers of tokens) of packed windows."""
+    return windows >> bits, _lengths(windows, bits)
+
+
+def _lengths(windows: np.ndarray, bits: int) -> np.ndarray:
+    return windows & ((1 << bits) - 1)
+
+
+def count_tokens(windows: np.ndarray, bits: int) -> int:
+    """Of packed windows."""
+    return sum(int(_lengths(windows[low : low + _SOME], bits).sum()) for low in range(0, len(windows), _SOME))
+
+
+def divided(windows: np.ndarray, bits: int, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
+    """(number, packed windows) of every batch that has any.
 
     Batches are of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
     would treat differently.
     """
-    ends = windows[:, 2].cumsum()
     n_batches = len(numbers)
-    bounds = np.searchsorted(ends, np.arange(n_batches + 1) * ends[-1] // n_batches, side="right")
+    bounds = windows_before(windows, bits, np.arange(n_batches + 1) * count_tokens(windows, bits) // n_batches)
     for number, (low, high) in zip(numbers, pairwise(bounds.tolist()), strict=True):
         if low < high:
             yield number, windows[low:high]

@@ -12,9 +12,9 @@ is only a partner: the tokens of the windows alone are reconstructed and counted
 once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
 
 How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory,
-12 bytes a window and several times that while an epoch begins, 8 bytes a step where partners are of the step, a bit a
-token that says whether it is an outlier, and the batches that are read ahead (`_AHEAD`); activations are read through
-memory maps.
+8 bytes a window, or twice that while an epoch of several passes begins; 8 bytes a step where partners are of the step;
+a bit a token that says whether it is an outlier; and the batches that are read ahead (`_AHEAD`). Activations are read
+through memory maps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ from tsae.activations.config import Axis, Partner
 from tsae.activations.memory import Reused
 from tsae.activations.mixture import Mixture
 from tsae.activations.partners import Partners, blocks
-from tsae.activations.segments import cut_windows, divided, find_segments, kept_problems, places
+from tsae.activations.segments import (
+    divided,
+    epoch_order,
+    find_segments,
+    kept_problems,
+    length_bits,
+    places,
+    unpacked,
+    windows_before,
+)
 from tsae.activations.source import Source
 from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_torch
 from tsae.errors import TsaeError
@@ -172,6 +181,7 @@ class Windows:
                 where=store.path,
                 fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
             )
+        self._bits = length_bits(self.segments, window)
         self.mixture = Mixture(store, self.shards, self.segments, balance)
         self.norms = self._norms(max_norm)
 
@@ -201,7 +211,11 @@ class Windows:
 
     def _text_of(self, windows: np.ndarray) -> np.ndarray:
         """(n,) index into `_texts` of windows or segments (n, 3)."""
-        return np.searchsorted(self._texts, self._begin(windows), side="right") - 1
+        return self._text_at(self._begin(windows))
+
+    def _text_at(self, place: np.ndarray) -> np.ndarray:
+        """(n,) index into `_texts` of tokens."""
+        return np.searchsorted(self._texts, place, side="right") - 1
 
     def _begin(self, windows: np.ndarray) -> np.ndarray:
         """(n,) place of the first token of windows or segments (n, 3) in all shards together."""
@@ -223,13 +237,13 @@ class Windows:
     def _first(self, n_tokens: int) -> np.ndarray:
         """(n,) places of the tokens of the first windows of epoch 0."""
         windows = self._beginning()
-        windows = windows[: max(1, np.searchsorted(windows[:, 2].cumsum(), n_tokens, side="right"))]
-        begin = self._begin(windows)
+        first = int(windows_before(windows, self._bits, np.array([n_tokens]))[0])
+        begin, length = unpacked(windows[: max(1, first)], self._bits)
         order = np.argsort(begin, kind="stable")
-        return places(begin[order], windows[order, 2])
+        return places(begin[order], length[order])
 
     def _beginning(self) -> np.ndarray:
-        """(n, 3) first windows of epoch 0, more of them than make a sample where there are so many."""
+        """(n,) first windows of epoch 0, packed, more of them than make a sample where there are so many."""
         return self._order(0)
 
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
@@ -305,10 +319,10 @@ class Windows:
     def _batches(
         self, windows: np.ndarray, epoch: int, numbers: range, start: int, share: tuple[int, int]
     ) -> Iterator[TokenBatch]:
-        """Windows in their order as batches of the given numbers, from the number `start` on."""
+        """Packed windows in their order as batches of the given numbers, from the number `start` on."""
         plans = (
             self._plan(number, part, share, np.random.default_rng([self.seed, epoch, number, 1]))
-            for number, part in divided(windows, numbers)
+            for number, part in divided(windows, self._bits, numbers)
             if number >= start
         )
         due = (
@@ -332,32 +346,14 @@ class Windows:
                 del reading, x, others
 
     def _order(self, epoch: int) -> np.ndarray:
-        """(n_windows, 3) shard, first token and number of tokens of every window that an epoch reads, in its order."""
-        parts = []
-        for cell, info in enumerate(self.mixture.cells):
-            mine = self.segments[self.mixture.cell_of == cell]
-            for number, low, high in self.mixture.passes(cell, epoch):
-                windows = cut_windows(
-                    mine, self.window, int(np.random.default_rng([self.seed, number]).integers(self.window))
-                )
-                if high - low < info.tokens:
-                    order = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(windows))
-                    begins = windows[order, 2].cumsum() - windows[order, 2]
-                    windows = windows[order[(begins >= low) & (begins < high)]]
-                parts.append(windows)
-        windows = np.concatenate(parts)
-        if len(parts) > 1:
-            windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
-        rng = np.random.default_rng([self.seed, epoch])
-        rng.integers(self.window)  # the offset of the pass of this number
-        # As rng.shuffle(windows) orders them, which is many times slower.
-        return windows[rng.permutation(len(windows))]
+        """(n_windows,) packed, every window that an epoch reads, in its order."""
+        return epoch_order(self.segments, self._base, self.mixture, self.window, self._bits, self.seed, epoch)
 
     def _plan(self, number: int, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> _Plan:
-        begin = self._begin(windows)
+        begin, length = unpacked(windows, self._bits)
         order = np.argsort(begin, kind="stable")
-        begin, length, mine = begin[order], windows[order, 2], order % share[1] == share[0]
-        text = self._text_of(windows)[order]
+        begin, length, mine = begin[order], length[order], order % share[1] == share[0]
+        text = self._text_at(begin)
         place = places(begin, length)
         # Drawn for the whole batch, so that a token has the same partner whatever the share.
         drawn = None if self._partners is None else self._partners.draw(place, rng)
