@@ -16,6 +16,9 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
     kl                     plain, with a KL penalty against the base
     reformulation+shuffled the control of reformulation+guided
     reformulation+both     reformulation, guided and plausibility
+    reformulation+adaptive, reformulation+guided+adaptive, reformulation+shuffled+adaptive
+                           problems and their backward reformulations of 3 to 13 operations, drawn by the current pass
+                           rate; credit on those of at most 9 operations, as it was learned on
 
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
@@ -33,6 +36,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -73,14 +77,22 @@ ARMS = (
     "kl",
     "reformulation+shuffled",
     "reformulation+both",
+    "reformulation+adaptive",
+    "reformulation+guided+adaptive",
+    "reformulation+shuffled+adaptive",
 )
 """In the order in which they are run."""
 
 SITE = "blocks.2.hook_resid_post"
 REFERENCE_LEVELS = {(1, 3): 100, (4, 6): 400, (7, 9): 400}
 """Operations, and problems of the reference's rollouts, each sampled 16 times."""
+LONGEST = max(most for _, most in REFERENCE_LEVELS)
 BANDS = {"easy": (1, 1), "2-3 ops": (2, 3), "medium": (4, 6), "7-9 ops": (7, 9), "hard": (10, 14)}
 """Of the arm "adaptive"."""
+PER_LENGTH = 120
+"""Problems of each number of operations, of the other adaptive arms."""
+GUESSED = 0.1
+"""Of ten digits."""
 PROMPTS, SAMPLES = 8, 16
 MEASURED = ("accuracy", "direct", "skipped", "flawless", "length")
 BEGINS, ENDS = "<!-- remedies: begin -->", "<!-- remedies: end -->"
@@ -215,10 +227,10 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     problems = problems_of(arm, options.steps * PROMPTS, seed)
-    levels = {problem.id: str(problem.level) for problem in problems}
     curriculum = None
-    if arm == "adaptive":
-        curriculum = Curriculum(list(levels), SAMPLES, CurriculumConfig(seed=seed), levels=levels)
+    if arm.endswith("adaptive"):
+        levels = {problem.id: f"{n_ops_of(problem.prompt):02d} operations" for problem in problems}
+        curriculum = Curriculum(list(levels), SAMPLES, CurriculumConfig(seed=seed, guess=GUESSED), levels=levels)
     measured: dict[int, Any] = {}
 
     class Measurer(TrainerCallback):
@@ -287,17 +299,31 @@ def problems_of(arm: str, n: int, seed: int) -> list[Problem]:
             for name, ops in BANDS.items()
             for problem in generate_problems(ops if name != "easy" else name, 60, seed, "train")
         ]
+    rng = random.Random(seed)
+    if arm.endswith("+adaptive"):
+        hard = generate_problems("hard", 4 * n, seed, "train")
+        made = [item.problem for item in reformulate_chains(hard, kind="backward", n_ops=(3, 13))]
+        by_length: dict[int, list[Problem]] = defaultdict(list)
+        for problem in rng.sample([*made, *hard], len(made) + len(hard)):
+            by_length[n_ops_of(problem.prompt)].append(problem)
+        return [problem for length in sorted(by_length) for problem in by_length[length][:PER_LENGTH]]
     hard = generate_problems("hard", n, seed, "train")
     if not arm.startswith("reformulation"):
         return hard
     made = [item.problem for item in reformulate_chains(hard, kind="backward", n_ops=(3, 9))]
-    rng = random.Random(seed)
     return [*rng.sample(hard, n // 2), *rng.sample(made, n - n // 2)]
+
+
+def n_ops_of(prompt: str) -> int:
+    from tsae.testbed.problems import parse_prompt
+
+    return parse_prompt(prompt).n_ops
 
 
 def shaping_of(arm: str) -> dict[str, Any] | None:
     """The shaping of an arm with credit from features."""
-    name = arm.removeprefix("reformulation+").replace("shuffled", "guided").replace("surprisal", "guided")
+    name = arm.removeprefix("reformulation+").removesuffix("+adaptive")
+    name = name.replace("shuffled", "guided").replace("surprisal", "guided")
     return asdict(SHAPINGS[name]) if name in SHAPINGS else None
 
 
@@ -324,10 +350,11 @@ def credit_of(arm: str, reference: Path, seed: int) -> Any:
     if shaping is None:
         return None
     credit = Credit.load(reference / "credit")
-    if arm.endswith("shuffled"):
+    if "shuffled" in arm:
         credit = credit.shuffled(seed)
     kind = Surprisal if arm == "surprisal" else FeatureCredit
-    return kind(tsae.testbed.series().base, reference / "sae", credit, ShapingConfig(**shaping))
+    applies = (lambda row: n_ops_of(row["prompt"]) <= LONGEST) if arm.endswith("+adaptive") else None
+    return kind(tsae.testbed.series().base, reference / "sae", credit, ShapingConfig(**shaping), applies=applies)
 
 
 def oracle(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:

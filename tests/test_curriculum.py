@@ -13,7 +13,7 @@ from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig
 from tsae.rl.sampling import Curriculum, CurriculumSampler
 
-PLAIN = {"prior_weight": 0.0, "explore": 0.0}
+PLAIN = {"explore": 0.0}
 
 
 class _Rows:
@@ -44,13 +44,15 @@ def test_estimates_forget() -> None:
     assert history.mixed.tolist() == [True, False]
 
 
-def test_weights_are_the_chance_of_a_mixed_group() -> None:
-    curriculum = Curriculum(["a", "b", "c"], 4, CurriculumConfig(forgetting=1.0, **PLAIN))
+@pytest.mark.parametrize("guess", [0.0, 0.2])
+def test_weights_are_what_rewards_can_teach(guess: float) -> None:
+    config = CurriculumConfig(forgetting=1.0, guess=guess, **PLAIN)
+    curriculum = Curriculum(["a", "b", "c"], 4, config)
     answer(curriculum, "a", 3)
     answer(curriculum, "b", 1)
     answer(curriculum, "b", 1)
     expected = [
-        quad(lambda p, a=a, b=b: (1 - p**4 - (1 - p) ** 4) * beta.pdf(p, a, b), 0, 1)[0]
+        quad(lambda p, a=a, b=b: (p - guess) * (1 - p) * beta.pdf(p, a, b), 0, 1)[0]
         for a, b in ((4, 2), (3, 7), (1, 1))
     ]
     np.testing.assert_allclose(curriculum.weights(), np.array(expected) / sum(expected), rtol=1e-6)
@@ -84,11 +86,34 @@ def test_a_problem_waits_for_its_reformulations() -> None:
 def test_a_level_speaks_for_problems_not_yet_tried() -> None:
     ids = ["e1", "e2", "h1", "h2"]
     levels = {problem: problem[0] for problem in ids}
-    curriculum = Curriculum(ids, 4, CurriculumConfig(prior_weight=0.5, explore=0.0), levels=levels)
+    config = CurriculumConfig(level_responses=6, forgetting=0.5, explore=0.0)
+    curriculum = Curriculum(ids, 4, config, levels=levels)
     answer(curriculum, "e1", 4)
     answer(curriculum, "h1", 0)
+    answer(curriculum, "h1", 1)
+    # Of level e: (.5 + 4) of 5; of level h: ((.5 + 0) / 2 + 1) of ((1 + 4) / 2 + 4), both as 6 responses beside (1, 1).
     easy, hard = curriculum.estimates()[[1, 3]]
-    assert easy > 0.5 > hard
+    assert easy == pytest.approx((1 + 6 * 4.5 / 5) / 8)
+    assert hard == pytest.approx((1 + 6 * 1.25 / 6.5) / 8)
+    alone = Curriculum(ids, 4, config)
+    answer(alone, "e1", 4)
+    assert alone.estimates()[1] == 0.5
+
+
+def test_problems_that_are_only_guessed_are_left_for_later() -> None:
+    ids = [f"{level}{i}" for level in "gr" for i in range(10)]
+    levels = {problem: problem[0] for problem in ids}
+    curriculum = Curriculum(ids, 8, CurriculumConfig(guess=0.25, explore=0.0), levels=levels)
+    for i in range(10):  # a quarter right on g, half on r
+        answer(curriculum, f"g{i}", 2, 8)
+        answer(curriculum, f"r{i}", 4, 8)
+    of_level = curriculum.weights().reshape(2, 10).sum(1)
+    assert of_level[0] < 0.05
+    without = Curriculum(ids, 8, CurriculumConfig(explore=0.0), levels=levels)
+    for i in range(10):
+        answer(without, f"g{i}", 2, 8)
+        answer(without, f"r{i}", 4, 8)
+    assert without.weights().reshape(2, 10).sum(1)[0] > 0.4
 
 
 def test_the_band_follows_the_model() -> None:
@@ -143,6 +168,8 @@ def test_rows_come_in_the_order_that_trl_needs() -> None:
         (lambda: Curriculum(["a"], 4).update(["b"], [1.0]), "unknown problem 'b'"),
         (lambda: CurriculumConfig(forgetting=0), "forgetting=0 must be above 0"),
         (lambda: CurriculumConfig(explore=2), "explore=2 is not a share"),
+        (lambda: CurriculumConfig(guess=-1), "guess=-1 is not a share"),
+        (lambda: CurriculumConfig(level_responses=-1), "level_responses=-1 is negative"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:

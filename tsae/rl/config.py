@@ -80,8 +80,12 @@ class CurriculumConfig:
     prior: tuple[float, float] = (1.0, 1.0)
     """Successes and failures that every problem starts with; equal ones are optimistic about hard problems: each is
     tried before it is put aside."""
-    prior_weight: float = 0.2
-    """Share of the estimate's evidence that comes from the mean of the problem's level, where levels are given."""
+    level_responses: float = 16.0
+    """Responses for which the recent pass rate of a problem's level counts in its estimate; it speaks for problems not
+    yet tried. Without levels there is no such rate."""
+    guess: float = 0.0
+    """Share of responses that are right by guessing, such as .25 for four choices: problems solved no more often are
+    beyond the model."""
     explore: float = 0.05
     """Share of the draws that are uniform over the admitted problems, so that no estimate goes stale for good."""
     admit_above: float = 0.5
@@ -95,6 +99,8 @@ class CurriculumConfig:
                 f"forgetting={self.forgetting} must be above 0 and at most 1, prior={self.prior} positive",
                 where="CurriculumConfig",
             )
-        for name in ("prior_weight", "explore", "admit_above"):
+        for name in ("guess", "explore", "admit_above"):
             if not 0 <= getattr(self, name) <= 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is not a share", where="CurriculumConfig")
+        if self.level_responses < 0:
+            raise TsaeError(f"level_responses={self.level_responses} is negative", where="CurriculumConfig")

@@ -1,15 +1,18 @@
 """Difficulty-adaptive sampling: problems drawn by the current model's pass rate.
 
 Every problem has a Beta estimate of its pass rate, (a, b), from `CurriculumConfig.prior`. A group with s successes of n
-updates it with forgetting γ, since the model moves: a ← γ a + s, b ← γ b + n − s. A problem's weight is the chance that
-a group of G responses is mixed,
+updates it with forgetting γ, since the model moves: a ← γ a + s, b ← γ b + n − s. Problems are many and tries few, so
+that the recent pass rate of a problem's level, kept in the same way, counts for `level_responses` more. A problem's
+weight is what its rewards can teach,
 
-    1 − p^G − (1 − p)^G     in expectation over p ~ Beta(a, b)
+    E[(p − g) (1 − p)], or 0 where that is negative,     p ~ Beta(a, b)
 
-as groups that agree have no advantage (their problems are all but skipped until forgetting or exploring brings them
-back). A share `explore` of the draws is uniform. A problem whose group agreed is put aside for as many batches as its
-groups have agreed in a row. Problems with reformulations among the problems are admitted when the mean estimate of
-these is at least `admit_above`.
+p (1 − p) is the variance of its rewards. A share g of the responses is right by guessing, and success that is guessed
+says nothing about how: with g > 0, problems on which the model does no better than that are left for later, where
+without it their lucky groups would be drawn as often as telling ones. A share `explore` of the draws is uniform, which
+finds out when they are within reach. A problem whose group agreed is put aside for as many batches as its groups have
+agreed in a row. Problems with reformulations among the problems are admitted when the mean estimate of these is at
+least `admit_above`.
 
 In TRL the data loader asks for a batch before the one before it is scored: estimates are one batch old.
 """
@@ -23,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import betaln
 
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig
@@ -74,6 +76,7 @@ class Curriculum:
             raise TsaeError(
                 "problem ids come twice" if self.ids else "no problems", where="Curriculum", fix="Make ids unique."
             )
+        self._has_levels = bool(levels)
         names = [(levels or {}).get(problem, "all") for problem in self.ids]
         self.level, self.level_names = pd.factorize(np.array(names, dtype=object))
         children: dict[int, list[int]] = {}
@@ -83,6 +86,7 @@ class Curriculum:
         self.children = {parent: np.array(found) for parent, found in children.items()}
         self.successes = np.full(len(self.ids), float(self.config.prior[0]))
         self.failures = np.full(len(self.ids), float(self.config.prior[1]))
+        self.of_level = np.tile(np.array(self.config.prior, dtype=float), (len(self.level_names), 1))
         self.in_agreement = np.zeros(len(self.ids), dtype=np.int64)
         self.rest_until = np.zeros(len(self.ids), dtype=np.int64)
         self.step = 0
@@ -95,25 +99,23 @@ class Curriculum:
         return own[0] / (own[0] + own[1])
 
     def _pooled(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each problem's (a, b) with a share of the mean of its level, which speaks for problems not yet tried."""
-        share = self.config.prior_weight
-        total = self.successes + self.failures
-        rate = np.bincount(self.level, self.successes) / np.bincount(self.level, total)
-        mean = rate[self.level]
-        return self.successes + share * total * mean, self.failures + share * total * (1 - mean)
+        """Each problem's (a, b), with what its level says."""
+        rate = (self.of_level[:, 0] / self.of_level.sum(1))[self.level]
+        share = self.config.level_responses if self._has_levels else 0.0
+        return self.successes + share * rate, self.failures + share * (1 - rate)
 
     def weights(self) -> np.ndarray:
         """(n_problems,) chances to be drawn next, which add up to 1."""
         a, b = self._pooled()
-        n = self.group_size
-        all_right = np.exp(betaln(a + n, b) - betaln(a, b))
-        all_wrong = np.exp(betaln(a, b + n) - betaln(a, b))
+        guess, total = self.config.guess, a + b
+        rate, square = a / total, a * (a + 1) / (total * (total + 1))
+        teaches = np.clip((1 + guess) * rate - square - guess, 0, 1)
         admitted = self.admitted()
-        mixed = np.clip(1 - all_right - all_wrong, 0, 1) * admitted * (self.rest_until <= self.step)
-        if mixed.sum() <= 0:
-            mixed = admitted.astype(float)
+        wanted = teaches * admitted * (self.rest_until <= self.step)
+        if wanted.sum() <= 0:
+            wanted = admitted.astype(float)
         explore = self.config.explore
-        return (1 - explore) * mixed / mixed.sum() + explore * admitted / admitted.sum()
+        return (1 - explore) * wanted / wanted.sum() + explore * admitted / admitted.sum()
 
     def admitted(self) -> np.ndarray:
         """(n_problems,) bool: problems without reformulations, and those whose reformulations are solved."""
@@ -146,6 +148,8 @@ class Curriculum:
             self.groups.append(_Group(self.step, number, s, n, float(estimates[number])))
             self.successes[number] = keep * self.successes[number] + s
             self.failures[number] = keep * self.failures[number] + n - s
+            level = self.of_level[self.level[number]]
+            level[:] = keep * level + (s, n - s)
             self.in_agreement[number] = self.in_agreement[number] + 1 if s in (0, n) else 0
             self.rest_until[number] = self.step + 1 + self.in_agreement[number]
         self.step += 1

@@ -14,7 +14,7 @@ with TRL, and fails where a release changes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +60,8 @@ class FeatureCredit:
         sae: or its folder.
         credit: or its folder.
         shaping: defaults of `ShapingConfig`.
+        applies: which rows of the training data credit speaks for, such as problems of the kind that it was learned on;
+            the others keep the advantages that TRL gave them. By default all.
         device: a torch device; one with room for the reference beside the policy.
 
     Raises:
@@ -73,8 +75,10 @@ class FeatureCredit:
         credit: Credit | str | Path,
         shaping: ShapingConfig | None = None,
         *,
+        applies: Callable[[dict[str, Any]], bool] | None = None,
         device: str = "cpu",
     ) -> None:
+        self.applies = applies
         self.sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae, device=device)
         self.credit = credit if isinstance(credit, Credit) else Credit.load(credit)
         self.shaping = shaping or ShapingConfig()
@@ -121,7 +125,11 @@ class FeatureCredit:
     def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
         advantages = batch["advantages"]
         group = torch.arange(len(advantages), device=advantages.device) // group_size
-        return shape_advantages(self.scores(batch), advantages, batch["completion_mask"], group, self.shaping)
+        shaped = shape_advantages(self.scores(batch), advantages, batch["completion_mask"], group, self.shaping)
+        if self.applies is None:
+            return shaped
+        mine = torch.tensor([self.applies(row) for row in rows], device=advantages.device)
+        return torch.where(mine.unsqueeze(1), shaped, advantages.unsqueeze(1) * batch["completion_mask"])
 
 
 class FeatureMixin:
