@@ -13,6 +13,14 @@ problem, on all its tokens: what a state, or a token in a state, promises beyond
 within-problem outcome effect d_j of a FeatureDiff where its q-value is small, shrunk towards 0 (empirical Bayes with a
 normal prior), else 0. Scores are divided by their standard deviation over the reference's tokens.
 
+What moves advantages, in `tsae.rl.trl` and in the export (`tsae.rl.exporting`) alike, is
+
+    (1 − p_t) c_t,     p_t the reference's probability of the token x_t, at temperature 1
+
+A token's advantage over its state is Q(x) − Σ p Q: where the reference sees no alternative there is nothing to be
+credited or blamed for. Without this factor, marks that end long responses are blamed for what came before, and
+responses stop ending (docs/remedies.md). The tables are learned and judged on c.
+
 The tables are learned on the rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`),
 and the reference reads what the trained policy writes: neither a lucky guess on a hard problem nor a policy that moves
 can redefine what is good. Two controls are made of the same tables: `shuffled`, in which features exchange their
@@ -95,6 +103,17 @@ class Credit:
         else:
             raw = self._action_values(codes[:, :-1], token_ids) - state[:, :-1]
         return raw / self.scale
+
+    def token_credit(self, codes: torch.Tensor, token_ids: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
+        """(B, T) scores times 1 − p: what moves advantages (`tsae.rl.shaping`).
+
+        Args:
+            codes: (B, T + 1, d_sae) as of `scores`.
+            token_ids: (B, T) response tokens.
+            logprob: (B, T) the reference's log-probability of each, in nats; NaN, as at padding, counts as certain.
+        """
+        scores = self.scores(codes, token_ids)
+        return scores * -logprob.nan_to_num().expm1().to(scores)
 
     def _action_values(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """(B, T) Q(f, x); pairs that were never seen count 0."""
