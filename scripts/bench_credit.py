@@ -43,11 +43,10 @@ def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.n
     import torch
     from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig
 
     import tsae
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+    from tsae.testbed.training import grpo_on_cpu
 
     torch.set_num_threads(threads)
     base = tsae.testbed.series().base
@@ -81,21 +80,7 @@ def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.n
         train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
         callbacks=[Clock()],
         credit=timed,
-        args=GRPOConfig(
-            output_dir=str(reference / "trainer"),
-            max_steps=steps + 1,
-            per_device_train_batch_size=128,
-            num_generations=16,
-            max_completion_length=MAX_RESPONSE_TOKENS,
-            learning_rate=1e-4,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=grpo_on_cpu(reference / "trainer", prompts=8, samples=16, max_steps=steps + 1, learning_rate=1e-4),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()

@@ -32,9 +32,10 @@ from typing import Any, Literal
 
 from tsae.errors import TsaeError
 from tsae.testbed.base import BaseConfig, ModelConfig, train_base
-from tsae.testbed.measure import MAX_RESPONSE_TOKENS, Measurement, measure, to_markdown, to_records
+from tsae.testbed.measure import Measurement, measure, to_markdown, to_records
 from tsae.testbed.problems import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.tokenizer import make_tokenizer
+from tsae.testbed.training import grpo_on_cpu
 from tsae.testbed.verifier import given_answer, verify
 
 STAGES = ("base", *LEVELS, "measure")
@@ -228,7 +229,7 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     from datasets import Dataset
     from tqdm import tqdm
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     grpo = recipe.grpo
     logs = out / "logs" / run
@@ -275,31 +276,22 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
             if state.global_step in grpo.save_at:
                 save_checkpoint(kwargs["model"], out / checkpoint_id(run, state.global_step))
 
-    batch = grpo.prompts * grpo.samples
     trainer = GRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(out / "base", dtype="float32"),
         processing_class=make_tokenizer(),
         reward_funcs=correct,
         train_dataset=dataset,
         callbacks=[Keeper()],
-        args=GRPOConfig(
-            output_dir=str(logs),
+        args=grpo_on_cpu(
+            logs,
+            prompts=grpo.prompts,
+            samples=grpo.samples,
             seed=recipe.seed,
             max_steps=grpo.steps,
-            per_device_train_batch_size=batch,
-            num_generations=grpo.samples,
-            max_completion_length=MAX_RESPONSE_TOKENS,
             temperature=grpo.temperature,
             learning_rate=grpo.lr,
             lr_scheduler_type="constant",
             beta=grpo.beta,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             logging_steps=grpo.log_every,
             logging_first_step=True,
             log_completions=True,

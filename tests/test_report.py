@@ -28,7 +28,7 @@ from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
 from tsae.report.page import render
-from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
+from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
@@ -675,3 +675,14 @@ def test_marks_stand_out_from_the_page(page_colour: str) -> None:
     for colour in {*SERIES, RAISED, LOWERED, NEUTRAL, *(colour for colour, _ in BAND_STYLE.values())}:
         light, dark = sorted((float(weights @ linear(colour)), ground), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def test_panels_have_the_heights_and_gaps_that_were_asked_for() -> None:
+    made = panels(list("abcde"), 3, panel=200, gap=50, horizontal=0.1)
+    assert made.height == 450
+    assert made.cells == [{"row": 1, "col": c} for c in (1, 2, 3)] + [{"row": 2, "col": c} for c in (1, 2)]
+    top, bottom = (made.figure.get_subplot(row, 1).yaxis.domain for row in (1, 2))
+    assert [made.height * (end - start) for start, end in (top, bottom)] == pytest.approx([200, 200])
+    assert made.height * (top[0] - bottom[1]) == pytest.approx(50)
+    assert [title.text for title in made.figure.layout.annotations] == list("abcde")
+    assert panels(["alone"], 3, panel=200, gap=50, horizontal=0.1).height == 200

@@ -28,6 +28,7 @@ from tsae.rl.shaping import shape_advantages, thresholded, token_weights
 from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 from tsae.testbed.base import ModelConfig, llama_config
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
+from tsae.testbed.training import grpo_on_cpu
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
@@ -63,22 +64,16 @@ def make_trainer(
         processing_class=tokenizer or make_tokenizer(),
         reward_funcs=reward or by_length,
         train_dataset=Dataset.from_list([{"prompt": p.prompt, "problem_id": p.id} for p in problems]),
-        args=GRPOConfig(
-            output_dir=str(folder),
+        args=grpo_on_cpu(
+            folder,
+            prompts=PROMPTS,
+            samples=GROUP,
             max_steps=steps,
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=GROUP * PROMPTS // micro,
-            num_generations=GROUP,
             max_completion_length=WIDTH,
             learning_rate=1e-3,
             max_grad_norm=1e9,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             **options,
         ),
         **extra,
