@@ -277,7 +277,10 @@ def test_a_link_opens_its_feature(browser: Any, tested: Path) -> None:
     tab.page.evaluate("location.hash = '#feature-99999'")  # No such feature: nothing happens.
     tab.page.evaluate("location.hash = '#feature-0'")
     tab.page.wait_for_selector("article#feature-0")
-    # Every number in the tables leads to a card.
+    # Every number in the tables and the findings leads to a card.
+    tab.page.locator(".finding span.feature a").first.click()
+    tab.page.wait_for_selector("article#feature-0")
+    assert tab.page.locator(".finding a[href='#feature-2']").count() > 0
     assert tab.page.locator("span.feature:not(:has(a))").count() == 0
     tab.close()
 

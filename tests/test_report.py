@@ -28,6 +28,7 @@ from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
 from tsae.report.page import render
+from tsae.report.sections import linked
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
@@ -225,6 +226,28 @@ def test_a_run_is_told_with_its_numbers() -> None:
     assert "Response length rose (20.0 → 38.0 tokens, +18.0 [+17.0, +19.0])." in told
     assert "4 of 6 tested features moved (q ≤ 0.05): 3 raised, 1 lowered." in told
     assert "raised 0 “operand” +0.90 [+0.80, +1.00]; lowered 2 “answer” −0.70 [−0.80, −0.60]." in told
+
+
+def link(feature: int) -> str:
+    return f'<span class="feature" data-feature="{feature}">{feature}</span>'
+
+
+def test_findings_link_the_features_that_they_name() -> None:
+    page = render(make())
+    assert f"raised {link(0)} “operand” +0.90 [+0.80, +1.00]; lowered {link(2)} “answer” −0.70" in page
+    assert f"lowered 2 features, most clearly {link(0)} “operand”" in page
+    assert "4 of 6 tested features moved" in page
+
+
+def test_only_features_with_a_card_are_linked_and_text_is_escaped() -> None:
+    made = make()
+    made.features["responds_to"] = ["<b>1 (x)</b>", *made.features.responds_to[1:]]
+    assert linked(made, "raised 0 “<b>1 (x)</b>” & 1 (x)") == (
+        f"raised {link(0)} “&lt;b&gt;1 (x)&lt;/b&gt;” &amp; 1 (x)"
+    )
+    assert linked(made, "Feature 3 ablated: 3 (of 5)") == f"Feature {link(3)} ablated: 3 (of 5)"
+    for plain in ("Feature 99 ablated", "Accuracy 0 (of 5)", "2 features ablated", "99 “operand”"):
+        assert linked(made, plain) == plain
 
 
 def test_a_change_within_its_interval_is_not_called_one() -> None:
