@@ -22,7 +22,7 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
 from tsae.rl.credit import Credit
-from tsae.rl.exporting import stored_logprob
+from tsae.rl.exporting import read_logprob, stored_logprob
 from tsae.rl.sampling import Curriculum
 from tsae.rl.shaping import shape_advantages, thresholded, token_weights
 from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
@@ -324,6 +324,10 @@ def test_probabilities_of_something_else_are_refused(exported: Path, tmp_path: P
     fewer = dataclasses.replace(features, rollouts=features.rollouts.select(range(4)))
     with pytest.raises(TsaeError, match="holds other trajectories than"):
         stored_logprob(fewer, "base", store)
+    narrow = make_reference(tmp_path / "base")
+    features.info["sae"]["site"] = SITE
+    with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 96"):
+        read_logprob(features, narrow)
     base = tsae.CheckpointSeries((tsae.testbed.series().base,))
     silent = tsae.capture(base, store.rollouts, [store.sites[0]], to=tmp_path / "acts", progress=False)
     with pytest.raises(TsaeError, match="holds no log-probabilities"):

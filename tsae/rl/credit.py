@@ -35,14 +35,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rl.config import CreditConfig
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
 
 FORMAT = "tsae-credit"
 
@@ -177,3 +181,20 @@ class Credit:
                 where=folder,
                 fix="Make it with `tsae credit fit`.",
             ) from error
+
+
+def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:
+    """The reference, ready to read at the SAE's site.
+
+    Raises:
+        TsaeError: where its residual stream has another width than the SAE.
+    """
+    reader = HuggingFaceReader(reference.load_model(device=device), [site])
+    width = reader.model.config.get_text_config().hidden_size
+    if width != d_model:
+        raise TsaeError(
+            f"the reference has d_model {width}, the SAE expects {d_model}",
+            where=reference.path,
+            fix="Give the checkpoint whose activations the SAE was trained on.",
+        )
+    return reader

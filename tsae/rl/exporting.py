@@ -18,12 +18,11 @@ import torch
 
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.predictions import PredictingReader
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, open_reference
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
 from tsae.rollouts.table import write_table
 
@@ -147,11 +146,12 @@ def read_logprob(
         batch_tokens: tokens in a forward pass, with padding.
 
     Raises:
-        TsaeError: where a batch does not fit into memory.
+        TsaeError: where the reference is not of the SAE's width, or a batch does not fit into memory.
     """
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
-    reading = HuggingFaceReader(reference.load_model(device=device), [features.info["sae"]["site"]])
+    sae = features.info["sae"]
+    reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
     try:
         texts = [features.token_ids[span] for span in spans]

@@ -22,10 +22,9 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
-from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, open_reference
 from tsae.rl.sampling import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
 from tsae.sae.model import TemporalSAE
@@ -86,14 +85,7 @@ class FeatureCredit:
                 where="FeatureCredit",
                 fix="Give the SAE that the features were encoded with, or learn credit on features of this one.",
             )
-        self.reader = HuggingFaceReader(reference.load_model(device=device), [self.sae.site])
-        width = self.reader.model.config.get_text_config().hidden_size
-        if width != self.sae.d_model:
-            raise TsaeError(
-                f"the reference has d_model {width}, the SAE expects {self.sae.d_model}",
-                where=reference.path,
-                fix="Give the checkpoint whose activations the SAE was trained on.",
-            )
+        self.reader = open_reference(reference, self.sae.site, self.sae.d_model, device=device)
 
     @torch.no_grad()
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
