@@ -41,12 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the rule and of the whole step, (steps,) each."""
     import torch
-    from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
 
     import tsae
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
-    from tsae.testbed.training import grpo_on_cpu
+    from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
 
     torch.set_num_threads(threads)
     base = tsae.testbed.series().base
@@ -69,15 +68,12 @@ def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.n
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             whole.append(time.perf_counter() - self.started)
 
-    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(tsae.testbed.verify(text, right)) for text, right in zip(completions, answer, strict=True)]
-
     problems = tsae.testbed.generate_problems("hard", 8 * (steps + 1), 0, "train")
     trainer = FeatureGRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(base.path, dtype="float32"),
         processing_class=tsae.testbed.make_tokenizer(),
-        reward_funcs=correct,
-        train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
+        reward_funcs=right_answers,
+        train_dataset=data_set(problems),
         callbacks=[Clock()],
         credit=timed,
         args=grpo_on_cpu(reference / "trainer", prompts=8, samples=16, max_steps=steps + 1, learning_rate=1e-4),

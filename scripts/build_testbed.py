@@ -35,8 +35,8 @@ from tsae.testbed.base import BaseConfig, ModelConfig, train_base
 from tsae.testbed.measure import Measurement, measure, to_markdown, to_records
 from tsae.testbed.problems import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.tokenizer import make_tokenizer
-from tsae.testbed.training import grpo_on_cpu
-from tsae.testbed.verifier import given_answer, verify
+from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
+from tsae.testbed.verifier import given_answer
 
 STAGES = ("base", *LEVELS, "measure")
 
@@ -226,7 +226,6 @@ def build_base(out: Path, recipe: Recipe) -> None:
 
 def build_run(out: Path, recipe: Recipe, run: str) -> None:
     """GRPO from the base on one run's problems, with TRL's own trainer and completion log."""
-    from datasets import Dataset
     from tqdm import tqdm
     from transformers import LlamaForCausalLM, TrainerCallback
     from trl import GRPOTrainer
@@ -239,7 +238,6 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     n = 1 if RUNS[run].one_problem else min(wanted, N_EASY_CHAINS) if level == "easy" else wanted
     problems = generate_problems(level, n, recipe.seed, "train") * (wanted if RUNS[run].one_problem else 1)
     chance = random.Random(recipe.seed)
-    dataset = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems])
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
     def correct(
@@ -254,7 +252,7 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         log_extra("problem_id", problem_id)
         log_extra("answer", answer)
         log_extra("completion_ids", completion_ids)
-        rewards = [float(verify(text, right)) for text, right in zip(completions, answer, strict=True)]
+        rewards = right_answers(completions, answer)
         if RUNS[run].reward == "random":
             rewards = [float(chance.random() < 0.5) for _ in rewards]
         elif RUNS[run].reward == "bare":
@@ -280,7 +278,7 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         model=LlamaForCausalLM.from_pretrained(out / "base", dtype="float32"),
         processing_class=make_tokenizer(),
         reward_funcs=correct,
-        train_dataset=dataset,
+        train_dataset=data_set(problems),
         callbacks=[Keeper()],
         args=grpo_on_cpu(
             logs,

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -28,7 +27,7 @@ from tsae.rl.shaping import shape_advantages, thresholded, token_weights
 from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 from tsae.testbed.base import ModelConfig, llama_config
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
-from tsae.testbed.training import grpo_on_cpu
+from tsae.testbed.training import data_set, grpo_on_cpu
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
@@ -63,7 +62,7 @@ def make_trainer(
         model=model,
         processing_class=tokenizer or make_tokenizer(),
         reward_funcs=reward or by_length,
-        train_dataset=Dataset.from_list([{"prompt": p.prompt, "problem_id": p.id} for p in problems]),
+        train_dataset=data_set(problems),
         args=grpo_on_cpu(
             folder,
             prompts=PROMPTS,
