@@ -165,7 +165,14 @@ def feature_table(
     )
 
 
-def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.site", special: tuple = (BOS, EOS)) -> Any:
+def synthetic_store(
+    folder: Path,
+    texts: list[np.ndarray],
+    *,
+    site: str = "x.site",
+    special: tuple = (BOS, EOS),
+    dtype: str = "float32",
+) -> Any:
     """A store of one reader whose activations are given: one (n_tokens, d_model) array a trajectory and problem.
 
     The first token of a trajectory is its prompt, the others are its response; none of them is special.
@@ -191,7 +198,7 @@ def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.sit
     offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
     ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
     activations = {site: torch.from_numpy(np.concatenate(texts).astype(np.float32))}
-    write_shard(folder / "base" / "00000.h5", activations, "float32", ids, offsets, np.arange(len(texts)))
+    write_shard(folder / "base" / "00000.h5", activations, dtype, ids, offsets, np.arange(len(texts)))
     rollouts.write(folder / "rollouts.parquet")
     shard = {"file": "base/00000.h5", "n_tokens": int(offsets[-1]), "n_trajectories": len(texts)}
     reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "shards": [shard]}
@@ -199,7 +206,7 @@ def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.sit
         "format": FORMAT,
         "version": VERSION,
         "complete": True,
-        "dtype": "float32",
+        "dtype": dtype,
         "sites": {site: {"d_model": texts[0].shape[1]}},
         "rollouts": rollouts.fingerprint,
         "special_ids": list(special),
@@ -207,3 +214,12 @@ def synthetic_store(folder: Path, texts: list[np.ndarray], *, site: str = "x.sit
     }
     write_json(folder / "manifest.json", manifest)
     return ActivationStore(folder)
+
+
+def overwrite(shard: Any, site: str, values: Any) -> None:
+    """Other float32 activations in a shard, and their norms."""
+    values = np.broadcast_to(np.asarray(values, np.float32), shard.raw(site).shape)
+    for raw, new in ((shard.raw(site), values), (shard.norms(site), np.linalg.norm(values, axis=1))):
+        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
+        writable[:] = new
+        writable.flush()

@@ -110,7 +110,7 @@ def test_the_threshold_counts_as_one_batch(second: ActivationStore, base: Path) 
     trainer = trainer_of(second, start)
     smallest = [start.threshold.item() * trainer.scale]
     for _, batch in zip(range(3), Windows(second, SITE, held_out=False).epoch(0, SHORT.batch_tokens), strict=False):
-        pre = trainer.sae.preactivations(torch.from_numpy(batch.x) * trainer.scale).detach()
+        pre = trainer.sae.preactivations(batch.x * trainer.scale).detach()
         smallest.append(float(pre.flatten().sort().values[-CONFIG.k * len(batch.x)].clamp_min(0)))
         trainer.step(batch)
     weights = 0.99 ** np.arange(4)[::-1]

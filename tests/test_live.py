@@ -21,6 +21,7 @@ from test_long_runs import checkpoint, same_files, start
 
 import tsae
 from tsae.activations.live import LiveSource, LiveWindows, _equal_blocks
+from tsae.activations.segments import unpacked
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
@@ -53,17 +54,17 @@ class Recording(LiveWindows):
             super()._fill(epoch, block, windows)
             self.fills.append((epoch, block, len(self._buffer)))
 
-    def _divided(self, windows: np.ndarray, numbers: range) -> Any:
-        for number, part in super()._divided(windows, numbers):
-            tokens = []
-            for at, low, length in part[np.lexsort((part[:, 1], part[:, 0]))].tolist():
-                shard = self.shards[at]
-                text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
-                assert low + length <= shard.offsets[text + 1]  # within one trajectory
-                first = low - int(shard.offsets[text])
-                tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
-            self.read.append(tokens)
-            yield number, part
+    def _plan(self, number: int, windows: np.ndarray, *rest: Any) -> Any:
+        tokens = []
+        for place, length in sorted(zip(*map(np.ndarray.tolist, unpacked(windows, self._bits)), strict=True)):
+            at = int(np.searchsorted(self._base, place, side="right")) - 1
+            shard, low = self.shards[at], place - int(self._base[at])
+            text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
+            assert low + length <= shard.offsets[text + 1]  # within one trajectory
+            first = low - int(shard.offsets[text])
+            tokens += [(shard.reader, int(shard.trajectory[text]), first + i) for i in range(length)]
+        self.read.append(tokens)
+        return super()._plan(number, windows, *rest)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +117,8 @@ def test_an_epoch_is_every_counted_token_once_as_the_store_has_it(
         # Outliers apart, and there are none, a batch without pairs alone is left out.
         given = [tokens for tokens in windows.read if len(tokens) > 3]
         for batch, tokens in zip(batches, given, strict=True):
-            x = batch.x if batch.others is None else np.concatenate([batch.x, batch.others])
-            np.testing.assert_allclose(batch.x, np.stack([stored[t] for t in tokens]), atol=1e-5)
+            x = (batch.x if batch.others is None else torch.cat([batch.x, batch.others])).numpy()
+            np.testing.assert_allclose(batch.x.numpy(), np.stack([stored[t] for t in tokens]), atol=1e-5)
             assert batch.trajectory.tolist() == [row for _, row, _ in tokens]
             for partner, token in batch.pairs.tolist():
                 reader, row, t = tokens[token]
@@ -180,7 +181,7 @@ def test_what_lies_behind_is_not_computed(source: LiveSource) -> None:
         again = Recording(source, SITE)
         rest = list(again.epoch(2, 64, start=begin))
         assert [b.number for b in rest] == [b.number for b in every[begin:]]
-        assert all(a.x.tobytes() == b.x.tobytes() for a, b in zip(rest, every[begin:], strict=True))
+        assert all(torch.equal(a.x, b.x) for a, b in zip(rest, every[begin:], strict=True))
         blocks = [block for epoch, block, _ in again.fills if epoch == 2]
         assert blocks == list(range(n_blocks - len(blocks), n_blocks))
     assert len(blocks) == 0
@@ -226,8 +227,8 @@ def test_shares_make_up_the_whole(source: LiveSource) -> None:
     whole = list(LiveWindows(source, SITE).epoch(0, 64))
     shares = [list(LiveWindows(source, SITE).epoch(0, 64, share=(i, 2))) for i in range(2)]
     for batch, *parts in zip(whole, *shares, strict=True):
-        together = np.concatenate([part.x for part in parts])
-        assert sorted(map(bytes, together)) == sorted(map(bytes, batch.x))
+        together = torch.cat([part.x for part in parts]).numpy()
+        assert sorted(map(bytes, together)) == sorted(map(bytes, batch.x.numpy()))
 
 
 def test_a_subset_runs_no_other_reader(source: LiveSource, series: CheckpointSeries, rollouts: Any) -> None:
@@ -268,7 +269,7 @@ def test_models_that_are_loaded_in_turn_give_the_same_bits(
     for models in (None, 1):
         loaded.clear()
         source = LiveSource(series, rollouts, SITE, config=replace(CONFIG, models=models))
-        found.append([batch.x.tobytes() for batch in LiveWindows(source, SITE).epoch(0, 64)])
+        found.append([batch.x.numpy().tobytes() for batch in LiveWindows(source, SITE).epoch(0, 64)])
         assert len(source._readers) <= (models or 2)
         assert (len(loaded) > 5) == (models == 1), loaded
     assert found[0] == found[1]
@@ -281,7 +282,7 @@ def test_the_buffer_rounds_as_a_store_does(series: CheckpointSeries, rollouts: A
     store = tsae.capture(series.select([]), one, [SITE], to=tmp_path / "acts", config=config, progress=False)
     source = LiveSource(series.select([]), one, SITE, config=replace(CONFIG, dtype=dtype))
     a, b = (next(s.windows(SITE, max_norm=1e6).epoch(0, 64)) for s in (source, store))
-    assert sorted(map(bytes, a.x)) == sorted(map(bytes, b.x))
+    assert sorted(a.x.tolist()) == sorted(b.x.tolist())
 
 
 def live_run(series: Path, rollouts: Path, folder: Path) -> None:
@@ -364,7 +365,7 @@ def test_a_buffer_that_does_not_fit_into_memory_is_read_in_smaller_batches(
         assert sum(tokens <= 30 for tokens in tried) > 10
     # Everything is there, in the same order, and short of memory at the same sizes again it is the same to the bit.
     for batch, a, b in zip(expected, *found, strict=True):
-        assert a.x.tobytes() == b.x.tobytes()
+        assert torch.equal(a.x, b.x)
         assert a.trajectory.tolist() == batch.trajectory.tolist()
         np.testing.assert_allclose(a.x, batch.x, atol=1e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 from builders import synthetic_store
 
 from tsae.activations.memory import Reused
-from tsae.activations.store import as_float32, take_rows
 from tsae.activations.windows import Windows
 
 SITE = "x.site"
 
 
-def address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])
+def address(x: np.ndarray | torch.Tensor) -> int:
+    return int(np.asarray(x).__array_interface__["data"][0])
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_two_threads_never_get_the_same_memory() -> None:
 
 def test_batches_that_are_kept_stay_as_they_are(windows: Windows) -> None:
     every = list(windows.epoch(1, 100))
-    copies = [[a.copy() for a in (b.x, b.others, b.pairs, b.trajectory)] for b in windows.epoch(1, 100)]  # type: ignore[union-attr]
+    copies = [[deepcopy(a) for a in (b.x, b.others, b.pairs, b.trajectory)] for b in windows.epoch(1, 100)]
     assert len(every) == len(copies) > 10
     for batch, wanted in zip(every, copies, strict=True):
         for found, expected in zip((batch.x, batch.others, batch.pairs, batch.trajectory), wanted, strict=True):
@@ -139,13 +139,16 @@ def test_leaving_an_epoch_ends_what_reads_ahead(windows: Windows) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("n", [0, 1, 512, 1300])
-def test_rows_are_taken_as_stored(tmp_path: Path, dtype: str, n: int) -> None:
-    rng = np.random.default_rng(n)
-    values = torch.from_numpy(rng.standard_normal((700, 6)).astype(np.float32)).to(getattr(torch, dtype))
-    raw = (values.view(torch.uint16) if dtype == "bfloat16" else values).numpy()
-    rows = rng.integers(0, 700, n)
-    out = np.empty((n, 6), np.float32)
-    take_rows(raw, rows, dtype, out)
-    np.testing.assert_array_equal(out, values.float().numpy()[rows])
-    np.testing.assert_array_equal(out, as_float32(raw[rows], dtype))
+def test_batches_are_the_rows_that_are_stored(tmp_path: Path, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    texts = [rng.standard_normal((30, 6)).astype(np.float32) for _ in range(40)]
+    store = synthetic_store(tmp_path / "acts", texts, dtype=dtype)
+    rounded = torch.from_numpy(np.concatenate(texts)).to(getattr(torch, dtype))
+    for partner in ("previous", "earlier"):
+        windows = Windows(store, SITE, partner=partner, max_norm=1e6)  # type: ignore[arg-type]
+        batches = list(windows.epoch(0, 100))
+        assert all(batch.x.dtype == rounded.dtype for batch in batches)
+        assert sorted(torch.cat([batch.x for batch in batches]).tolist()) == sorted(rounded.tolist())
+    others = torch.cat([batch.others for batch in batches if batch.others is not None])
+    assert len(others) > 500
+    assert set(map(tuple, others.tolist())) <= set(map(tuple, rounded.tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import subprocess
@@ -25,9 +26,10 @@ from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.checking import exact, find_verifier, last_number
 from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.difficulty import pass_rates, wilson_interval
+from tsae.rollouts.parquet import read_outline, write_table
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.sampling import encode_prompt, sample
-from tsae.rollouts.table import SCHEMA, Rollouts, read_outline, write_table
+from tsae.rollouts.table import SCHEMA, Rollouts
 
 
 def table_of(**changes: Any) -> pa.Table:
@@ -78,6 +80,112 @@ def test_the_fingerprint_is_of_the_trajectories() -> None:
     sliced = Rollouts(pa.concat_tables([table_of(), table_of()]).slice(3, 3))
     assert sliced.fingerprint == one.fingerprint
     assert sliced.lengths("response_ids").tolist() == [1, 2, 3]
+
+
+def many_tokens(n: int, length: int = 500) -> Rollouts:
+    """Rollouts of n tokens."""
+    ids = np.random.default_rng(n).integers(0, 50_000, n).astype(np.int32)
+    rows, half = n // length, length // 2
+    starts = pa.array(np.arange(rows + 1) * half, pa.int32())
+    columns = {
+        name: pa.ListArray.from_arrays(starts, pa.array(np.ascontiguousarray(part.ravel())))
+        for name, part in zip(
+            ("prompt_ids", "response_ids"), np.split(ids.reshape(rows, length), 2, axis=1), strict=True
+        )
+    }
+    texts = {name: [f"{name} of {row // 8}" for row in range(rows)] for name in ("problem_id", "prompt", "response")}
+    return Rollouts(pa.table({**columns, **texts, "policy": ["base"] * rows, "outcome": ["unknown"] * rows}))
+
+
+def test_the_file_and_its_hash_do_not_depend_on_how_the_table_lies_in_memory(tmp_path: Path) -> None:
+    whole = many_tokens(600_000)
+    parts = pa.concat_tables([whole.table.slice(low, 217) for low in range(0, len(whole), 217)])
+    scattered = Rollouts(pa.concat_tables([whole.table.slice(0, 0), parts]))
+    assert scattered.table["response_ids"].num_chunks > 4
+    assert scattered.fingerprint == whole.fingerprint
+    assert scattered.labels_fingerprint == whole.labels_fingerprint
+    first, second = whole.write(tmp_path / "a.parquet"), scattered.write(tmp_path / "b.parquet")
+    assert first.read_bytes() == second.read_bytes()
+    assert [pq.ParquetFile(first).metadata.row_group(i).num_rows for i in range(3)] == [524, 524, 152]
+    assert Rollouts.read(first).table.equals(whole.table)
+    assert Rollouts.read_rows(first, np.arange(len(whole)) % 7 == 3).table.equals(whole.table[3::7])
+
+
+def test_the_fingerprints_are_of_the_joined_columns() -> None:
+    rollouts = make_rollouts(("base", "easy"))
+    digest = hashlib.sha256()
+    for name in ("problem_id", "policy"):
+        digest.update("\0".join(rollouts.table[name].to_pylist()).encode())
+    for name in ("prompt_ids", "response_ids"):
+        lists = rollouts.table[name].to_pylist()
+        digest.update(np.cumsum([0, *map(len, lists)]).astype(np.int32).tobytes())
+        digest.update(np.concatenate(lists).astype(np.int32).tobytes())
+    assert rollouts.fingerprint == digest.hexdigest()[:16]
+    labels = hashlib.sha256()
+    for name in ("outcome", "reward", "advantage", "band"):
+        labels.update(json.dumps(rollouts.table[name].to_pylist()).encode())
+    assert rollouts.labels_fingerprint == labels.hexdigest()[:16]
+
+
+def test_columns_that_others_wrote_are_read_piece_by_piece(tmp_path: Path) -> None:
+    """Categories may differ from row group to row group, and a table may have no rows."""
+    one, other = (
+        table_of(run=pa.array(names).dictionary_encode(), problem_id=pa.array(ids).dictionary_encode())
+        for names, ids in ((["a", "b", "a"], ["p", "q", "q"]), (["c", "c", "a"], ["r", "p", "s"]))
+    )
+    with pq.ParquetWriter(tmp_path / "two.parquet", one.schema) as writer:
+        writer.write_table(one)
+        writer.write_table(other)
+    found = Rollouts.read(tmp_path / "two.parquet")
+    assert found.table["run"].to_pylist() == ["a", "b", "a", "c", "c", "a"]
+    assert found.table["problem_id"].to_pylist() == ["p", "q", "q", "r", "p", "s"]
+    assert found.tokens(3)[1].tolist() == found.tokens(0)[1].tolist()
+    pq.write_table(one.slice(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        Rollouts.read(tmp_path / "none.parquet")
+
+
+def in_a_process(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_no_room_for_the_temporary_file_is_said(tmp_path: Path) -> None:
+    file = many_tokens(600_000).write(tmp_path / "r.parquet")
+    code = (
+        "import resource, sys, tsae\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try:\n"
+        "    tsae.Rollouts.read(sys.argv[1])\n"
+        "except tsae.TsaeError as error:\n"
+        "    print(error)\n"
+    )
+    done = in_a_process(code, file)
+    assert "cannot unpack rollouts into a temporary file (File too large)" in done.stdout, done.stderr
+    assert "let TMPDIR name another folder" in done.stdout
+
+
+def test_reading_and_writing_take_no_more_memory_for_more_tokens(tmp_path: Path) -> None:
+    # Arrow's memory, and numpy's and Python's, at their highest.
+    code = (
+        "import sys, tracemalloc, pyarrow as pa\n"
+        "from tsae.activations.config import CaptureConfig\n"
+        "from tsae.activations.plan import check_context, plan_readers\n"
+        "from tsae.rollouts.table import Rollouts\n"
+        "tracemalloc.start()\n"
+        "rollouts = Rollouts.read(sys.argv[1])\n"
+        "rollouts.fingerprint, rollouts.labels_fingerprint, rollouts.policies, rollouts.n_problems\n"
+        "check_context(rollouts, 500, 50_000)\n"
+        "plan_readers(['base'], rollouts, CaptureConfig())\n"
+        "rollouts.write(sys.argv[1] + '.copy')\n"
+        "print(pa.default_memory_pool().max_memory(), tracemalloc.get_traced_memory()[1])\n"
+    )
+    peaks = []
+    for n in (500_000, 2_500_000):
+        done = in_a_process(code, many_tokens(n).write(tmp_path / f"{n}.parquet"))
+        assert done.returncode == 0, done.stderr
+        peaks.append(sum(map(int, done.stdout.split())))
+    # The additional ids alone have 8 MB.
+    assert peaks[1] < peaks[0] + 2e6, peaks
 
 
 @pytest.mark.parametrize("column", ["problem_id", "policy", "prompt_ids", "response_ids", "outcome"])
@@ -464,7 +572,7 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     assert encode_prompt(tokenizer, "1+1?", "plain") == plain
 
 
-def test_parts_of_a_file_are_read_without_the_rest_in_memory(tmp_path: Path) -> None:
+def test_a_file_is_read_without_all_of_it_in_memory(tmp_path: Path) -> None:
     few = make_rollouts(n_problems=16, n_samples=4)
     few = few.with_column("prompt", [f"{i} {'long ' * 4000}" for i in range(len(few))])
     whole = Rollouts(pa.concat_tables([few.table] * 20), {"tokenizer": "t"})
@@ -475,16 +583,18 @@ def test_parts_of_a_file_are_read_without_the_rest_in_memory(tmp_path: Path) -> 
     # Peaks so far, in a process of its own: a memory pool's highest mark does not go down.
     code = (
         "import sys, numpy as np, pyarrow as pa\n"
-        "from tsae.rollouts.table import Rollouts, read_outline\n"
+        "from tsae.rollouts.parquet import read_outline\n"
+        "from tsae.rollouts.table import Rollouts\n"
         "for read in (read_outline, lambda f: Rollouts.read_rows(f, np.arange(1280) % 97 == 5), Rollouts.read):\n"
         "    found = read(sys.argv[1])\n"
         "    print(pa.default_memory_pool().max_memory())\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
     outlined, some, everything = map(int, done.stdout.split())
-    assert everything > 25e6  # 1,280 prompts of 20 kB
+    # The 1,280 prompts have 20 kB each. Read, they lie in a mapped file.
     assert outlined < 1e6
     assert some < 8e6
+    assert everything < 8e6
     found = Rollouts.read_rows(file, rows)
     assert found.table.equals(whole.select(rows).table)
     assert found.info == whole.info

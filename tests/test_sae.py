@@ -542,7 +542,7 @@ def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationSto
     def contrast(sae: TemporalSAE) -> float:
         """InfoNCE over pairs of held-out trajectories, lower is more alike."""
         batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
-        codes, pairs = sae.encode_high(torch.from_numpy(batch.x)), torch.from_numpy(batch.pairs)
+        codes, pairs = sae.encode_high(batch.x), torch.from_numpy(batch.pairs)
         return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
 
     assert contrast(temporal) < contrast(plain) - 0.1
@@ -623,7 +623,7 @@ def test_a_geometric_median_that_is_a_row_is_met() -> None:
 def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
     store, _ = planted
     windows = Windows(store, "x.site", held_out=False)
-    sample = next(windows.epoch(0, 16_384)).x
+    sample = next(windows.epoch(0, 16_384)).x.numpy()
     assert len(sample) == 5400
     for kind, expected in (
         ("geometric_median", geometric_median(sample)),

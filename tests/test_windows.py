@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from builders import BOS, EOS
+from builders import BOS, EOS, overwrite, synthetic_store
 
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
@@ -102,7 +103,7 @@ def numbered_store(
     return ActivationStore(folder), tokens
 
 
-def numbers(x: np.ndarray) -> list[int]:
+def numbers(x: torch.Tensor) -> list[int]:
     return [int(n) for n in x[:, 0]]
 
 
@@ -237,11 +238,10 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
     texts = [Text([0], [1, 2, 3, 4, SEMICOLON, 1, 2, 3, 4]) for _ in range(6)]
     store, tokens = numbered_store(tmp_path / "acts", texts)
     shard = next(store.shards())
-    raw = shard.raw(SITE)
-    writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
     large = {n for n, token in enumerate(tokens) if token.position in (0, 2, 7)}
-    writable[sorted(large), 1] = 1e6
-    writable.flush()
+    values = np.array(shard.raw(SITE))
+    values[sorted(large), 1] = 1e6
+    overwrite(shard, SITE, values)
     windows = Windows(store, SITE, partner=partner, step_ends=(SEMICOLON,) if partner == "step" else ())
     may = allowed(tokens, partner, "all", (SEMICOLON,))
     found: set[tuple[int, int]] = set()
@@ -400,10 +400,7 @@ def test_what_is_estimated_is_of_the_mixture(tmp_path: Path) -> None:
     texts = [Text([1], [2] * 9, ("base",)) for _ in range(90)] + [Text([1], [2] * 9, ("run",)) for _ in range(10)]
     store, _ = numbered_store(tmp_path / "acts", texts, runs={"base": None, "run": "a"})
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
-        writable[:] = [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0]
-        writable.flush()
+        overwrite(shard, SITE, [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0])
     balanced, plain = Windows(store, SITE, balance=("reader",)), Windows(store, SITE)
     assert plain.norms.mean == pytest.approx(1.2)
     assert balanced.norms.mean == pytest.approx(2, rel=0.01)
@@ -457,10 +454,7 @@ def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest
     store = ActivationStore(shutil.copytree(unequal[0].path, tmp_path_factory.mktemp("noisy") / "acts"))
     rng = np.random.default_rng(2)
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
-        writable[:] = (rng.random((len(raw), 12)) < 0.2) @ rng.normal(size=(12, D)) + 1
-        writable.flush()
+        overwrite(shard, SITE, (rng.random((shard.n_tokens, 12)) < 0.2) @ rng.normal(size=(12, D)) + 1)
     return store
 
 
@@ -523,10 +517,25 @@ def test_one_token_a_trajectory_trains_without_the_temporal_term(tmp_path: Path)
 def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
     for shard in store.shards():
-        raw = shard.raw(SITE)
-        np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)[:] = 0
+        overwrite(shard, SITE, 0)
     with pytest.raises(TsaeError, match=r"most activations are 0 at x\.site"):
         Windows(store, SITE)
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
     with pytest.raises(TsaeError, match=r"no token is within 0\.5 times the median norm"):
         Windows(other, SITE, max_norm=0.5)
+
+
+# --- the index
+
+
+def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> None:
+    texts = list(np.random.default_rng(0).normal(size=(3000, 500, 1)))
+    windows = synthetic_store(tmp_path, texts).windows("x.site", window=2, partner=None)
+    tracemalloc.start()
+    try:
+        order = windows._order(1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(order) > 750_000
+    assert peak < 8 * len(order) + 6e6

@@ -234,7 +234,7 @@ def _rollouts(
     import tsae
     from tsae.rollouts.drawing import band_counts, band_problems, draw_problems
     from tsae.rollouts.importing import import_log
-    from tsae.rollouts.table import read_outline
+    from tsae.rollouts.parquet import read_outline
 
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"

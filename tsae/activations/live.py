@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsae.activations.config import LiveConfig
-from tsae.activations.memory import Reused
 from tsae.activations.plan import cut
 from tsae.activations.readers import open_base, open_reader
 from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.segments import cut_windows
 from tsae.activations.source import Source
-from tsae.activations.store import FORMAT, VERSION, Shard
-from tsae.activations.windows import TokenBatch, Windows
+from tsae.activations.store import FORMAT, VERSION, Shard, as_stored
+from tsae.activations.windows import Rows, TokenBatch, Windows
 from tsae.activations.writing import raise_not_finite
 from tsae.errors import TsaeError
 
@@ -232,12 +232,15 @@ class LiveWindows(Windows):
             first += n_batches
             if numbers.stop > start:
                 self._fill(number, block, windows)
-                yield from self._batches(windows, number, numbers, start, share)
+                yield from self._batches(self._packed(windows), number, numbers, start, share)
 
     def _beginning(self) -> np.ndarray:
         windows = self._blocks(0)[0]
         self._fill(0, 0, windows)
-        return windows
+        return self._packed(windows)
+
+    def _packed(self, windows: np.ndarray) -> np.ndarray:
+        return self._begin(windows) << self._bits | windows[:, 2]
 
     def _blocks(self, epoch: int) -> list[np.ndarray]:
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
@@ -253,7 +256,7 @@ class LiveWindows(Windows):
                     rank = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(self._texts))
                     mine = mine[np.argsort(rank[text_of_segment[mine]], kind="stable")]
                 offset = int(np.random.default_rng([self.seed, number]).integers(self.window))
-                windows = self._cut(self.segments[mine], offset)
+                windows = cut_windows(self.segments[mine], self.window, offset)
                 begins = windows[:, 2].cumsum() - windows[:, 2]
                 parts.append(windows[(begins >= low) & (begins < high)])
                 # A trajectory that two passes of an epoch read comes as two, which may fall into different blocks.
@@ -303,17 +306,25 @@ class LiveWindows(Windows):
                     first = int(self._held[segment] - self._texts[mine[t]])
                     row, n = int(self._row[segment]), int(length[segment])
                     self._buffer[row : row + n] = values[first : first + n]
+        self._held_norms = torch.cat(
+            [torch.linalg.vector_norm(x.float(), dim=1) for x in self._buffer.split(8192)]
+        ).numpy()
         self._filled = (epoch, block)
 
-    def _gather(self, shard: np.ndarray, position: np.ndarray, memory: Reused) -> np.ndarray:
-        import torch
+    @property
+    def _maps(self) -> list[np.ndarray]:
+        """The buffer in place of shards."""
+        return [as_stored(self._buffer)]
 
-        place = self._base[shard] + position
+    def _rows_of(self, place: np.ndarray) -> Rows:
         segment = np.searchsorted(self._held, place, side="right") - 1
-        row = self._row[segment] + place - self._held[segment]
-        x = memory.empty(len(row), self.d_model, np.float32)
-        torch.from_numpy(x).copy_(self._buffer[torch.from_numpy(row)])
-        return x
+        return [(0, self._row[segment] + place - self._held[segment])]
+
+    def _norm(self, place: np.ndarray) -> np.ndarray:
+        return np.asarray(self._held_norms[self._rows_of(place)[0][1]])
+
+    def _inside(self, place: np.ndarray) -> np.ndarray:
+        return np.asarray(self._norm(place) <= self.norms.limit)
 
 
 def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:

@@ -17,41 +17,38 @@ from tsae.activations.store import Shard
 class Partners:
     """Draws a partner for every token.
 
+    A token's place is its position in all shards together.
+
     Args:
-        segments: (n_segments, 3) shard, first token and number of counted tokens; ascending.
+        begins: (n_segments,) places at which runs of counted tokens begin; ascending.
+        lengths: (n_segments,) tokens of each run.
         blocks: (n_blocks,) ranks at which blocks begin; ascending, the first is 0.
-        shards: whose lengths are needed.
     """
 
-    def __init__(self, segments: np.ndarray, blocks: np.ndarray, shards: Sequence[Shard]) -> None:
-        self._segments, self._blocks = segments, blocks
-        ends = segments[:, 2].cumsum()
-        self._before = ends - segments[:, 2]  # (n_segments,) rank of a segment's first token
-        self._base = np.cumsum([0, *(shard.n_tokens for shard in shards)])
-        self._start = self._base[segments[:, 0]] + segments[:, 1]  # (n_segments,) place in all shards together
+    def __init__(self, begins: np.ndarray, lengths: np.ndarray, blocks: np.ndarray) -> None:
+        self._begins, self._blocks = begins, blocks
+        ends = lengths.cumsum()
+        self._before = ends - lengths  # (n_segments,) rank of a segment's first token
         self.longest = int(np.diff(blocks, append=ends[-1]).max())
         """Tokens of the longest block."""
 
-    def draw(self, shard: np.ndarray, position: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, place: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """(n,) rank of a partner, each earlier token of the block being equally likely; −1 for the first of a block.
 
         Args:
-            shard: (n,) of counted tokens.
-            position: (n,) in the shard.
+            place: (n,) of counted tokens.
             rng: gives one number a token.
         """
-        place = self._base[shard] + position
-        segment = np.searchsorted(self._start, place, side="right") - 1
-        rank = self._before[segment] + place - self._start[segment]
+        segment = np.searchsorted(self._begins, place, side="right") - 1
+        rank = self._before[segment] + place - self._begins[segment]
         first = self._blocks[np.searchsorted(self._blocks, rank, side="right") - 1]
         drawn = first + (rng.random(len(rank)) * (rank - first)).astype(np.int64)
         return np.where(rank > first, drawn, -1)
 
-    def place(self, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard, position in it) of tokens of the given ranks."""
+    def place(self, rank: np.ndarray) -> np.ndarray:
+        """(n,) places of the tokens of given ranks."""
         segment = np.searchsorted(self._before, rank, side="right") - 1
-        shard, start, _ = self._segments[segment].T
-        return shard, start + rank - self._before[segment]
+        return np.asarray(self._begins[segment] + rank - self._before[segment])
 
 
 def blocks(

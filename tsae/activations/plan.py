@@ -27,33 +27,40 @@ class Piece(NamedTuple):
 
 def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) -> dict[str, np.ndarray]:
     """Row ids of the trajectories that each reader reads; the first of the ids is the base's."""
-    policy = np.array(rollouts.table["policy"].to_pylist())
-    base, plan = ids[0], config.plan
+    base, plan, policies = ids[0], config.plan, rollouts.policies
     if plan == "auto":
-        plan = "paired" if set(policy) <= set(ids) and base in policy else "all"
+        plan = "paired" if set(policies) <= set(ids) and base in policies else "all"
     everything = np.arange(len(rollouts))
     if plan == "all":
         return dict.fromkeys(ids, everything)
     if plan == "own":
-        return {id: _sampled_by(id, policy) for id in ids}
-    if base not in policy:
+        return {id: _sampled_by(id, rollouts) for id in ids}
+    if base not in policies:
         raise TsaeError(
-            f"no trajectory was sampled by the base {base!r}; policies are {', '.join(rollouts.policies)}",
+            f"no trajectory was sampled by the base {base!r}; policies are {', '.join(policies)}",
             where="CaptureConfig.plan",
             fix='Sample from the base too, or use plan="all".',
         )
-    return {id: everything if id == base else np.flatnonzero((policy == base) | (policy == id)) for id in ids}
+    return {id: everything if id == base else _rows_of([base, id], rollouts) for id in ids}
 
 
-def _sampled_by(id: str, policy: np.ndarray) -> np.ndarray:
-    rows = np.flatnonzero(policy == id)
+def _sampled_by(id: str, rollouts: Rollouts) -> np.ndarray:
+    rows = _rows_of([id], rollouts)
     if not len(rows):
         raise TsaeError(
-            f"no trajectory was sampled by {id!r}; policies are {', '.join(dict.fromkeys(policy))}",
+            f"no trajectory was sampled by {id!r}; policies are {', '.join(rollouts.policies)}",
             where="CaptureConfig.plan",
             fix="Sample from it too, leave that checkpoint out, or use another plan.",
         )
     return rows
+
+
+def _rows_of(policies: list[str], rollouts: Rollouts) -> np.ndarray:
+    """Row ids of what some policies sampled."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return np.flatnonzero(pc.is_in(rollouts.table["policy"], value_set=pa.array(policies)).to_numpy())
 
 
 def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) -> Iterator[Piece]:
@@ -90,10 +97,12 @@ def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> N
             fix="Leave out trajectories longer than the context.",
         )
     for name in ("prompt_ids", "response_ids"):
-        values = rollouts.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        if values.min() < 0 or values.max() >= vocabulary:
+        # Chunk by chunk: joined, they would be copied into memory.
+        found = [chunk.flatten().to_numpy() for chunk in rollouts.table[name].chunks if len(chunk)]
+        low, high = min(int(ids.min()) for ids in found), max(int(ids.max()) for ids in found)
+        if low < 0 or high >= vocabulary:
             raise TsaeError(
-                f"{name} holds token id {values.max() if values.max() >= vocabulary else values.min()}, "
+                f"{name} holds token id {high if high >= vocabulary else low}, "
                 f"outside the model's vocabulary of {vocabulary}",
                 where=rollouts.origin,
                 fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",

@@ -7,6 +7,7 @@
       rollouts.parquet    the Rollouts table that row ids refer to
       base/00000.h5       one reader's shard: whole trajectories, no padding
         /activations/<site>   (n_tokens, d_model) contiguous; float32, float16, or bfloat16 as uint16
+        /norms/<site>         (n_tokens,) float32, L2 norms of the stored values
         /token_ids            (n_tokens,) int32
         /offsets              (n_trajectories + 1,) int64
         /trajectory           (n_trajectories,) int64, row ids into the rollouts
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from tsae.activations.windows import Windows
 
 FORMAT = "tsae-activations"
-VERSION = 2
+VERSION = 3
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
 
-_REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
+REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
@@ -73,6 +74,10 @@ class Shard:
     def raw(self, site: str) -> np.ndarray:
         """(n_tokens, d_model) memory map in the stored dtype."""
         return mapped(self.path, f"activations/{site}")
+
+    def norms(self, site: str) -> np.ndarray:
+        """(n_tokens,) float32 memory map: L2 norms, so that outliers are known before any activation is read."""
+        return mapped(self.path, f"norms/{site}")
 
     def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
         """(…, d_model) float32 rows of a site."""
@@ -187,14 +192,14 @@ def open_shard(folder: Path, manifest: Mapping[str, Any], reader: str, record: M
     """
     path = inside(folder, record["file"])
     if not path.is_file():
-        raise TsaeError("a shard of the manifest is missing", where=path, fix=_REPAIR)
+        raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
     expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
     for name, found in _attributes(path).items():
         if name in expected and expected[name] not in (None, found):
             whose = "another model" if name == "weights" else "other rollouts"
             raise TsaeError(
-                f"is the shard of {whose} ({name} {found}, expected {expected[name]})", where=path, fix=_REPAIR
+                f"is the shard of {whose} ({name} {found}, expected {expected[name]})", where=path, fix=REPAIR
             )
     shard = Shard(
         path=path,
@@ -205,13 +210,15 @@ def open_shard(folder: Path, manifest: Mapping[str, Any], reader: str, record: M
         trajectory=np.asarray(mapped(path, "trajectory")),
     )
     if shard.n_tokens != record["n_tokens"]:
-        raise TsaeError(f"has {shard.n_tokens} tokens, expected {record['n_tokens']}", where=path, fix=_REPAIR)
+        raise TsaeError(f"has {shard.n_tokens} tokens, expected {record['n_tokens']}", where=path, fix=REPAIR)
     for site, info in manifest["sites"].items():
         raw, shape = shard.raw(site), (record["n_tokens"], info["d_model"])
         if raw.shape != shape:
-            raise TsaeError(f"{site} has shape {raw.shape}, expected {shape}", where=path, fix=_REPAIR)
+            raise TsaeError(f"{site} has shape {raw.shape}, expected {shape}", where=path, fix=REPAIR)
         if raw.dtype != DTYPES[shard.dtype]:
-            raise TsaeError(f"{site} is stored as {raw.dtype}, expected {shard.dtype}", where=path, fix=_REPAIR)
+            raise TsaeError(f"{site} is stored as {raw.dtype}, expected {shard.dtype}", where=path, fix=REPAIR)
+        if len(norms := shard.norms(site)) != record["n_tokens"]:
+            raise TsaeError(f"{site} has {len(norms)} norms, expected {record['n_tokens']}", where=path, fix=REPAIR)
     return shard
 
 
@@ -281,27 +288,17 @@ def sha256(path: Path) -> str:
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
     """Stored values as a writable float32 array."""
     values = np.array(raw)
-    return values if dtype == "float32" else np.asarray(_as_torch(values, dtype).float().numpy())
+    return values if dtype == "float32" else np.asarray(as_torch(values, dtype).float().numpy())
 
 
-def take_rows(raw: np.ndarray, rows: np.ndarray, dtype: str, out: np.ndarray) -> None:
-    """Write rows of stored values into (len(rows), d_model) float32."""
-    # Any other mode makes a copy first; the rows are known to be there.
-    if dtype == "float32":
-        np.take(raw, rows, axis=0, out=out, mode="clip")
-        return
+def as_stored(values: torch.Tensor) -> np.ndarray:
+    """A tensor's memory in the stored dtype."""
     import torch
 
-    # Some at a time, which are widened while they are in the cache.
-    some = 512
-    stored = np.empty((min(some, len(rows)), raw.shape[1]), raw.dtype)
-    for low in range(0, len(rows), some):
-        part = stored[: len(rows) - low]
-        np.take(raw, rows[low : low + some], axis=0, out=part, mode="clip")
-        torch.from_numpy(out[low : low + some]).copy_(_as_torch(part, dtype))
+    return np.asarray((values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy())
 
 
-def _as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
+def as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
     """Stored values in their dtype. torch widens them many times faster than numpy does float16."""
     import torch
 
@@ -327,7 +324,7 @@ def mapped(path: Path, name: str) -> np.ndarray:
         raise TsaeError(
             f"cannot read /{name} ({str(error).splitlines()[0]})",
             where=path,
-            fix=_REPAIR,
+            fix=REPAIR,
         ) from error
     if 0 in shape:
         return np.empty(shape, dtype)

@@ -12,8 +12,9 @@ is only a partner: the tokens of the windows alone are reconstructed and counted
 once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
 
 How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory,
-12 bytes a window and several times that while an epoch begins, 8 bytes a step where partners are of the step, and the
-batches that threads read ahead (`_AHEAD`); activations are read through memory maps.
+8 bytes a window, or twice that while an epoch of several passes begins; 8 bytes a step where partners are of the step;
+a bit a token that says whether it is an outlier; and the batches that are read ahead (`_AHEAD`). Activations are read
+through memory maps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -34,19 +35,33 @@ from tsae.activations.config import Axis, Partner
 from tsae.activations.memory import Reused
 from tsae.activations.mixture import Mixture
 from tsae.activations.partners import Partners, blocks
+from tsae.activations.segments import (
+    divided,
+    epoch_order,
+    find_segments,
+    kept_problems,
+    length_bits,
+    places,
+    unpacked,
+    windows_before,
+)
 from tsae.activations.source import Source
-from tsae.activations.store import Shard, TokenSpan, take_rows
+from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_torch
 from tsae.errors import TsaeError
 
 _AHEAD = 3
-"""Batches that are read ahead, each by a thread."""
+"""Batches that are read ahead."""
+
+_THREADS = 2
+"""Threads that copy them. What to copy is found out by whoever asks for batches: threads that did that as well would
+wait for each other at each of its many small steps."""
 
 
 class TokenBatch(NamedTuple):
     """Windows of adjacent tokens, and partners."""
 
-    x: np.ndarray
-    """(n, d_model) float32."""
+    x: torch.Tensor
+    """(n, d_model) in the stored precision, as are others: 16 bits are widened where they are computed with."""
     pairs: np.ndarray
     """(n_pairs, 2) rows of x: (partner, token); the partner comes earlier in the token's trajectory. Rows from n on are
     those of others."""
@@ -54,8 +69,22 @@ class TokenBatch(NamedTuple):
     """(n,) row ids into the rollouts."""
     number: int = 0
     """Place in the epoch, from 0."""
-    others: np.ndarray | None = None
-    """(m, d_model) float32: tokens that are only partners; None where all partners are in x."""
+    others: torch.Tensor | None = None
+    """(m, d_model): tokens that are only partners; None where all partners are in x."""
+
+
+class _Plan(NamedTuple):
+    """A batch before its activations are read."""
+
+    number: int
+    x: Rows
+    others: Rows | None
+    pairs: np.ndarray
+    trajectory: np.ndarray
+
+
+Rows = list[tuple[int, np.ndarray]]
+"""(number of a shard, positions in it) of tokens, shard after shard."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +146,12 @@ class Windows:
         self.max_norm = max_norm
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
-        kept = _problems(store, held_out) & store.rows
+        kept = kept_problems(store, held_out) & store.rows
         segments, begins, n_counted, n_undivided = [], [], 0, 0
         for i, shard in enumerate(self.shards):
             of_kept = np.repeat(kept[shard.trajectory], np.diff(shard.offsets))
             counted = shard.token_span(store.rollouts, span, store.special_ids) & of_kept
-            segments.append(_segments(i, shard, counted))
+            segments.append(find_segments(i, shard, counted))
             if partner in ("earlier", "step"):
                 prompts = store.rollouts.lengths("prompt_ids")[shard.trajectory] if partner == "step" else None
                 begins.append(n_counted + blocks(shard, counted, prompts, step_ends))
@@ -140,7 +169,9 @@ class Windows:
                 where=store.path,
                 fix="Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them.",
             )
-        self._partners = Partners(self.segments, np.concatenate(begins), self.shards) if begins else None
+        self._partners = (
+            Partners(self._begin(self.segments), self.segments[:, 2], np.concatenate(begins)) if begins else None
+        )
         longest = self.segments[:, 2].max() if self._partners is None else self._partners.longest
         if partner is not None and longest < 2:
             lacking = "step has two" if partner == "step" else "trajectory has two"
@@ -150,6 +181,7 @@ class Windows:
                 where=store.path,
                 fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
             )
+        self._bits = length_bits(self.segments, window)
         self.mixture = Mixture(store, self.shards, self.segments, balance)
         self.norms = self._norms(max_norm)
 
@@ -157,7 +189,8 @@ class Windows:
         """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
-        other.__dict__.pop("_maps", None)
+        for name in ("_maps", "_outliers"):
+            other.__dict__.pop(name, None)
         other.norms = other._norms(self.max_norm)
         return other
 
@@ -178,8 +211,15 @@ class Windows:
 
     def _text_of(self, windows: np.ndarray) -> np.ndarray:
         """(n,) index into `_texts` of windows or segments (n, 3)."""
-        place = self._base[windows[:, 0]] + windows[:, 1]
+        return self._text_at(self._begin(windows))
+
+    def _text_at(self, place: np.ndarray) -> np.ndarray:
+        """(n,) index into `_texts` of tokens."""
         return np.searchsorted(self._texts, place, side="right") - 1
+
+    def _begin(self, windows: np.ndarray) -> np.ndarray:
+        """(n,) place of the first token of windows or segments (n, 3) in all shards together."""
+        return self._base[windows[:, 0]] + windows[:, 1]
 
     @cached_property
     def _rows(self) -> np.ndarray:
@@ -188,23 +228,26 @@ class Windows:
 
     def sample(self, n_tokens: int) -> np.ndarray:
         """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
-        x, norm = self._first(n_tokens)
-        return x[norm <= self.norms.limit]
+        place = self._first(n_tokens)
+        place = place[self._inside(place)]
+        x = self._gather(self._rows_of(place), Reused(1))
+        self.refuse_not_finite(x, self._rows[np.searchsorted(self._texts, place, side="right") - 1])
+        return x.float().numpy()
 
-    def _first(self, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """(n, d_model) tokens of the first windows of epoch 0, and their norms."""
+    def _first(self, n_tokens: int) -> np.ndarray:
+        """(n,) places of the tokens of the first windows of epoch 0."""
         windows = self._beginning()
-        windows = windows[: max(1, np.searchsorted(windows[:, 2].cumsum(), n_tokens, side="right"))]
-        _, shard, position = _tokens(windows[np.lexsort((windows[:, 1], windows[:, 0]))])
-        x = self._gather(shard, position, Reused(1))
-        return x, self._norm(x, shard, position)
+        first = int(windows_before(windows, self._bits, np.array([n_tokens]))[0])
+        begin, length = unpacked(windows[: max(1, first)], self._bits)
+        order = np.argsort(begin, kind="stable")
+        return places(begin[order], length[order])
 
     def _beginning(self) -> np.ndarray:
-        """(n, 3) first windows of epoch 0, more of them than make a sample where there are so many."""
+        """(n,) first windows of epoch 0, packed, more of them than make a sample where there are so many."""
         return self._order(0)
 
     def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
-        _, norm = self._first(sample)
+        norm = self._norm(self._first(sample))
         median = float(np.median(norm))
         inside = norm[norm <= max_norm * median]
         if not inside.sum() > 0:
@@ -212,22 +255,47 @@ class Windows:
             raise TsaeError(f"{found} at {self.site}", where=self.store.path, fix="Check max_norm and the site.")
         return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
 
-    def _norm(self, x: np.ndarray, shard: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """(n,) L2 norms of tokens; refuses the first that is not finite."""
-        norm = torch.linalg.vector_norm(torch.from_numpy(x), dim=1).numpy()
-        if not np.isfinite(norm).all():
-            bad = int(np.flatnonzero(~np.isfinite(norm))[0])
-            found, token = self.shards[shard[bad]], int(position[bad])
-            place = int(np.searchsorted(found.offsets, token, side="right")) - 1
-            row = int(found.trajectory[place])
-            problem = self.store.rollouts.table["problem_id"][row].as_py()
-            raise TsaeError(
-                f"{self.site} is not finite in trajectory {row} (problem {problem}), "
-                f"token {token - int(found.offsets[place])}",
-                where=found.path,
-                fix="Delete the store and capture again; if it stays, the model overflows: capture in another dtype.",
-            )
-        return norm
+    def _norm(self, place: np.ndarray) -> np.ndarray:
+        """(n,) L2 norms of tokens whose shards ascend."""
+        return np.concatenate([self.shards[number].norms(self.site)[some] for number, some in self._rows_of(place)])
+
+    def _inside(self, place: np.ndarray) -> np.ndarray:
+        """(n,) bool: tokens that are no outliers."""
+        return self._outliers[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0
+
+    @cached_property
+    def _outliers(self) -> np.ndarray:
+        """A bit for each token of all shards."""
+        found = np.zeros(self._base[-1], dtype=bool)
+        for shard, low, high in zip(self.shards, self._base[:-1], self._base[1:], strict=True):
+            np.greater(shard.norms(self.site), self.norms.limit, out=found[low:high])
+        return np.packbits(found, bitorder="little")
+
+    def refuse_not_finite(self, x: torch.Tensor, trajectory: np.ndarray) -> None:
+        """Name a token that is not finite; nothing where all are.
+
+        Captures are finite, and reading batches does not look again: this is for who finds that something was changed.
+
+        Args:
+            x: (n, d_model) tokens of a batch.
+            trajectory: (n,) row ids into the rollouts.
+
+        Raises:
+            TsaeError: says where it is.
+        """
+        rows = trajectory[~torch.isfinite(x).all(dim=1).numpy()]
+        for shard in self.shards if len(rows) else ():
+            for place in np.flatnonzero(np.isin(shard.trajectory, rows)):
+                low, high = shard.offsets[place : place + 2]
+                bad = np.flatnonzero(~np.isfinite(shard.read(self.site, slice(low, high))).all(axis=1))
+                if len(bad):
+                    row = int(shard.trajectory[place])
+                    problem = self.store.rollouts.table["problem_id"][row].as_py()
+                    raise TsaeError(
+                        f"{self.site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}",
+                        where=shard.path,
+                        fix=REPAIR,
+                    )
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -251,146 +319,80 @@ class Windows:
     def _batches(
         self, windows: np.ndarray, epoch: int, numbers: range, start: int, share: tuple[int, int]
     ) -> Iterator[TokenBatch]:
-        """Windows in their order as batches of the given numbers, from the number `start` on."""
-        due = ((number, part) for number, part in self._divided(windows, numbers) if number >= start)
-        # For every batch that is read ahead, the last and the one before it: x, what is left of it, and others.
-        memory = Reused(3 * (_AHEAD + 2))
-        with ThreadPoolExecutor(_AHEAD) as threads:
+        """Packed windows in their order as batches of the given numbers, from the number `start` on."""
+        plans = (
+            self._plan(number, part, share, np.random.default_rng([self.seed, epoch, number, 1]))
+            for number, part in divided(windows, self._bits, numbers)
+            if number >= start
+        )
+        due = (
+            plan for plan in plans if len(plan.pairs) or share[1] > 1 or (self.partner is None and len(plan.trajectory))
+        )
+        # For every batch that is read ahead, the last and the one before it: x and others.
+        memory = Reused(2 * (_AHEAD + 2))
+        with ThreadPoolExecutor(_THREADS) as threads:
 
-            def begin(number: int, part: np.ndarray) -> tuple[int, Future[TokenBatch]]:
-                rng = np.random.default_rng([self.seed, epoch, number, 1])
-                return number, threads.submit(self._batch, part, share, rng, memory)
+            def begin(plan: _Plan) -> tuple[_Plan, list[Future[torch.Tensor]]]:
+                read = [plan.x] if plan.others is None else [plan.x, plan.others]
+                return plan, [threads.submit(self._gather, rows, memory) for rows in read]
 
-            ahead = deque(begin(*one) for one in islice(due, _AHEAD))
+            ahead = deque(map(begin, islice(due, _AHEAD)))
             while ahead:
-                number, found = ahead.popleft()
-                batch = found.result()
-                ahead.extend(begin(*one) for one in islice(due, 1))
-                if len(batch.pairs) or share[1] > 1 or (self.partner is None and len(batch.x)):
-                    yield batch._replace(number=number)
+                plan, reading = ahead.popleft()
+                x, *others = [one.result() for one in reading]
+                ahead.extend(map(begin, islice(due, 1)))
+                yield TokenBatch(x, plan.pairs, plan.trajectory, plan.number, *others)
                 # So that its memory is free for another.
-                del found, batch
-
-    def _divided(self, windows: np.ndarray, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
-        """(number, windows) of every batch that has any.
-
-        Batches are of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
-        would treat differently.
-        """
-        ends = windows[:, 2].cumsum()
-        n_batches = len(numbers)
-        bounds = np.searchsorted(ends, np.arange(n_batches + 1) * ends[-1] // n_batches, side="right")
-        for number, (low, high) in zip(numbers, pairwise(bounds.tolist()), strict=True):
-            if low < high:
-                yield number, windows[low:high]
+                del reading, x, others
 
     def _order(self, epoch: int) -> np.ndarray:
-        """(n_windows, 3) shard, first token and number of tokens of every window that an epoch reads, in its order."""
-        parts = []
-        for cell, info in enumerate(self.mixture.cells):
-            mine = self.segments[self.mixture.cell_of == cell]
-            for number, low, high in self.mixture.passes(cell, epoch):
-                windows = self._cut(mine, int(np.random.default_rng([self.seed, number]).integers(self.window)))
-                if high - low < info.tokens:
-                    order = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(windows))
-                    begins = windows[order, 2].cumsum() - windows[order, 2]
-                    windows = windows[order[(begins >= low) & (begins < high)]]
-                parts.append(windows)
-        windows = np.concatenate(parts)
-        if len(parts) > 1:
-            windows = windows[np.lexsort((windows[:, 1], windows[:, 0]))]
-        rng = np.random.default_rng([self.seed, epoch])
-        rng.integers(self.window)  # the offset of the pass of this number
-        # As rng.shuffle(windows) orders them, which is many times slower.
-        return windows[rng.permutation(len(windows))]
+        """(n_windows,) packed, every window that an epoch reads, in its order."""
+        return epoch_order(self.segments, self._base, self.mixture, self.window, self._bits, self.seed, epoch)
 
-    def _cut(self, segments: np.ndarray, offset: int) -> np.ndarray:
-        """(n_windows, 3): segments cut into windows, the first of each of `window − offset` tokens."""
-        shard, start, length = segments.T
-        n = (length + offset + self.window - 1) // self.window
-        which = np.repeat(np.arange(len(n)), n)
-        low = (np.arange(len(which)) - (n.cumsum() - n)[which]) * self.window - offset
-        windows = np.empty((len(which), 3), segments.dtype)
-        windows[:, 0], windows[:, 1] = shard[which], start[which]
-        windows[:, 2] = np.minimum(low + self.window, length[which])
-        np.maximum(low, 0, out=low)
-        windows[:, 1] += low
-        windows[:, 2] -= low
-        return windows
-
-    def _batch(
-        self, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator, memory: Reused
-    ) -> TokenBatch:
-        order = np.lexsort((windows[:, 1], windows[:, 0]))
-        windows, mine = windows[order], order % share[1] == share[0]
-        drawn = None
-        if self._partners is not None:
-            # Drawn for the whole batch, so that a token has the same partner whatever the share.
-            which, shard, position = _tokens(windows)
-            drawn = self._partners.draw(shard, position, rng)[mine[which]]
-        windows = windows[mine]
-        which, shard, position = _tokens(windows)
-        x = self._gather(shard, position, memory)
-        inside = self._norm(x, shard, position) <= self.norms.limit
+    def _plan(self, number: int, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> _Plan:
+        begin, length = unpacked(windows, self._bits)
+        order = np.argsort(begin, kind="stable")
+        begin, length, mine = begin[order], length[order], order % share[1] == share[0]
+        text = self._text_at(begin)
+        place = places(begin, length)
+        # Drawn for the whole batch, so that a token has the same partner whatever the share.
+        drawn = None if self._partners is None else self._partners.draw(place, rng)
+        if share[1] > 1:
+            of_mine = np.repeat(mine, length)
+            length, text, place = length[mine], text[mine], place[of_mine]
+            drawn = None if drawn is None else drawn[of_mine]
+        inside = self._inside(place)
         row = np.cumsum(inside) - 1
-        trajectory = self._rows[self._text_of(windows)][which[inside]]
-        x = _only(inside, x, memory)
+        x = self._rows_of(place[inside])
+        trajectory = np.repeat(self._rows[text], length)[inside]
         if self._partners is None or drawn is None:
-            follows = np.zeros(len(which), dtype=bool)
-            follows[1:] = (which[1:] == which[:-1]) & inside[1:] & inside[:-1]
+            follows = inside.copy()
+            follows[1:] &= inside[:-1]
+            follows[length.cumsum() - length] = False
             current = np.flatnonzero(follows) if self.partner is not None else np.empty(0, dtype=np.int64)
-            return TokenBatch(x, np.stack([row[current - 1], row[current]], axis=1), trajectory)
+            return _Plan(number, x, None, np.stack([row[current - 1], row[current]], axis=1), trajectory)
         # A token that drew an outlier has no partner this time: the others are as likely as before.
         current = np.flatnonzero((drawn >= 0) & inside)
-        shard, position = self._partners.place(drawn[current])
-        others = self._gather(shard, position, memory)
-        good = self._norm(others, shard, position) <= self.norms.limit
-        current, others = current[good], _only(good, others, memory)
-        pairs = np.stack([len(x) + np.arange(len(current)), row[current]], axis=1)
-        return TokenBatch(x, pairs, trajectory, others=others)
+        partner = self._partners.place(drawn[current])
+        good = self._inside(partner)
+        current = current[good]
+        pairs = np.stack([len(trajectory) + np.arange(len(current)), row[current]], axis=1)
+        return _Plan(number, x, self._rows_of(partner[good]), pairs, trajectory)
 
-    def _gather(self, shard: np.ndarray, position: np.ndarray, memory: Reused) -> np.ndarray:
-        """(n, d_model) float32 of tokens sorted by shard."""
-        x = memory.empty(len(shard), self.d_model, np.float32)
-        bounds = np.flatnonzero(np.diff(shard, prepend=-1, append=-1))
-        for low, high in pairwise(bounds.tolist()):
-            number = shard[low]
-            take_rows(self._maps[number], position[low:high], self.shards[number].dtype, x[low:high])
-        return x
+    def _gather(self, rows: Rows, memory: Reused) -> torch.Tensor:
+        """(n, d_model) tokens in the stored precision."""
+        dtype = self.store.manifest["dtype"]
+        x, low = memory.empty(sum(len(some) for _, some in rows), self.d_model, DTYPES[dtype]), 0
+        for number, some in rows:
+            # Any other mode makes a copy first; the rows are known to be there.
+            np.take(self._maps[number], some, axis=0, out=x[low : low + len(some)], mode="clip")
+            low += len(some)
+        return as_torch(x, dtype)
 
-
-def _only(wanted: np.ndarray, x: np.ndarray, memory: Reused) -> np.ndarray:
-    """The rows of x where wanted."""
-    rows = np.flatnonzero(wanted)
-    if len(rows) == len(x):
-        return x
-    return np.take(x, rows, axis=0, out=memory.empty(len(rows), x.shape[1], x.dtype), mode="clip")
-
-
-def _problems(store: Source, held_out: bool | None) -> np.ndarray:
-    """(n_trajectories,) bool over the rollouts: every tenth problem, in order of appearance, is held out."""
-    ids = store.rollouts.table["problem_id"].to_pylist()
-    if held_out is None:
-        return np.ones(len(ids), dtype=bool)
-    order = {problem: i for i, problem in enumerate(dict.fromkeys(ids))}
-    side = np.array([order[problem] % 10 == 9 for problem in ids])
-    if len(order) < 10:
-        # Too few problems to hold one out: both sides read everything.
-        return np.ones(len(ids), dtype=bool)
-    return side == held_out
-
-
-def _segments(number: int, shard: Shard, counted: np.ndarray) -> np.ndarray:
-    first = np.zeros(shard.n_tokens + 1, dtype=bool)
-    first[shard.offsets] = True
-    begins = counted & (first[:-1] | ~np.concatenate([[False], counted[:-1]]))
-    ends = counted & (first[1:] | ~np.concatenate([counted[1:], [False]]))
-    start, stop = np.flatnonzero(begins), np.flatnonzero(ends) + 1
-    return np.stack([np.full(len(start), number), start, stop - start], axis=1).astype(np.int64)
-
-
-def _tokens(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(index of the window, shard, position in the shard) of every token of windows after one another."""
-    shard, start, length = windows.T
-    which = np.repeat(np.arange(len(windows)), length)
-    return which, shard[which], np.arange(len(which)) + (start - length.cumsum() + length)[which]
+    def _rows_of(self, place: np.ndarray) -> Rows:
+        """Where tokens are whose shards ascend."""
+        bounds = np.searchsorted(place, self._base)
+        return [
+            (number, place[bounds[number] : bounds[number + 1]] - self._base[number])
+            for number in np.flatnonzero(np.diff(bounds)).tolist()
+        ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from tsae.activations.plan import Piece
 from tsae.activations.reading import Batch
-from tsae.activations.store import DTYPES, STATISTICS, mapped, sha256
+from tsae.activations.store import DTYPES, STATISTICS, as_stored, mapped, sha256
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class ShardWriter:
             shape = (int(offsets[-1]), d_model)
             made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
             made.attrs["dtype"] = dtype
+            self._file.create_dataset(f"norms/{site}", shape[:1], np.float32, dcpl=early)
         for name in statistics:
             self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
         self._file.create_dataset("token_ids", data=token_ids.astype(np.int32))
@@ -72,8 +73,13 @@ class ShardWriter:
         self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().cpu().numpy()
 
     def put(self, site: str, i: int, values: torch.Tensor) -> None:
-        """Write trajectory i of the shard: (n_tokens of it, d_model)."""
-        self._file[f"activations/{site}"][self.offsets[i] : self.offsets[i + 1]] = _as_stored(values, self.dtype)
+        """Write trajectory i of the shard, (n_tokens of it, d_model), and its norms."""
+        import torch
+
+        values = values.to(getattr(torch, self.dtype)).contiguous().cpu()
+        tokens = slice(self.offsets[i], self.offsets[i + 1])
+        self._file[f"activations/{site}"][tokens] = as_stored(values)
+        self._file[f"norms/{site}"][tokens] = torch.linalg.vector_norm(values.float(), dim=1).numpy()
 
     def finish(self) -> str:
         """Flush to disk, read back, and rename; returns the file's SHA-256."""
@@ -109,13 +115,6 @@ def write_shard(
             for i in range(len(trajectory)):
                 writer.put(site, i, values[offsets[i] : offsets[i + 1]])
         return writer.finish()
-
-
-def _as_stored(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    import torch
-
-    tensor = tensor.to(getattr(torch, dtype)).contiguous().cpu()
-    return np.asarray((tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy())
 
 
 def put_batch(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, checkpoint: str) -> None:

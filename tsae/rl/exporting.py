@@ -24,7 +24,7 @@ from tsae.features.table import FeatureTable
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
-from tsae.rollouts.table import write_table
+from tsae.rollouts.parquet import write_table
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint

@@ -1,6 +1,6 @@
 """Which problems of a log are read: banded by the pass rates that it shows itself, and drawn whole up to a budget.
 
-Both work on the outline of a log (`tsae.rollouts.table.read_outline`), which may be much longer than what is drawn.
+Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`), which may be much longer than what is drawn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Pa
     """Whole problems at random up to a number of tokens, in turn from every band; all where there are no more.
 
     Args:
-        outline: of `tsae.rollouts.table.read_outline`, with the band of every problem, or null.
+        outline: of `tsae.rollouts.parquet.read_outline`, with the band of every problem, or null.
         tokens: of prompts and responses.
         seed: of the drawing.
         where: named in error messages.

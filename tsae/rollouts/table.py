@@ -1,15 +1,15 @@
 """The Rollouts table: one row a trajectory. Parquet on disk, Arrow in memory, token ids authoritative.
 
 A row's position is its id: activation stores and feature tables refer to trajectories by it, and carry a copy of the
-table that they were made from.
+table that they were made from. A table that was read takes no memory for its tokens and texts, which stay in a mapped
+file (`tsae.rollouts.parquet`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
+from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint, CheckpointSeries
@@ -48,7 +49,6 @@ SCHEMA = pa.schema(
 """The columns every table has; further columns are kept as they are."""
 
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
-_OUTLINE = ["problem_id", "policy", "outcome"]
 
 
 class Rollouts:
@@ -66,7 +66,7 @@ class Rollouts:
     def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None, where: str = "rollouts") -> None:
         self.origin = where
         """The file it was read from; named in error messages."""
-        self.table = _checked(table, where)
+        self.table = _checked(_typed(table.replace_schema_metadata(None), where), where)
         self.info: dict[str, Any] = dict(info or {})
 
     @classmethod
@@ -107,41 +107,33 @@ class Rollouts:
             return read_log(path, checkpoint, config)
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
-        try:
-            table = pq.read_table(path)
-        except (pa.ArrowException, OSError) as error:
-            raise TsaeError(
-                f"not a Parquet file ({str(error).splitlines()[0]})",
-                where=path,
-                fix="Give the Parquet file that `tsae rollouts` wrote.",
-            ) from error
-        info = json.loads((table.schema.metadata or {}).get(b"tsae", b"{}"))
-        return cls(table.replace_schema_metadata(None), info, where=origin or str(path))
+        where = origin or str(path)
+        table = mapped(_typed(piece, where) for piece in read_pieces(path))
+        return cls(table, read_info(table), where)
 
     @classmethod
     def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
-        """Some of the rows of a file that `write` wrote; memory holds them and one row group.
+        """Some of the rows of a file that `write` wrote.
 
         Args:
             path: the file.
             rows: (n,) bool, which rows.
         """
-        parts, start = [], 0
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                end = start + file.metadata.row_group(group).num_rows
-                wanted = np.flatnonzero(rows[start:end])
-                if len(wanted):
-                    parts.append(file.read_row_group(group).take(pa.array(wanted)))
+
+        def wanted() -> Iterator[pa.Table]:
+            start = 0
+            for piece in read_pieces(path):
+                end = start + piece.num_rows
+                yield _typed(piece.take(pa.array(np.flatnonzero(rows[start:end]))), str(path))
                 start = end
-            schema = file.schema_arrow
-        info = json.loads((schema.metadata or {}).get(b"tsae", b"{}"))
-        table = pa.concat_tables(parts) if parts else schema.empty_table()
-        return cls(table.replace_schema_metadata(None), info, where=str(path))
+
+        table = mapped(wanted())
+        return cls(table, read_info(table), str(path))
 
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
-        return write_table(Path(path), self.table.schema, [self.table], self.info)
+        lengths = self.lengths("prompt_ids") + self.lengths("response_ids")
+        return write_table(Path(path), self.table.schema, row_groups(self.table, lengths), self.info)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -204,31 +196,31 @@ class Rollouts:
     @property
     def policies(self) -> list[str]:
         """Policy ids in order of appearance."""
-        return list(dict.fromkeys(self.table["policy"].to_pylist()))
+        return list(self.table["policy"].unique().to_pylist())
 
     @property
     def n_problems(self) -> int:
-        return len(set(self.table["problem_id"].to_pylist()))
+        return len(self.table["problem_id"].unique())
 
     def lengths(self, column: str) -> np.ndarray:
         """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""
-        return _lengths(self.table[column])
+        return list_lengths(self.table[column])
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, response ids) of one trajectory, int32."""
-        return tuple(  # type: ignore[return-value]
-            np.asarray(self.table[name][row].as_py(), dtype=np.int32) for name in ("prompt_ids", "response_ids")
-        )
+        prompt, response = (self.table[name][row].values.to_numpy() for name in ("prompt_ids", "response_ids"))
+        return prompt.copy(), response.copy()
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the trajectories: problem, policy and token ids, in order."""
         digest = hashlib.sha256()
         for name in ("problem_id", "policy"):
-            digest.update("\0".join(self.table[name].to_pylist()).encode("utf-8", "surrogatepass"))
+            for text in _joined(self.table[name], "\0", "\0".join):
+                digest.update(text.encode("utf-8", "surrogatepass"))
         for name in ("prompt_ids", "response_ids"):
             column = self.table[name]
-            digest.update(np.concatenate([[0], _lengths(column).cumsum()]).astype(np.int32).tobytes())
+            digest.update(np.concatenate([[0], list_lengths(column).cumsum()]).astype(np.int32).tobytes())
             # Chunk by chunk: joined, they would be there twice.
             for chunk in column.chunks:
                 values = chunk.flatten().to_numpy(zero_copy_only=False)
@@ -240,7 +232,10 @@ class Rollouts:
         """Hash of what the trajectories were labelled with, in order: outcome, reward, advantage and band."""
         digest = hashlib.sha256()
         for name in ("outcome", "reward", "advantage", "band"):
-            digest.update(json.dumps(self.table[name].to_pylist()).encode())
+            digest.update(b"[")
+            for text in _joined(self.table[name], ", ", lambda values: json.dumps(values)[1:-1]):
+                digest.update(text.encode())
+            digest.update(b"]")
         return digest.hexdigest()[:16]
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
@@ -307,35 +302,6 @@ class Rollouts:
         return with_advantages(self, kind)
 
 
-def read_outline(path: str | Path) -> pd.DataFrame:
-    """Whose trajectories a file of `Rollouts.write` holds, and how long they are; memory holds one row group beside.
-
-    Returns:
-        a row a trajectory: problem_id, policy, outcome, prompt_length and response_length (tokens).
-    """
-    parts = []
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[*_OUTLINE, "prompt_ids", "response_ids"])
-            frame = table.select(_OUTLINE).to_pandas()
-            for name in ("prompt", "response"):
-                frame[f"{name}_length"] = _lengths(table[f"{name}_ids"])
-            parts.append(frame)
-    return pd.concat(parts, ignore_index=True)
-
-
-def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
-    """Write tables of one schema after one another as one Parquet file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode()})
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for table in tables:
-            writer.write_table(table.replace_schema_metadata(schema.metadata))
-    os.replace(partial, path)
-    return path
-
-
 def _is_log(path: Path) -> bool:
     """JSON lines are a log; so is Parquet that a trainer wrote."""
     if path.suffix != ".parquet":
@@ -352,13 +318,17 @@ def outcome_name(right: bool | None) -> str:
     return "unknown" if right is None else "success" if right else "failure"
 
 
-def _lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """(n,) lengths of the lists of a column without nulls."""
-    none: list[np.ndarray] = [np.empty(0, np.int32)]
-    return np.concatenate(none + [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
+def _joined(column: pa.ChunkedArray, separator: str, join: Callable[[list[Any]], str]) -> Iterator[str]:
+    """All values as one text, in parts: of Python's objects there are those of one chunk at a time."""
+    before = ""
+    for chunk in column.chunks:
+        if len(chunk):
+            yield before + join(chunk.to_pylist())
+            before = separator
 
 
-def _checked(table: pa.Table, where: str) -> pa.Table:
+def _typed(table: pa.Table, where: str) -> pa.Table:
+    """With the columns of `SCHEMA`, in their types, first."""
     missing = [name for name in _REQUIRED if name not in table.column_names]
     if missing:
         raise TsaeError(
@@ -366,7 +336,7 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
             where=where,
             fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
         )
-    columns, n = {}, table.num_rows
+    columns = {}
     for field in SCHEMA:
         if field.name in table.column_names:
             try:
@@ -377,35 +347,38 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
                     where=where,
                 ) from error
         else:
-            columns[field.name] = pa.nulls(n, field.type)
+            columns[field.name] = pa.nulls(table.num_rows, field.type)
     columns |= {name: table[name] for name in table.column_names if name not in columns}
-    if n == 0:
+    return pa.table(columns, metadata=table.schema.metadata)
+
+
+def _checked(table: pa.Table, where: str) -> pa.Table:
+    if table.num_rows == 0:
         raise TsaeError("holds no trajectories", where=where, fix="Give at least one trajectory.")
     for name in _REQUIRED:
-        if columns[name].null_count:
-            raise TsaeError(f"{columns[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
+        if table[name].null_count:
+            raise TsaeError(f"{table[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
     for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
-        unknown = set(columns[name].unique().to_pylist()) - {*allowed, None}
+        unknown = set(table[name].unique().to_pylist()) - {*allowed, None}
         if unknown:
             raise TsaeError(
                 f"{name} {sorted(unknown)[0]!r} is none of {', '.join(allowed)}",
                 where=where,
                 fix=f"Correct {name}.",
             )
-    checked = pa.table(columns)
     for name in ("prompt_ids", "response_ids"):
-        unknown_ids = sum(chunk.flatten().null_count for chunk in checked[name].chunks)
+        unknown_ids = sum(chunk.flatten().null_count for chunk in table[name].chunks)
         if unknown_ids:
             raise TsaeError(f"{name} holds {unknown_ids} null token ids", where=where, fix="Drop those trajectories.")
-        empty = np.flatnonzero(_lengths(checked[name]) == 0)
+        empty = np.flatnonzero(list_lengths(table[name]) == 0)
         if len(empty):
             raise TsaeError(
                 f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",
                 where=where,
                 fix="Drop them, or check the tokenizer that they were tokenised with.",
             )
-    reward = checked["reward"].to_numpy()
-    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(checked["reward"].is_null()))
+    reward = table["reward"].to_numpy()
+    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):
         raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
-    return checked
+    return table

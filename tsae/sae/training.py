@@ -290,10 +290,10 @@ class _Trainer:
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
         """One optimizer step; metrics every 25th step and at the last."""
         assert self.config.dead_after_tokens is not None
-        x = torch.from_numpy(batch.x).to(self.device) * self.scale
+        x = batch.x.to(self.device).float() * self.scale
         dead = self.idle_tokens >= self.config.dead_after_tokens
         pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
-        others = None if batch.others is None else torch.from_numpy(batch.others).to(self.device) * self.scale
+        others = None if batch.others is None else batch.others.to(self.device).float() * self.scale
         precision, processes = self.training.precision, self.processes
         terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others, precision=precision, processes=processes)
         rate = self.learning_rate * self._schedule(self.steps)
@@ -311,10 +311,11 @@ class _Trainer:
         # Read together, once all is under way: a GPU is waited for here.
         total, smallest = torch.stack([self.processes.sum(terms.total.detach()), terms.smallest]).tolist()
         if not math.isfinite(total):
+            self.windows.refuse_not_finite(batch.x, batch.trajectory)
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",
                 where=self.windows.store.path,
-                fix="Lower the learning rate, or check the activations.",
+                fix="Lower the learning rate.",
             )
         # Bias-corrected running mean: no warm-up in which the threshold would be too low.
         self.smallest = _THRESHOLD_DECAY * self.smallest + (1 - _THRESHOLD_DECAY) * smallest

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.rollouts.table import SCHEMA, Rollouts, write_table
+from tsae.rollouts.parquet import write_table
+from tsae.rollouts.table import SCHEMA, Rollouts
 
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _EXTRAS = (pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_()))
