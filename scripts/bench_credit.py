@@ -41,13 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the rule and of the whole step, (steps,) each."""
     import torch
-    from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig
 
     import tsae
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+    from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
 
     torch.set_num_threads(threads)
     base = tsae.testbed.series().base
@@ -70,32 +68,15 @@ def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.n
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             whole.append(time.perf_counter() - self.started)
 
-    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(tsae.testbed.verify(text, right)) for text, right in zip(completions, answer, strict=True)]
-
     problems = tsae.testbed.generate_problems("hard", 8 * (steps + 1), 0, "train")
     trainer = FeatureGRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(base.path, dtype="float32"),
         processing_class=tsae.testbed.make_tokenizer(),
-        reward_funcs=correct,
-        train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
+        reward_funcs=right_answers,
+        train_dataset=data_set(problems),
         callbacks=[Clock()],
         credit=timed,
-        args=GRPOConfig(
-            output_dir=str(reference / "trainer"),
-            max_steps=steps + 1,
-            per_device_train_batch_size=128,
-            num_generations=16,
-            max_completion_length=MAX_RESPONSE_TOKENS,
-            learning_rate=1e-4,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=grpo_on_cpu(reference / "trainer", prompts=8, samples=16, max_steps=steps + 1, learning_rate=1e-4),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,8 +71,6 @@ class Bench:
     """Trajectories, tokens, k and d_sae of the table that the plain way is done on as well."""
     to: Path | None = None
     """Folder for the large table, which is kept and used again; by default a temporary one."""
-    only: Literal["make", "measure", "compare"] | None = None
-    """Internal: one step, in a process of its own."""
 
 
 def make_table(bench: Bench) -> FeatureTable:
@@ -358,24 +356,32 @@ def compare(bench: Bench, config: DiffConfig) -> dict[str, Any]:
     return {"seconds": {"ours": ours, "plain": plain}, "largest_difference": worst, "rows": len(contrasts)}
 
 
-def main() -> None:
-    bench = tyro.cli(Bench, description=__doc__)
+def step(name: str, bench: Bench, folder: Path) -> Any:
+    """What a step gives, in a process of its own: the script calls itself with `step` and its arguments as JSON."""
+    size = json.dumps({name: value for name, value in vars(bench).items() if name != "to"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, __file__, "step", name, size, str(folder)]
+    text = subprocess.check_output(command, env=environment, text=True)
+    return json.loads(text.splitlines()[-1]) if text else None
+
+
+def run_step(name: str, size: str, folder: Path) -> None:
+    """The process of a step."""
+    bench = Bench(**json.loads(size))
     config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations, threads=bench.threads)
-    if bench.only is not None and bench.to is not None:
-        if bench.only == "make":
-            make_table(bench).save(bench.to)
-        else:
-            print(json.dumps(measure(bench.to, config) if bench.only == "measure" else compare(bench, config)))
+    if name == "compare":
+        print(json.dumps(compare(bench, config)))
+    elif name == "make":
+        make_table(bench).save(folder)
+    else:
+        print(json.dumps(measure(folder, config)))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["step"]:
+        run_step(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
         return
-
-    def step(only: str, bench: Bench, folder: Path) -> Any:
-        size = {name: value for name, value in vars(bench).items() if name not in ("to", "only", "small")}
-        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in size.items()]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, __file__, *arguments, f"--to={folder}", f"--only={only}"]
-        text = subprocess.check_output(command, env=environment, text=True)
-        return json.loads(text.splitlines()[-1]) if text else None
-
+    bench = tyro.cli(Bench, description=__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         folder = bench.to or Path(temporary) / "features"
         trajectories, tokens, k, d_sae = bench.small
@@ -394,7 +400,7 @@ def main() -> None:
     )
     print("  " + ", ".join(f"{name} {s:.1f} s" for name, s in found["stages"].items()))
     print(f"  discoveries {found['discoveries']} of {found['tested']}; nulls {found['null']}")
-    size = {name: value for name, value in vars(bench).items() if name not in ("to", "only")}
+    size = {name: value for name, value in vars(bench).items() if name != "to"}
     print(json.dumps({"name": "bench_diff", "ratio": round(ratio, 2), **found, "small": compared, "size": size}))
 
 

@@ -32,10 +32,11 @@ from typing import Any, Literal
 
 from tsae.errors import TsaeError
 from tsae.testbed.base import BaseConfig, ModelConfig, train_base
-from tsae.testbed.measure import MAX_RESPONSE_TOKENS, Measurement, measure, to_markdown, to_records
+from tsae.testbed.measure import Measurement, measure, to_markdown, to_records
 from tsae.testbed.problems import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.tokenizer import make_tokenizer
-from tsae.testbed.verifier import given_answer, verify
+from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
+from tsae.testbed.verifier import given_answer
 
 STAGES = ("base", *LEVELS, "measure")
 
@@ -225,10 +226,9 @@ def build_base(out: Path, recipe: Recipe) -> None:
 
 def build_run(out: Path, recipe: Recipe, run: str) -> None:
     """GRPO from the base on one run's problems, with TRL's own trainer and completion log."""
-    from datasets import Dataset
     from tqdm import tqdm
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     grpo = recipe.grpo
     logs = out / "logs" / run
@@ -238,7 +238,6 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     n = 1 if RUNS[run].one_problem else min(wanted, N_EASY_CHAINS) if level == "easy" else wanted
     problems = generate_problems(level, n, recipe.seed, "train") * (wanted if RUNS[run].one_problem else 1)
     chance = random.Random(recipe.seed)
-    dataset = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems])
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
     def correct(
@@ -253,7 +252,7 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         log_extra("problem_id", problem_id)
         log_extra("answer", answer)
         log_extra("completion_ids", completion_ids)
-        rewards = [float(verify(text, right)) for text, right in zip(completions, answer, strict=True)]
+        rewards = right_answers(completions, answer)
         if RUNS[run].reward == "random":
             rewards = [float(chance.random() < 0.5) for _ in rewards]
         elif RUNS[run].reward == "bare":
@@ -275,31 +274,22 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
             if state.global_step in grpo.save_at:
                 save_checkpoint(kwargs["model"], out / checkpoint_id(run, state.global_step))
 
-    batch = grpo.prompts * grpo.samples
     trainer = GRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(out / "base", dtype="float32"),
         processing_class=make_tokenizer(),
         reward_funcs=correct,
-        train_dataset=dataset,
+        train_dataset=data_set(problems),
         callbacks=[Keeper()],
-        args=GRPOConfig(
-            output_dir=str(logs),
+        args=grpo_on_cpu(
+            logs,
+            prompts=grpo.prompts,
+            samples=grpo.samples,
             seed=recipe.seed,
             max_steps=grpo.steps,
-            per_device_train_batch_size=batch,
-            num_generations=grpo.samples,
-            max_completion_length=MAX_RESPONSE_TOKENS,
             temperature=grpo.temperature,
             learning_rate=grpo.lr,
             lr_scheduler_type="constant",
             beta=grpo.beta,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             logging_steps=grpo.log_every,
             logging_first_step=True,
             log_completions=True,

@@ -166,8 +166,8 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             {
                 "run": run, "step": step, "feature": feature, "mean": 1 + step / 10, "shift": step / 10,
-                "lo": step / 10 - 0.1, "hi": step / 10 + 0.1, "d": step / 10, "p": 0.01, "q": 0.01,
-                "kind": "growing" if feature else "flat", "onset": 5.0, "onset_lo": 5.0, "onset_hi": 10.0,
+                "low": step / 10 - 0.1, "high": step / 10 + 0.1, "d": step / 10, "p": 0.01, "q": 0.01,
+                "kind": "growing" if feature else "flat", "onset": 5.0, "onset_low": 5.0, "onset_high": 10.0,
                 "part": "total",
             }
             for run in runs for step in (0, 5, 10) for feature in range(6)
@@ -176,7 +176,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lived = pd.DataFrame(
         [
             {
-                "run": run, "step": step, "band": band, "behaviour": "accuracy", "mean": 0.5, "lo": 0.4, "hi": 0.6,
+                "run": run, "step": step, "band": band, "behaviour": "accuracy", "mean": 0.5, "low": 0.4, "high": 0.6,
                 "n_problems": 30,
             }
             for run in runs for step in (0, 5, 10) for band in ("all", "easy", "hard")
@@ -277,7 +277,10 @@ def test_a_link_opens_its_feature(browser: Any, tested: Path) -> None:
     tab.page.evaluate("location.hash = '#feature-99999'")  # No such feature: nothing happens.
     tab.page.evaluate("location.hash = '#feature-0'")
     tab.page.wait_for_selector("article#feature-0")
-    # Every number in the tables leads to a card.
+    # Every number in the tables and the findings leads to a card.
+    tab.page.locator(".finding span.feature a").first.click()
+    tab.page.wait_for_selector("article#feature-0")
+    assert tab.page.locator(".finding a[href='#feature-2']").count() > 0
     assert tab.page.locator("span.feature:not(:has(a))").count() == 0
     tab.close()
 

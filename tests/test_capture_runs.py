@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from builders import SHARED, make_rollouts, save_perturbed, save_series
+from children import free_port, killed_until_done, past, start
 from safetensors.torch import load_file, save_file
 
 from tsae.activations.capture import capture
@@ -36,12 +35,6 @@ from tsae.rollouts.table import Rollouts
 
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
 CONFIG = CaptureConfig(shard_tokens=100, batch_tokens=64)
-
-# Children are forked from a server that has imported what capture imports and computed nothing: they start at once.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["tsae.activations.capture", "tsae.checkpoints.hooks", "transformers.models.llama.modeling_llama", "tqdm.auto"]
-)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,12 +75,6 @@ def run(series: Path, source: Path, to: Path, config: CaptureConfig = CONFIG) ->
     capture(CheckpointSeries.load(series), Rollouts.read(source), SITES, to=to, config=config, progress=False)
 
 
-def start(target: Callable[..., None], *args: Any) -> Any:
-    child = processes.Process(target=target, args=args, daemon=True)
-    child.start()
-    return child
-
-
 def entered(folder: Path) -> int:
     return len(records(folder)) if (folder / "manifest.json").is_file() else -1
 
@@ -98,18 +85,13 @@ def entered(folder: Path) -> int:
 def test_a_capture_killed_at_random_moments_ends_with_the_same_bytes(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path
 ) -> None:
-    folder, kills, left = tmp_path / "acts", 0, True
-    while left:
-        before, child = entered(folder), start(run, series_folder, source, folder)
-        # Let it get past where it started from, then kill it at any moment of the next few shards.
-        while child.is_alive() and entered(folder) == before:
-            time.sleep(0.001)
-        if kills < 4:
-            time.sleep(random.uniform(0, 0.02))
-            child.kill()
-        child.join()
-        kills += child.exitcode == -signal.SIGKILL
-        left = child.exitcode != 0
+    folder = tmp_path / "acts"
+    # At any moment of the next few shards; five children, or it would take long.
+    past_next = past(lambda: entered(folder), 0.02)
+    kills = killed_until_done(
+        lambda: start(run, series_folder, source, folder),
+        lambda child, kills: past_next(child, kills) if kills < 4 else child.join(),
+    )
     assert kills >= 3
     assert contents(folder) == contents(whole)
 
@@ -124,17 +106,13 @@ def test_ten_kills_at_random_points_of_a_longer_capture(series_folder: Path, fin
     child.join()
     assert child.exitcode == 0
     took, kills = time.monotonic() - began, 0
+    folder = tmp_path / "killed"
     while kills < 10:
-        folder, of_this, left = tmp_path / "killed", 0, True
-        while left:
-            child = start(run, series_folder, source, folder)
+        kills += killed_until_done(
+            lambda: start(run, series_folder, source, folder),
             # Later after each kill: on a busy machine a start alone may take longer than the first of these limits.
-            child.join(random.uniform(0.05, 0.6) * took * (1 + of_this))
-            child.kill()
-            child.join()
-            of_this += child.exitcode == -signal.SIGKILL
-            left = child.exitcode != 0
-        kills += of_this
+            lambda child, of_this: child.join(random.uniform(0.05, 0.6) * took * (1 + of_this)),
+        )
         assert contents(folder) == contents(tmp_path / "whole")
         shutil.rmtree(folder)
 
@@ -293,9 +271,7 @@ def run_rank(rank: int, port: int, size: int, series: Path, source: Path, to: Pa
 
 
 def start_ranks(size: int, *args: Any) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [start(run_rank, rank, port, size, *args) for rank in range(size)]
 
 

@@ -211,15 +211,37 @@ def test_exit_statuses(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("tsae: ")
     assert tsae_process("store", "show").returncode == 2
-    with subprocess.Popen(
-        f"{sys.executable} -m tsae completion zsh; echo status $? >&2", shell=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()  # Whoever reads has gone, as head does.
-        said = process.stderr.read()
-    assert said.strip() == "status 141"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["completion", "zsh"], 141),  # more than a buffer holds: fails while it is printed
+        (["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141),  # a few lines, flushed last
+        (["rollouts", "--help"], 141),
+        (["store", "show", "nothing"], 2),  # what went wrong is said all the same
+    ],
+)
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_reader_that_goes_away_ends_it_quietly(
+    command: list[str], status: int, unbuffered: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "problems.jsonl").write_text('{"id": "a", "prompt": "A pen costs $3. 4 pens?", "answer": "12"}\n')
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    reads, writes = os.pipe()
+    os.close(reads)  # as head does
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tsae", *command], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60,
+            cwd=tmp_path, env=environment,
+        )  # fmt: skip
+    finally:
+        os.close(writes)
+    assert ended.returncode == status
+    if status == 2:
+        assert ended.stderr.startswith("tsae: nothing: ")
+    assert ended.stderr.count("\n") == (status == 2)
+    assert "Broken" not in ended.stderr
 
 
 @pytest.mark.slow

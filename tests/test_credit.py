@@ -236,24 +236,26 @@ def test_a_saved_credit_is_the_same(tmp_path: Path) -> None:
         Credit.load(tmp_path)
 
 
-def test_commands_learn_credit_and_write_it_for_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credit_is_written_as_its_functions_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = world()
     table.save(tmp_path / "features")
     main(["credit", "fit", "--features", str(tmp_path / "features"), "--to", str(tmp_path / "credit")])
     assert "Credit(action" in capsys.readouterr().out
-    where = ["--credit", str(tmp_path / "credit"), "--features", str(tmp_path / "features")]
-    main(["credit", "weights", *where, "--to", str(tmp_path / "w.parquet"), "--plausibility", "--strength", "1.5"])
-    rows = pq.read_table(tmp_path / "w.parquet").to_pandas().set_index("trajectory")
+    credit, config = Credit.load(tmp_path / "credit"), ShapingConfig(plausibility=True, strength=1.5)
+    logprob = np.log(np.random.default_rng(0).random(len(table.token_ids))).astype(np.float32)
+    written = write_credit(credit, tmp_path / "features", tmp_path / "w.parquet", config, logprob=logprob)
+    rows = pq.read_table(written).to_pandas().set_index("trajectory")
     frame = table.rollouts.frame
     assert sorted(rows.index) == list(range(len(frame)))
 
-    credit, config = Credit.load(tmp_path / "credit"), ShapingConfig(plausibility=True, strength=1.5)
-    for problem in ("p3", "p30"):  # a group at once, by the functions that the trainer uses
+    for problem in ("p3", "p30"):  # a group at once
         members = np.flatnonzero(frame.problem_id == problem)
         codes = torch.stack([torch.from_numpy(table.codes[8 * i : 8 * i + 8].toarray()) for i in members]).float()
         ids = torch.stack([torch.from_numpy(table.token_ids[8 * i + 1 : 8 * i + 8]) for i in members]).long()
+        chance = torch.stack([torch.from_numpy(logprob[8 * i + 1 : 8 * i + 8]) for i in members]).exp()
         advantages = torch.tensor(frame.advantage[members].to_numpy()).float()
         scores, mask, group = credit.scores(codes, ids), torch.ones(ids.shape), torch.zeros(len(ids), dtype=torch.long)
+        scores = scores * (1 - chance)
         expected = shape_advantages(scores, advantages, mask, group, config)
         for place, row in enumerate(members):
             np.testing.assert_allclose(rows.token_scores[row], scores[place], atol=1e-5)
@@ -261,7 +263,7 @@ def test_commands_learn_credit_and_write_it_for_trainers(tmp_path: Path, capsys:
             assert np.mean(rows.token_weights[row]) == pytest.approx(1, abs=1e-5)
     table.info["sae"]["weights"] = "other"
     with pytest.raises(TsaeError, match="the credit was learned on features of the SAE abc, these are of other"):
-        write_credit(credit, table, tmp_path / "x.parquet")
+        write_credit(credit, table, tmp_path / "x.parquet", logprob=logprob)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import free_port, start
 from safetensors.torch import load_file, save_file
 
 from tsae.distributed import ALONE, Processes, join
@@ -19,9 +18,6 @@ from tsae.sae import sparse
 from tsae.sae.config import SAEConfig
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tsae.sae.training", "tsae.activations.windows", "torch._dynamo", "tqdm.auto"])
 
 D = 8
 
@@ -144,12 +140,8 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of processes, and where they left what they computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [processes.Process(target=run_rank, args=(i, request.param, port, folder)) for i in range(request.param)]
-    for child in ranks:
-        child.start()
+    port = free_port()
+    ranks = [start(run_rank, rank, request.param, port, folder) for rank in range(request.param)]
     for child in ranks:
         child.join()
     assert [child.exitcode for child in ranks] == [0] * request.param

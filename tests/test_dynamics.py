@@ -99,9 +99,9 @@ def test_planted_trajectories_get_their_kind_and_onset(planted: FeatureTable) ->
             assert rows.onset.isna().all()
         else:
             assert set(rows.onset) == {onset}
-            assert ((rows.onset_lo <= onset) & (onset <= rows.onset_hi)).all()
+            assert ((rows.onset_low <= onset) & (onset <= rows.onset_high)).all()
     base = found.table[found.table.step == 0]
-    assert (base[["shift", "lo", "hi", "d"]] == 0).all(axis=None)
+    assert (base[["shift", "low", "high", "d"]] == 0).all(axis=None)
     assert (base[["p", "q"]] == 1).all(axis=None)
 
 
@@ -112,7 +112,7 @@ def test_steps_are_shifts_of_the_diff(planted: FeatureTable) -> None:
     both = diff.dynamics.merge(shifts, on=["run", "step", "feature"], suffixes=("", "_diff"))
     # Emerging features are nowhere active at the first step: the diff does not test them there.
     assert len(both) == len(shifts) == len(STEPS) * 20 - 4
-    names = {"mean": "mean_diff", "shift": "difference", "lo": "low", "hi": "high", "d": "d_diff", "p": "p_diff"}
+    names = {"shift": "difference"} | {name: f"{name}_diff" for name in ("mean", "low", "high", "d", "p")}
     for ours, theirs in names.items():
         np.testing.assert_allclose(both[ours], both[theirs], rtol=1e-6, atol=1e-9, err_msg=ours)
     # q over the steps and features of the run.
@@ -142,10 +142,10 @@ def test_onset_intervals_hold_the_planted_onset() -> None:
     rows = found.table[(found.table.step == 40) & (found.table.kind != "flat")]
     assert len(rows) > 40
     assert len(set(rows.onset)) > 1  # Noise moves the estimate …
-    held = (rows.onset_lo <= 20) & (rows.onset_hi >= 20)  # … and the interval knows.
+    held = (rows.onset_low <= 20) & (rows.onset_high >= 20)  # … and the interval knows.
     assert held.mean() >= 0.9
-    assert (rows.onset_lo <= rows.onset).all()
-    assert (rows.onset <= rows.onset_hi).all()
+    assert (rows.onset_low <= rows.onset).all()
+    assert (rows.onset <= rows.onset_high).all()
 
 
 def test_steps_that_answered_different_problems_are_compared_on_the_same_trajectories() -> None:

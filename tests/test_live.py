@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from builders import make_rollouts
+from children import start
 from test_capture_runs import ERRORS, short_of_memory
-from test_long_runs import checkpoint, same_files, start
+from test_long_runs import checkpoint, interrupted, same_files
 
 import tsae
 from tsae.activations.live import LiveSource, LiveWindows, _equal_blocks
@@ -368,6 +369,30 @@ def test_a_buffer_that_does_not_fit_into_memory_is_read_in_smaller_batches(
         assert torch.equal(a.x, b.x)
         assert a.trajectory.tolist() == batch.trajectory.tolist()
         np.testing.assert_allclose(a.x, batch.x, atol=1e-5)
+
+
+def test_a_training_keeps_which_readers_were_short_of_memory(
+    series: CheckpointSeries, rollouts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = LiveSource(series, rollouts, SITE, config=replace(CONFIG, buffer_tokens=2000))
+    training = replace(TRAINING, tokens=3000, save_every_steps=10)
+
+    def train(folder: Path) -> dict[str, Any]:
+        tsae.train(source, SAE, to=folder, training=training, progress=False)
+        return json.loads((folder / "training.json").read_text())
+
+    with monkeypatch.context() as patch:
+        short_of_memory(patch, 30, ERRORS[0])
+        with pytest.warns(RuntimeWarning, match="was short of memory"):
+            folder = interrupted(monkeypatch, source, tmp_path / "sae", training_of=train)
+    # There is memory again when it goes on.
+    kept = train(folder)["short_of_memory"]
+    assert list(kept) == source.readers
+    for found in kept.values():
+        assert found["batch_tokens"] == CONFIG.batch_tokens == 128
+        assert found["went_on_with"] <= 30
+    # Another training of the same source was never short.
+    assert "short_of_memory" not in train(tmp_path / "other")
 
 
 def test_what_cannot_be_read_in_smaller_batches_is_refused(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from builders import synthetic_store
+from children import free_port, killed_until_done, past, start
 from safetensors.torch import load_file, save_file
 
 from tsae.activations.store import ActivationStore
@@ -41,10 +40,6 @@ CONFIG = SAEConfig(d_sae=128, k=3, dead_after_tokens=400)
 TRAINING = TrainingConfig(tokens=24_000, batch_tokens=200, learning_rate=3e-3, save_every_steps=9)
 SHORT = replace(TRAINING, tokens=5000, save_every_steps=10)  # 25 steps, two checkpoints
 WRITTEN = ("sae.safetensors", "config.json", "training.json", "metrics.jsonl")
-
-# Children are forked from a server that has imported what training imports and computed nothing: they start at once.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tsae.sae.training", "tsae.activations.windows", "torch._dynamo", "tqdm.auto"])
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +60,6 @@ def whole(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("whole") / "sae"
     run(store.path, folder)
     return folder
-
-
-def start(target: Callable[..., None], *args: Any) -> Any:
-    child = processes.Process(target=target, args=args, daemon=True)
-    child.start()
-    return child
 
 
 def run(store: Path, folder: Path, training: TrainingConfig = SHORT) -> None:
@@ -120,18 +109,11 @@ def interrupted(
 
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
-    folder, killed_after = tmp_path / "sae", []
+    folder = tmp_path / "sae"
     start(run, store.path, tmp_path / "whole", TRAINING).join()
-    while not killed_after or killed_after[-1][0] != 0:
-        before, child = checkpoint(folder), start(run, store.path, folder, TRAINING)
-        # Let it get past the checkpoint that it started from, then kill it at any moment up to the next few.
-        while child.is_alive() and checkpoint(folder) == before:
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.15))
-        child.kill()
-        child.join()
-        killed_after.append((child.exitcode, checkpoint(folder)))
-    assert sum(code == -signal.SIGKILL for code, _ in killed_after) >= 3, killed_after
+    # At any moment up to the next few checkpoints.
+    past_next = past(lambda: checkpoint(folder), 0.15)
+    assert killed_until_done(lambda: start(run, store.path, folder, TRAINING), past_next) >= 3
     same_files(folder, tmp_path / "whole")
 
 
@@ -184,16 +166,11 @@ def test_many_kills_of_a_longer_run(store: ActivationStore, tmp_path: Path) -> N
     training = replace(TRAINING, tokens=100_000)
     first, second = tmp_path / "whole", tmp_path / "killed"
     run(store.path, first, training)
-    kills = 0
-    finished = False
-    while not finished:
-        child = start(run, store.path, second, training)
+    kills = killed_until_done(
+        lambda: start(run, store.path, second, training),
         # Later and later: on a busy machine a process may need longer to start than the first of these limits.
-        child.join(random.uniform(0.2, 1.2) + 0.1 * kills)
-        kills += child.is_alive()
-        child.kill()
-        child.join()
-        finished = child.exitcode == 0
+        lambda child, kills: child.join(random.uniform(0.2, 1.2) + 0.1 * kills),
+    )
     assert kills >= 3
     same_files(second, first)
 
@@ -383,9 +360,7 @@ def run_ranks(
     store: Path, folder: Path, config: SAEConfig, training: TrainingConfig = SHORT, die: int = 0, size: int = 2
 ) -> list[int]:
     """Train on several processes; all are killed once the first has saved `die` steps."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [start(run_rank, rank, size, port, store, folder, config, training) for rank in range(size)]
     while die and checkpoint(folder) < die:
         time.sleep(0.001)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import signal
-import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import free_port, killed_until_done, past, start
 from test_long_runs import (
     CONFIG,
     SHORT,
@@ -22,11 +19,9 @@ from test_long_runs import (
     Interrupted,
     checkpoint,
     make_store,
-    processes,
     run,
     run_ranks,
     same_files,
-    start,
 )
 
 from tsae.activations.store import ActivationStore
@@ -129,19 +124,12 @@ def test_windows_at_another_site_are_those_made_for_it(store: ActivationStore) -
 
 
 def test_a_pass_killed_at_random_moments_ends_with_the_same_bits(one_site: ActivationStore, tmp_path: Path) -> None:
-    folder, killed_after = tmp_path / "many", []
+    folder = tmp_path / "many"
     last = folder / run_name("x.site", SEEDS[-1])
     training = replace(TRAINING, tokens=10_000)
     start(many, one_site.path, tmp_path / "whole", training).join()
-    while not killed_after or killed_after[-1] != 0:
-        before, child = checkpoint(last), start(many, one_site.path, folder, training)
-        while child.is_alive() and checkpoint(last) == before:
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.05))
-        child.kill()
-        child.join()
-        killed_after.append(child.exitcode)
-    assert killed_after.count(-signal.SIGKILL) >= 2, killed_after
+    past_next = past(lambda: checkpoint(last), 0.05)
+    assert killed_until_done(lambda: start(many, one_site.path, folder, training), past_next) >= 2
     same_folders(folder, tmp_path / "whole")
 
 
@@ -241,12 +229,8 @@ def many_on_rank(rank: int, port: int, store: Path, folder: Path) -> None:
 
 
 def test_two_processes_train_several(one_site: ActivationStore, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [processes.Process(target=many_on_rank, args=(i, port, one_site.path, tmp_path / "many")) for i in (0, 1)]
-    for child in ranks:
-        child.start()
+    port = free_port()
+    ranks = [start(many_on_rank, rank, port, one_site.path, tmp_path / "many") for rank in (0, 1)]
     for child in ranks:
         child.join()
     assert [child.exitcode for child in ranks] == [0, 0]

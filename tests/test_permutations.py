@@ -13,7 +13,7 @@ from scipy.stats import hypergeom, spearmanr
 from tsae.diff.config import DiffConfig, FalseDiscoveries
 from tsae.diff.contrasts import Rows
 from tsae.diff.diff import _length_correlation
-from tsae.diff.permutations import Count, label_permutations
+from tsae.diff.permutations import Count, label_permutations, weight_permutations
 from tsae.diff.statistics import (
     interaction_inference,
     most_draws,
@@ -113,6 +113,27 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
         statistics = [statistic(values[:, feature], labels, problem) for labels in arrangements]
         exact.append((np.abs(statistics) >= abs(statistic(values[:, feature], success, problem)) - 1e-9).mean())
     assert np.abs(other / 2000 - exact).max() < 4.5 * np.sqrt(0.25 / 2000)
+
+
+def test_weights_are_permuted_within_groups_as_all_arrangements_are() -> None:
+    """Two groups of three and four rows, mixed up, and one whose weights are 0, against all 3! · 4! arrangements."""
+    rng = np.random.default_rng(0)
+    group, values = np.array([3, 1, 3, 1, 3, 1, 3, 9, 9]), rng.normal(size=(9, 20))
+    weights = rng.normal(size=9) * (group != 9)
+    drawn = []
+    for first in itertools.permutations(np.flatnonzero(group == 1)):
+        for second in itertools.permutations(np.flatnonzero(group == 3)):
+            order = np.arange(9)
+            order[group == 1], order[group == 3] = first, second
+            drawn.append(np.abs(weights[order] @ values))
+    exact = (np.array(drawn) >= np.abs(weights @ values) - 1e-9).mean(0)
+    count = weight_permutations(values, weights, group, 0)
+    np.testing.assert_allclose(count(20_000, np.arange(20))[0] / 20_000, exact, atol=4 * np.sqrt(0.25 / 20_000))
+    (of_some,) = weight_permutations(values, weights, group, 0)(20_000, np.array([4, 11]))
+    np.testing.assert_array_equal(
+        of_some, weight_permutations(values, weights, group, 0)(20_000, np.arange(20))[0, [4, 11]]
+    )
+    assert weight_permutations(values, 0 * weights, group, 0)(100, np.arange(20)).tolist() == [[100] * 20]
 
 
 def statistic(values: np.ndarray, labels: np.ndarray, problem: np.ndarray) -> float:

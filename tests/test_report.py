@@ -28,7 +28,8 @@ from tsae.report.findings import findings, lead
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
 from tsae.report.page import render
-from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
+from tsae.report.sections import linked
+from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.terminal import gates_text, opposed_text, outcome_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
@@ -225,6 +226,28 @@ def test_a_run_is_told_with_its_numbers() -> None:
     assert "Response length rose (20.0 → 38.0 tokens, +18.0 [+17.0, +19.0])." in told
     assert "4 of 6 tested features moved (q ≤ 0.05): 3 raised, 1 lowered." in told
     assert "raised 0 “operand” +0.90 [+0.80, +1.00]; lowered 2 “answer” −0.70 [−0.80, −0.60]." in told
+
+
+def link(feature: int) -> str:
+    return f'<span class="feature" data-feature="{feature}">{feature}</span>'
+
+
+def test_findings_link_the_features_that_they_name() -> None:
+    page = render(make())
+    assert f"raised {link(0)} “operand” +0.90 [+0.80, +1.00]; lowered {link(2)} “answer” −0.70" in page
+    assert f"lowered 2 features, most clearly {link(0)} “operand”" in page
+    assert "4 of 6 tested features moved" in page
+
+
+def test_only_features_with_a_card_are_linked_and_text_is_escaped() -> None:
+    made = make()
+    made.features["responds_to"] = ["<b>1 (x)</b>", *made.features.responds_to[1:]]
+    assert linked(made, "raised 0 “<b>1 (x)</b>” & 1 (x)") == (
+        f"raised {link(0)} “&lt;b&gt;1 (x)&lt;/b&gt;” &amp; 1 (x)"
+    )
+    assert linked(made, "Feature 3 ablated: 3 (of 5)") == f"Feature {link(3)} ablated: 3 (of 5)"
+    for plain in ("Feature 99 ablated", "Accuracy 0 (of 5)", "2 features ablated", "99 “operand”"):
+        assert linked(made, plain) == plain
 
 
 def test_a_change_within_its_interval_is_not_called_one() -> None:
@@ -675,3 +698,14 @@ def test_marks_stand_out_from_the_page(page_colour: str) -> None:
     for colour in {*SERIES, RAISED, LOWERED, NEUTRAL, *(colour for colour, _ in BAND_STYLE.values())}:
         light, dark = sorted((float(weights @ linear(colour)), ground), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def test_panels_have_the_heights_and_gaps_that_were_asked_for() -> None:
+    made = panels(list("abcde"), 3, panel=200, gap=50, horizontal=0.1)
+    assert made.height == 450
+    assert made.cells == [{"row": 1, "col": c} for c in (1, 2, 3)] + [{"row": 2, "col": c} for c in (1, 2)]
+    top, bottom = (made.figure.get_subplot(row, 1).yaxis.domain for row in (1, 2))
+    assert [made.height * (end - start) for start, end in (top, bottom)] == pytest.approx([200, 200])
+    assert made.height * (top[0] - bottom[1]) == pytest.approx(50)
+    assert [title.text for title in made.figure.layout.annotations] == list("abcde")
+    assert panels(["alone"], 3, panel=200, gap=50, horizontal=0.1).height == 200

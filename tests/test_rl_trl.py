@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import tsae
+from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
 from tsae.rl.credit import Credit
+from tsae.rl.exporting import read_logprob, stored_logprob
 from tsae.rl.sampling import Curriculum
+from tsae.rl.shaping import shape_advantages, thresholded, token_weights
 from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 from tsae.testbed.base import ModelConfig, llama_config
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
+from tsae.testbed.training import data_set, grpo_on_cpu
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
@@ -56,23 +62,17 @@ def make_trainer(
         model=model,
         processing_class=tokenizer or make_tokenizer(),
         reward_funcs=reward or by_length,
-        train_dataset=Dataset.from_list([{"prompt": p.prompt, "problem_id": p.id} for p in problems]),
-        args=GRPOConfig(
-            output_dir=str(folder),
+        train_dataset=data_set(problems),
+        args=grpo_on_cpu(
+            folder,
+            prompts=PROMPTS,
+            samples=GROUP,
             max_steps=steps,
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=GROUP * PROMPTS // micro,
-            num_generations=GROUP,
             max_completion_length=WIDTH,
             learning_rate=1e-3,
             max_grad_norm=1e9,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             **options,
         ),
         **extra,
@@ -242,6 +242,95 @@ def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) 
     assert list(history.groupby("step").size()) == [PROMPTS] * 3
     assert (history.n == GROUP).all()
     assert set(history.problem_id) <= set(ids)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the testbed's base sampled, with log-probabilities; an SAE, and credit with entries of all kinds."""
+    folder = tmp_path_factory.mktemp("exported")
+    base = tsae.CheckpointSeries((tsae.testbed.series().base,))
+    problems = tsae.testbed.generate_problems("medium", 6, 0, "train")
+    sampling = tsae.SamplingConfig(n_samples=GROUP, max_new_tokens=48, seed=0)
+    rollouts = tsae.sample(base.base, problems, sampling, verify=tsae.testbed.verify, progress=False)
+    rollouts = rollouts.with_advantages()
+    assert rollouts.frame.advantage.ne(0).any()
+    reading = tsae.CaptureConfig(token_statistics=True, batch_tokens=512)
+    site = "blocks.2.hook_resid_post"
+    store = tsae.capture(base, rollouts, [site], to=folder / "acts", config=reading, progress=False)
+    sae = tsae.TemporalSAE(store.d_model(site), tsae.SAEConfig(d_sae=32, k=4), site=site)
+    sae.initialize(torch.zeros(sae.d_model), torch.Generator().manual_seed(0))
+    sae.eval().save(folder / "sae")
+    tsae.encode(sae, store, to=folder / "features", progress=False)
+    generator = torch.Generator().manual_seed(1)
+    given = make_credit(sae)
+    tables: dict[str, Any] = {
+        "feature": 0.1 * torch.randn(32, generator=generator),
+        "pair_keys": torch.arange(20 * 32),
+        "pair_values": 0.1 * torch.randn(20 * 32, generator=generator),
+        "token": torch.randn(20, generator=generator),
+    }
+    dataclasses.replace(given, **tables).save(folder / "credit")
+    return folder
+
+
+@pytest.mark.parametrize("source", ["store", "series"])
+def test_the_export_is_what_the_trainer_does_with_the_same_trajectories(
+    source: str, exported: Path, tmp_path: Path
+) -> None:
+    base = tsae.testbed.series().base
+    probabilities = {"store": exported / "acts", "series": base.path}[source]
+    words = ["credit", "weights", f"--{source}", str(probabilities), "--to", str(tmp_path / "w.parquet")]
+    words += [word for name in ("credit", "features") for word in (f"--{name}", str(exported / name))]
+    main([*words, "--plausibility", "--dense", "0.1"])
+    rows = pq.read_table(tmp_path / "w.parquet").to_pandas().set_index("trajectory").sort_index()
+
+    rollouts = tsae.FeatureTable.load(exported / "features").rollouts
+    frame = rollouts.frame
+    texts = [[torch.tensor(ids) for ids in rollouts.tokens(row)] for row in range(len(frame))]
+    prompts, responses = zip(*texts, strict=True)
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "prompt_ids": pad(prompts, batch_first=True, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left"),
+        "completion_ids": pad(responses, batch_first=True),
+        "completion_mask": pad([torch.ones_like(ids) for ids in responses], batch_first=True),
+        "advantages": torch.tensor(frame.advantage.to_numpy()).float(),
+    }
+    rule = FeatureCredit(base, exported / "sae", exported / "credit", ShapingConfig(plausibility=True, dense=0.1))
+    scores, advantages = rule.scores(batch), rule([{}] * len(frame), batch, GROUP)
+    weights = token_weights(
+        thresholded(scores, rule.shaping), batch["advantages"], batch["completion_mask"], rule.shaping
+    )
+    # Scores that do something, and a factor that does.
+    assert float(weights.max()) > 2
+    assert float(scores.abs().max()) > 1
+    plain = dataclasses.replace(rule.shaping, plausibility=False, dense=0.0)
+    assert not torch.allclose(advantages, shape_advantages(
+        scores, batch["advantages"], batch["completion_mask"], torch.arange(len(frame)) // GROUP, plain
+    ))  # fmt: skip
+    for row, ids in enumerate(responses):
+        for name, values in (("scores", scores), ("weights", weights), ("advantages", advantages)):
+            np.testing.assert_allclose(rows[f"token_{name}"][row], values[row, : len(ids)], atol=1e-5, rtol=1e-5)
+
+
+def test_probabilities_of_something_else_are_refused(exported: Path, tmp_path: Path) -> None:
+    words = ["credit", "weights", "--to", str(tmp_path / "w.parquet")]
+    words += [word for name in ("credit", "features") for word in (f"--{name}", str(exported / name))]
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    features = tsae.FeatureTable.load(exported / "features")
+    store = tsae.ActivationStore(exported / "acts")
+    fewer = dataclasses.replace(features, rollouts=features.rollouts.select(range(4)))
+    with pytest.raises(TsaeError, match="holds other trajectories than"):
+        stored_logprob(fewer, "base", store)
+    narrow = make_reference(tmp_path / "base")
+    features.info["sae"]["site"] = SITE
+    with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 96"):
+        read_logprob(features, narrow)
+    base = tsae.CheckpointSeries((tsae.testbed.series().base,))
+    silent = tsae.capture(base, store.rollouts, [store.sites[0]], to=tmp_path / "acts", progress=False)
+    with pytest.raises(TsaeError, match="holds no log-probabilities"):
+        stored_logprob(features, "base", silent)
 
 
 class _NoEnd:

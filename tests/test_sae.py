@@ -20,10 +20,10 @@ from tsae.activations.windows import Windows
 from tsae.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.evaluation import check_fits, evaluate
+from tsae.sae.evaluation import evaluate
 from tsae.sae.initial import geometric_median
 from tsae.sae.loss import temporal_loss
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.training import _Trainer, train
 
 SITE = "blocks.1.hook_resid_post"

@@ -132,18 +132,26 @@ def main(args: Sequence[str] | None = None) -> None:
     if not sys.stderr.isatty():
         # A log keeps every state of a bar; tqdm reads this when it is imported.
         os.environ.setdefault("TQDM_MININTERVAL", "30")
+    status: Any = None
     try:
-        parse(sys.argv[1:] if args is None else args).run()
-    except TsaeError as error:
-        print(f"tsae: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)
-        raise SystemExit(130) from None
+        try:
+            parse(sys.argv[1:] if args is None else args).run()
+        except TsaeError as error:
+            print(f"tsae: {error}", file=sys.stderr)
+            status = 2
+        except KeyboardInterrupt:
+            print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)
+            status = 130
+        except SystemExit as said:  # of --help, and of options that do not parse
+            status = said.code or 0
+        # The interpreter would do it after all handlers, and print that the reader went away.
+        sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output has seen enough (`tsae … | head`); nothing is left to be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+        status = status or 141
+    if status is not None:
+        raise SystemExit(status)
 
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?

@@ -12,8 +12,8 @@ So a batch mixes the trajectories of one buffer, where a store mixes all; every 
 and partners of any kind are at hand, because a trajectory is never divided between blocks. What an epoch reads, in
 which order, is known without a model: a training that goes on skips blocks that are behind it, and computes anew the
 first, on which norms are estimated, and the one that it stopped in. A block that does not fit into memory is begun
-again with half the tokens in a forward pass, and a warning says so: like captures, trainings are then the same to the
-last bit where memory runs out at the same sizes again.
+again with half the tokens in a forward pass; a warning says so, and training.json keeps it (`short_of_memory`): like
+captures, trainings are then the same to the last bit where memory runs out at the same sizes again.
 
 What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
 are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
@@ -165,6 +165,7 @@ class LiveSource(Source):
                         "models (--live.models).",
                     ) from error
             budget = max(1, budget // 2)
+            self.was_short(reader, budget)
             warnings.warn(
                 f"reader {reader} was short of memory and goes on with {budget} tokens in a forward pass; the same "
                 "training gives the same bits only where memory is short again",
@@ -208,6 +209,7 @@ class LiveWindows(Windows):
 
     def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
         self._filled: tuple[int, int] | None = None  # epoch and number of the block in the buffer
+        store.short_of_memory = {}  # of a training before
         super().__init__(store, site, **options)
 
     def epoch(

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -31,15 +32,23 @@ class Source:
         path: where they come from; named in error messages.
         manifest: as in the manifest.json of a store.
         selection: what part of it this is.
+        short_of_memory: by reader, tokens of the smallest forward passes that reading fell back on, since `windows` was
+            last called. A store's manifest has that by shard.
     """
 
     path: Path
     manifest: dict[str, Any]
     selection: Subset = Subset()
+    short_of_memory: Mapping[str, int] = MappingProxyType({})
 
     def shards(self, reader: str | None = None) -> Iterator[Shard]:
         """Whole trajectories in order, of one reader or of all; those of a subset are in `rows`."""
         raise NotImplementedError
+
+    def was_short(self, reader: str, tokens: int) -> None:
+        """Keep the smaller in `short_of_memory`."""
+        known = self.short_of_memory.get(reader, tokens)
+        self.short_of_memory = {**self.short_of_memory, reader: min(tokens, known)}
 
     def windows(self, site: str, **options: Any) -> Windows:
         """Shuffled batches of tokens and their partners; see `tsae.activations.windows.Windows` for the options."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from tsae.commands.common import say_wrote
+from tsae.commands.common import load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 
@@ -90,7 +90,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Weights:
-    """Write scores, weights and advantages of every response token as Parquet, a row a trajectory, for any trainer."""
+    """Write scores, weights and advantages of every response token as Parquet, a row a trajectory, for any trainer.
+
+    Scores are multiplied by 1 - the reference's probability of the token, as in training with TRL: give --store or
+    --series.
+    """
 
     credit: Path
     """Folder that `tsae credit fit` wrote."""
@@ -98,16 +102,41 @@ class Weights:
     """Folder that `tsae encode` wrote of the trajectories, read by the reference, with advantages."""
     to: Path
     """The .parquet file."""
+    store: Path | None = None
+    """Folder that `tsae capture --token-statistics` wrote, from which the features were encoded: it has the reference's
+    probabilities."""
+    series: tuple[str, ...] = ()
+    """Or a folder of checkpoints, or several checkpoints, the base first: the reference reads the trajectories once
+    more."""
+    device: str = "cpu"
+    """Torch device for --series."""
+    batch_tokens: int = 16384
+    """Tokens in a forward pass of --series, with padding."""
     config: OmitArgPrefixes[ShapingConfig] = field(default_factory=ShapingConfig)
 
-    def run(self) -> None:
-        from tsae.rl.credit import Credit
-        from tsae.rl.exporting import write_credit
+    def __post_init__(self) -> None:
+        if (self.store is None) == (not self.series):
+            raise TsaeError(
+                "the reference's probabilities of the tokens come from a store or from the reference itself",
+                where="tsae credit weights",
+                fix="Give --store or --series, one of them.",
+            )
 
-        credit = Credit.load(self.credit)
+    def run(self) -> None:
+        import tsae
+        from tsae.rl.credit import Credit
+        from tsae.rl.exporting import read_logprob, stored_logprob, write_credit
+
+        credit, features = Credit.load(self.credit), tsae.FeatureTable.load(self.features)
         if not credit.significant:
             print(f"note: {credit.info['note']}")
-        say_wrote(write_credit(credit, self.features, self.to, self.config))
+        reader = credit.info["reader"]
+        if self.store is not None:
+            logprob = stored_logprob(features, reader, self.store)
+        else:
+            reference = load_series(*self.series)[reader]
+            logprob = read_logprob(features, reference, device=self.device, batch_tokens=self.batch_tokens)
+        say_wrote(write_credit(credit, features, self.to, self.config, logprob=logprob))
 
 
 @dataclass(frozen=True)

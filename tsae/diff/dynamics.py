@@ -43,10 +43,10 @@ from tsae.rollouts.bootstrap import weights
 KINDS = ("emerging", "growing", "fading", "passing", "flat")
 FLAT = "flat"
 COLUMNS = (
-    "run", "step", "feature", "mean", "shift", "lo", "hi", "d", "p", "q", "kind", "onset", "onset_lo", "onset_hi",
+    "run", "step", "feature", "mean", "shift", "low", "high", "d", "p", "q", "kind", "onset", "onset_low", "onset_high",
     "part",
 )  # fmt: skip
-BEHAVIOUR_COLUMNS = ("run", "step", "band", "behaviour", "mean", "lo", "hi", "n_problems")
+BEHAVIOUR_COLUMNS = ("run", "step", "band", "behaviour", "mean", "low", "high", "n_problems")
 _HARDLY = 0.1  # Of the last step's mean: what the base may have of an emerging feature.
 _BLOCK = 2048  # features whose onsets are drawn at once
 
@@ -61,16 +61,16 @@ class Dynamics:
     run, step       of the checkpoint
     feature         index; those that are active in enough problems of the run
     mean            mean activation, over problems
-    shift           mean − the base's, with its bootstrap interval lo, hi; 0 at the base
+    shift           mean − the base's, with its bootstrap interval low, high; 0 at the base
     d, p            effect size over problems; sign-flip p-value (1 at the base)
     q               over all steps and features of the run (1 at the base)
     kind            emerging, growing, fading, passing or flat: of the feature in this run, the same at every step
-    onset           the first step with half of the shift, onset_lo and onset_hi its interval; NaN for flat features
+    onset           the first step with half of the shift, onset_low and onset_high its interval; NaN for flat features
     part            which shift: total, or same_trajectories
     """
     behaviours: pd.DataFrame
-    """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval lo, hi. Empty
-    for runs whose steps answered different problems, where steps cannot be set against each other."""
+    """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval low, high.
+    Empty for runs whose steps answered different problems, where steps cannot be set against each other."""
     notes: dict[str, str] = field(default_factory=dict)
     """Why a run has no rows, by run."""
 
@@ -174,13 +174,13 @@ def _step_rows(
     step: int,
     mean: np.ndarray,
     shift: np.ndarray,
-    lo: np.ndarray,
-    hi: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
     d: np.ndarray,
     p: np.ndarray,
     q: np.ndarray,
 ) -> pd.DataFrame:
-    return pd.DataFrame({"step": step, "mean": mean, "shift": shift, "lo": lo, "hi": hi, "d": d, "p": p, "q": q})
+    return pd.DataFrame({"step": step, "mean": mean, "shift": shift, "low": low, "high": high, "d": d, "p": p, "q": q})
 
 
 def simes(p: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ def _onsets(
     shifts: Sequence[np.ndarray], steps: np.ndarray, kind: np.ndarray, goal: np.ndarray, config: DiffConfig
 ) -> dict[str, np.ndarray]:
     """Onset steps of the features that are not flat."""
-    found = {name: np.full(len(kind), np.nan) for name in ("onset", "onset_lo", "onset_hi")}
+    found = {name: np.full(len(kind), np.nan) for name in ("onset", "onset_low", "onset_high")}
     drawn_problems = weights(len(shifts[0]), config.n_bootstrap, config.seed)
     tail = (1 - config.confidence) / 2
     clear = np.flatnonzero(kind != FLAT)
@@ -220,7 +220,7 @@ def _onsets(
         position = _half_way(drawn * sign, goal[block])
         # The steps at the ends of the interval are saved ones: no interpolation between them.
         low, high = np.quantile(position, [tail, 1 - tail], axis=0, method="nearest")
-        found["onset_lo"][block], found["onset_hi"][block] = steps[low.astype(int)], steps[high.astype(int)]
+        found["onset_low"][block], found["onset_high"][block] = steps[low.astype(int)], steps[high.astype(int)]
     return found
 
 
@@ -240,7 +240,6 @@ def _behaviours(features: FeatureTable, runs: dict[str, list[str]], rows: Rows, 
     if rows.own(base) is None:
         return pd.DataFrame(columns=list(BEHAVIOUR_COLUMNS))
     measured = behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed)
-    measured = measured.rename(columns={"low": "lo", "high": "hi"})
     parts = [
         measured[measured.policy == reader].assign(run=run, step=_step(features, reader))
         for run, readers in runs.items()

@@ -168,6 +168,42 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
     return count
 
 
+def weight_permutations(values: np.ndarray, weights: np.ndarray, group: np.ndarray, seed: int) -> Count:
+    """Counts permutations of weights within groups whose weighted sum is as extreme as the observed.
+
+    Args:
+        values: (n_rows, n_features).
+        weights: (n_rows,).
+        group: (n_rows,) codes.
+        seed: of the draws.
+    """
+    rng = np.random.default_rng([seed, 5])
+    # Where all weights of a group are 0, permuting them does nothing.
+    used = np.isin(group, group[weights != 0])
+    single, weights, group = values[used].astype(np.float32), weights[used], group[used]
+    limit = _limit(weights @ values[used])
+
+    def count(draws: int, features: np.ndarray) -> np.ndarray:
+        extreme, columns = np.zeros(len(features), dtype=np.int64), single[:, features]
+        for drawn in permuted_weights(weights, group, draws, rng):
+            extreme += _as_extreme(drawn @ columns, limit[features])
+        return extreme[None]
+
+    return count
+
+
+def permuted_weights(
+    weights: np.ndarray, group: np.ndarray, draws: int, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """Blocks (draws, n_rows) of weights (n_rows,), permuted within groups."""
+    in_order = weights[np.argsort(group, kind="stable")].astype(np.float32)
+    for size in _blocks(draws):
+        target = np.argsort(rng.random((size, len(group))) + group, axis=1)
+        drawn = np.empty(target.shape, dtype=np.float32)
+        np.put_along_axis(drawn, target, np.broadcast_to(in_order, target.shape), 1)
+        yield drawn
+
+
 def _limit(observed: np.ndarray) -> np.ndarray:
     # A draw that repeats the observed arrangement must count as extreme in spite of rounding.
     limit: np.ndarray = np.abs(observed) * (1 - 1e-5)

@@ -10,7 +10,8 @@ probability of every response on its own. Responses share weights, so that it is
 groups' covariance. It is a sum over rollouts, so that it splits exactly: by band, by outcome, by kind of group (the
 single successes) and by single groups.
 
-p-values permute, within groups, which rollout has which advantage and outcome; intervals draw problems.
+p-values permute, within groups, which rollout has which advantage and outcome, as often as a feature needs
+(`tsae.diff.statistics.sequential_p`); intervals draw problems.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Rows
-from tsae.diff.statistics import bootstrap_interval, group_difference, q_values
+from tsae.diff.permutations import permuted_weights, weight_permutations
+from tsae.diff.statistics import bootstrap_interval, group_difference, q_values, sequential_p
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
@@ -37,7 +39,6 @@ from tsae.rollouts.table import BANDS, OUTCOMES
 if TYPE_CHECKING:
     from tsae.diff.result import FeatureDiff
 
-_BLOCK = 200  # permutations at once
 _SPLITS = 50  # of the problems into halves, for reliabilities
 # Realised shifts, as `tsae.diff.contrasts` defines them.
 _REALISED = ("policy", "total")
@@ -149,10 +150,17 @@ def reinforcement(
         policy: whose rollouts count; by default the base's, or all where it sampled none.
 
     Raises:
-        TsaeError: where an advantage is missing or not finite, or no group has rollouts that differ in advantage.
+        TsaeError: where an advantage is missing or not finite, no group has rollouts that differ in advantage, or the
+            span is within the prompt.
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or DiffConfig()
+    if config.within_prompt:
+        raise TsaeError(
+            f"span={config.span!r} is the same for all rollouts of a problem, and no advantage goes with it",
+            where="reinforcement",
+            fix="Use span='response' or 'all'.",
+        )
     rows, base = Rows.of(features, config), features.readers[0]
     if policy is None:
         policy = base if len(rows.by_reader[base, base]) else None
@@ -177,7 +185,6 @@ def reinforcement(
     split = np.stack([_within(weights * masks[key], group) for key in parts])  # (n_parts, n_rows)
     dense = values[:, tested].toarray()
     observed = split @ dense
-    p = _permutation_p(split, observed, dense, group, config)
     tables = []
     for i, (by, part) in enumerate(parts):
         each = (_sums(problem, split[i]) @ dense) * (problem.max() + 1)  # the mean over problems is the part's share
@@ -186,8 +193,9 @@ def reinforcement(
         d = np.divide(each.mean(0), deviation, out=np.zeros(len(tested)), where=deviation > 0)
         n_problems = len(np.unique(problem[masks[by, part] & (weights != 0)]))
         keys = {"by": by, "part": part, "n_problems": n_problems, "feature": tested, "reinforcement": observed[i]}
-        q = q_values(p[i], config.fdr) if len(tested) else p[i]
-        tables.append(pd.DataFrame({**keys, "low": low, "high": high, "d": d, "p": p[i], "q": q}))
+        count = weight_permutations(dense, split[i], group, config.seed)
+        p = sequential_p(count, 1, len(tested), config.n_permutations, config.q, config.fdr)
+        tables.append(pd.DataFrame({**keys, "low": low, "high": high, "d": d, "p": p, "q": q_values(p, config.fdr)}))
     table = pd.concat(tables, ignore_index=True)
     return Reinforcement(table, groups, per_group, features, rows, picked, config)
 
@@ -263,31 +271,6 @@ def _active(values: sp.csr_array, problem: np.ndarray, min_problems: int) -> np.
     return np.flatnonzero(np.asarray(active.astype(bool).sum(0)).ravel() >= min_problems)
 
 
-def _permutations(weights: np.ndarray, group: np.ndarray, n: int, seed: int) -> Iterator[np.ndarray]:
-    """Blocks (draws, n_parts, n_rows) of weights (n_parts, n_rows) permuted within groups, the parts alike."""
-    rng = np.random.default_rng([seed, 5])
-    in_order = np.argsort(group, kind="stable")
-    for start in range(0, n, _BLOCK):
-        draws = min(_BLOCK, n - start)
-        target = np.argsort(rng.random((draws, len(group))) + group, axis=1)
-        drawn = np.empty((draws, *weights.shape), dtype=np.float32)
-        np.put_along_axis(drawn, target[:, None], weights[None, :, in_order].astype(np.float32), 2)
-        yield drawn
-
-
-def _permutation_p(
-    weights: np.ndarray, observed: np.ndarray, values: np.ndarray, group: np.ndarray, config: DiffConfig
-) -> np.ndarray:
-    """(n_parts, n_features) two-sided, never 0."""
-    # A draw that repeats the observed arrangement must count as extreme in spite of float32 rounding.
-    limit = np.abs(observed) * (1 - 1e-5)
-    extreme = np.zeros(observed.shape, dtype=np.int64)
-    single = values.astype(np.float32)
-    for drawn in _permutations(weights, group, config.n_permutations, config.seed):
-        extreme += (np.abs(drawn @ single) >= limit).sum(0)
-    return (1 + extreme) / (1 + config.n_permutations)
-
-
 def _comparisons(found: Reinforcement, checkpoint: str, part: str) -> Iterator[dict[str, object]]:
     """Rows of `Reinforcement.compare` of one checkpoint and part."""
     config, rows = found.config, found.rows
@@ -330,8 +313,10 @@ def _comparisons(found: Reinforcement, checkpoint: str, part: str) -> Iterator[d
                 pairs = _Pairs(predicted[np.isin(codes, mine)], mine, realised[np.isin(both, theirs)], theirs)
                 empty = pairs.statistics(config)
                 nulls = [
-                    spearman(drawn[:, 0] @ values[used].astype(np.float32), pairs.realised.mean(0)[None])
-                    for drawn in _permutations(weights[None, used], group[used], config.n_bootstrap, config.seed)
+                    spearman(drawn @ values[used].astype(np.float32), pairs.realised.mean(0)[None])
+                    for drawn in permuted_weights(
+                        weights[used], group[used], config.n_bootstrap, np.random.default_rng([config.seed, 5])
+                    )
                 ]
                 extreme = np.abs(np.concatenate(nulls)) >= abs(empty["rho"]) * (1 - 1e-5)
                 empty["p"] = (1 + extreme.sum()) / (1 + len(extreme))

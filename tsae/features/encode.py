@@ -15,8 +15,7 @@ from tsae.activations.store import ActivationStore, Shard
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.provenance import write_run
-from tsae.sae.evaluation import check_fits
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.stability import Stability
 
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from tsae.report.style import BAND_STYLE, SERIES, SYMBOLS, finish
+from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish, panels
 from tsae.report.text import count, figure_text, number, percent
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
@@ -29,18 +28,9 @@ def migration_figure(difficulty: Difficulty) -> go.Figure | None:
     runs = [run for run in difficulty.paths if (table.run == run).any()]
     if not runs:
         return None
-    columns = min(len(runs), 3)
-    blocks = -(-len(runs) // columns)
-    figure = make_subplots(
-        rows=blocks,
-        cols=columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-        vertical_spacing=0.16 if blocks > 1 else 0,
-        subplot_titles=[f"<b>{figure_text(run, 30)}</b>" if run else "" for run in runs],
-    )
-    for position, run in enumerate(runs):
-        cell = {"row": position // columns + 1, "col": position % columns + 1}
+    titles = [f"<b>{figure_text(run, 30)}</b>" if run else "" for run in runs]
+    figure, cells, height = panels(titles, 3, panel=260, gap=94, horizontal=0.04, shared_yaxes=True)
+    for run, cell in zip(runs, cells, strict=True):
         path = difficulty.paths[run]
         mine = table[table.run == run]
         for place, (start, end) in enumerate(pairwise(path)):
@@ -66,8 +56,7 @@ def migration_figure(difficulty: Difficulty) -> go.Figure | None:
                 x=[None], y=[None], mode="markers", name=band, marker={"color": BAND_STYLE[band][0], "symbol": "square"}
             )
         )
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    return finish(figure, height=blocks * 330 + 60, left=56, top=66, bottom=64, legend=legend, hovermode="closest")
+    return finish(figure, height=height + 130, left=56, top=66, bottom=64, legend=LEGEND, hovermode="closest")
 
 
 def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
@@ -78,15 +67,10 @@ def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
     if table.k.nunique() < 2:
         return None
     bands = [band for band in ("all", *BANDS) if (table.band == band).any()]
-    figure = make_subplots(
-        rows=1,
-        cols=len(bands),
-        shared_yaxes=True,
-        horizontal_spacing=0.025,
-        subplot_titles=[f"<b>{'all' if band == 'all' else band} problems</b>" for band in bands],
-    )
+    titles = [f"<b>{'all' if band == 'all' else band} problems</b>" for band in bands]
+    figure, cells, height = panels(titles, len(bands), panel=226, gap=0, horizontal=0.025, shared_yaxes=True)
     sizes = sorted(table.k.unique())
-    for column, band in enumerate(bands, start=1):
+    for position, (band, cell) in enumerate(zip(bands, cells, strict=True)):
         for order, policy in enumerate(shown):
             mine = table[(table.policy == policy) & (table.band == band)]
             colour, symbol = SERIES[order % len(SERIES)], SYMBOLS[order % len(SYMBOLS)]
@@ -98,7 +82,7 @@ def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
                     mode="lines+markers",
                     name=figure_text(policy),
                     legendgroup=policy,
-                    showlegend=column == 1,
+                    showlegend=position == 0,
                     line={"color": colour, "width": 1.6},
                     marker={"color": colour, "symbol": symbol, "size": 8},
                     error_y={
@@ -111,20 +95,17 @@ def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
                     text=[_pass_hover(row) for _, row in mine.iterrows()],
                     hovertemplate="%{text}<extra></extra>",
                 ),
-                row=1,
-                col=column,
+                **cell,
             )
         figure.update_xaxes(
             range=[-0.4, len(sizes) - 0.6],
             tickvals=list(range(len(sizes))),
             ticktext=[str(k) for k in sizes],
             title={"text": "k", "standoff": 4},
-            row=1,
-            col=column,
+            **cell,
         )
-        figure.update_yaxes(range=[-3, 103], ticksuffix=" %", showgrid=True, row=1, col=column)
-    legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
-    figure = finish(figure, height=340, left=56, top=66, bottom=48, legend=legend)
+        figure.update_yaxes(range=[-3, 103], ticksuffix=" %", showgrid=True, **cell)
+    figure = finish(figure, height=height + 114, left=56, top=66, bottom=48, legend=LEGEND)
     return figure.update_yaxes(showgrid=True)
 
 

@@ -212,8 +212,8 @@ def steps(diff: FeatureDiff) -> str:
                 feature_link(int(r.feature)),
                 description(diff.features.loc[r.feature]),
                 html_text(r.kind),
-                f"{r.onset:g} <small>[{r.onset_lo:g}, {r.onset_hi:g}]</small>",
-                f"{number(r.shift, sign=True)} <small>{interval(r.lo, r.hi, sign=True, like=r.shift)}</small>",
+                f"{r.onset:g} <small>[{r.onset_low:g}, {r.onset_high:g}]</small>",
+                f"{number(r.shift, sign=True)} <small>{interval(r.low, r.high, sign=True, like=r.shift)}</small>",
             ]
             for r in views.records(strong)
         ]

@@ -12,7 +12,18 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
+from tsae.report.style import (
+    BAND_STYLE,
+    LEGEND,
+    LOWERED,
+    NEUTRAL,
+    RAISED,
+    finish,
+    name_rows,
+    panels,
+    vertical_zero,
+    whiskers,
+)
 from tsae.report.text import figure_text, interval, number
 
 MAX_POINTS = 1500
@@ -37,19 +48,9 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
     runs = [run for run in views.final_checkpoints(diff) if views.main_part(diff, run)]
     if not runs:
         return None
-    columns = min(len(runs), 3)
-    blocks = -(-len(runs) // columns)
-    figure = make_subplots(
-        rows=blocks,
-        cols=columns,
-        shared_yaxes=True,
-        shared_xaxes=True,
-        horizontal_spacing=0.025,
-        vertical_spacing=0.12 if blocks > 1 else 0,
-        subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
-    )
-    for position, run in enumerate(runs):
-        cell = {"row": position // columns + 1, "col": position % columns + 1}
+    titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
+    figure, cells, height = panels(titles, 3, panel=284, gap=74, horizontal=0.025, shared_yaxes=True, shared_xaxes=True)
+    for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
         table = _thinned(views.main_shift(diff, run), diff.q)
         found = table.q <= diff.q
         for name, colour, symbol in _SIDES:
@@ -80,13 +81,13 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
                 **cell,
             )
         figure.add_hline(y=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)
-        if cell["row"] == blocks or position + columns >= len(runs):
+        if {**cell, "row": cell["row"] + 1} not in cells:  # nothing is below it
             title = {"text": "mean activation of base and run", "standoff": 4}
             figure.update_xaxes(title=title, showticklabels=True, **cell)
     decades = range(-7, 5)
     figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
     figure.update_yaxes(title={"text": "shift, standard deviations", "standoff": 4}, col=1)
-    made = finish(figure, height=blocks * 330 + 70, left=62, top=66, bottom=50, legend=LEGEND)
+    made = finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
     made.update_yaxes(showgrid=True)
     return made
 
@@ -124,22 +125,11 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     runs = [run for run in views.final_checkpoints(diff) if run in set(table.checkpoint)]
     families = list(table.family.unique())
     bands = [band for band in ("all", *views.BANDS) if (table.band == band).any()]
-    columns = min(len(families), 3)
-    blocks = -(-len(families) // columns)
-    panel = len(runs) * (13 * len(bands) + 12)
-    height = blocks * panel + (blocks - 1) * 80 + 112
-    figure = make_subplots(
-        rows=blocks,
-        cols=columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.03,
-        vertical_spacing=80 / (height - 112) if blocks > 1 else 0,
-        subplot_titles=[
-            f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families
-        ],
+    titles = [f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families]
+    figure, cells, height = panels(
+        titles, 3, panel=len(runs) * (13 * len(bands) + 12), gap=80, horizontal=0.03, shared_yaxes=True
     )
-    for position, family in enumerate(families):
-        cell = {"row": position // columns + 1, "col": position % columns + 1}
+    for position, (family, cell) in enumerate(zip(families, cells, strict=True)):
         for order, band in enumerate(bands):
             mine = table[(table.family == family) & (table.band == band) & (table.note == "")]
             mine = mine[mine.checkpoint.isin(runs)]
@@ -166,18 +156,8 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
             )
         vertical_zero(figure, **cell)
         figure.update_xaxes(title={"text": "shift, standard deviations over trajectories", "standoff": 4}, **cell)
-        _rows(figure, runs, cell)
-    return finish(figure, height=height, left=130, top=66, bottom=46, legend=LEGEND)
-
-
-def _rows(figure: go.Figure, labels: list[str], cell: dict[str, int], width: int = 18) -> None:
-    figure.update_yaxes(
-        range=[len(labels) - 0.45, -0.55],
-        tickvals=list(range(len(labels))),
-        ticktext=[figure_text(label, width) for label in labels],
-        ticks="",
-        **cell,
-    )
+        name_rows(figure, runs, **cell)
+    return finish(figure, height=height + 112, left=130, top=66, bottom=46, legend=LEGEND)
 
 
 def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
@@ -187,15 +167,11 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         return None
     runs = list(dict.fromkeys(table.checkpoint))
     ways = list(dict.fromkeys(table.predicted_on))
-    figure = make_subplots(
-        rows=1,
-        cols=2,
-        shared_yaxes=True,
-        horizontal_spacing=0.03,
-        subplot_titles=["<b>policy part</b>: the base reads the run's responses", "<b>total</b>: the run reads them"],
+    titles = ["<b>policy part</b>: the base reads the run's responses", "<b>total</b>: the run reads them"]
+    figure, cells, height = panels(
+        titles, 2, panel=len(runs) * (18 * len(ways) + 14), gap=0, horizontal=0.03, shared_yaxes=True
     )
-    for column, part in enumerate(("policy", "total"), start=1):
-        cell = {"row": 1, "col": column}
+    for part, cell in zip(("policy", "total"), cells, strict=True):
         for order, way in enumerate(ways):
             mine = table[(table.part == part) & (table.predicted_on == way)]
             colour, symbol = BAND_STYLE.get(way, BAND_STYLE["all"])
@@ -207,7 +183,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
                     mode="markers",
                     name=f"predicted on {way} problems",
                     legendgroup=way,
-                    showlegend=column == 1,
+                    showlegend=part == "policy",
                     marker={"color": colour, "symbol": symbol, "size": 9},
                     error_x=whiskers(list(zip(mine.rho, mine.low, mine.high, strict=True)), colour),
                     text=[
@@ -227,7 +203,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
                     mode="markers",
                     name="ceiling",
                     legendgroup="ceiling",
-                    showlegend=column == 1 and order == 0,
+                    showlegend=part == "policy" and order == 0,
                     marker={"symbol": "line-ns-open", "size": 12, "color": NEUTRAL, "line": {"width": 2}},
                     hoverinfo="skip",
                 ),
@@ -237,9 +213,8 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         figure.update_xaxes(
             range=[-1.05, 1.05], title={"text": "rank correlation over features", "standoff": 4}, **cell
         )
-        _rows(figure, runs, cell)
-    height = len(runs) * (18 * len(ways) + 14) + 120
-    return finish(figure, height=height, left=130, top=70, bottom=46, legend=LEGEND)
+        name_rows(figure, runs, **cell)
+    return finish(figure, height=height + 120, left=130, top=70, bottom=46, legend=LEGEND)
 
 
 def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
@@ -298,7 +273,7 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
                     col=column,
                 )
             vertical_zero(figure, row=row, col=column)
-            _rows(figure, [CONDITIONS[c] for c in conditions], {"row": row, "col": column}, 30)
+            name_rows(figure, [CONDITIONS[c] for c in conditions], 30, row=row, col=column)
             figure.update_xaxes(range=[-1.05, 1.05], nticks=5, row=row, col=column)
             if row == len(tests):
                 title = {"text": f"change of {figure_text(views.behaviour_name(name))}", "standoff": 4}

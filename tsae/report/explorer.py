@@ -154,10 +154,10 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
 
 
 def _steps(table: pd.DataFrame) -> str:
-    """JSON per feature: a list a run, of run, kind, onset, steps, shift, lo, hi."""
+    """JSON per feature: a list a run, of run, kind, onset, steps, shift, low, high."""
     lines: dict[int, list[str]] = {}
     for (run, feature), rows in table.sort_values("step").groupby(["run", "feature"], sort=False):
-        numbers = [number_array(rows[name].to_numpy()) for name in ("step", "shift", "lo", "hi")]
+        numbers = [number_array(rows[name].to_numpy()) for name in ("step", "shift", "low", "high")]
         onset = number_array(rows.onset.to_numpy()[:1], 6)[1:-1]
         named = [script_json(visible(str(run))), script_json(visible(str(rows.kind.iloc[0]))), onset]
         lines.setdefault(int(feature), []).append(f"[{','.join([*named, *numbers])}]")

@@ -10,11 +10,22 @@ from collections.abc import Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import BAND_STYLE, DIVERGING, LEGEND, NEUTRAL, SERIES, SYMBOLS, finish, vertical_zero, whiskers
+from tsae.report.style import (
+    BAND_STYLE,
+    DIVERGING,
+    LEGEND,
+    NEUTRAL,
+    SERIES,
+    SYMBOLS,
+    finish,
+    name_rows,
+    panels,
+    vertical_zero,
+    whiskers,
+)
 from tsae.report.text import figure_text, number, percent
 
 _LEFT = 226
@@ -28,20 +39,10 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     table = diff.behaviours
     policies = list(table.policy.unique())
     bands = [b for b in views.BANDS if (table.band == b).any()] or ["all"]
-    columns = min(len(names), 4)
-    blocks = -(-len(names) // columns)
+    titles = [f"<b>{figure_text(views.behaviour_name(n))}</b>" for n in names]
     panel = max(90, len(policies) * (14 * len(bands) + 12))
-    height = blocks * panel + (blocks - 1) * 80 + 110
-    figure = make_subplots(
-        rows=blocks,
-        cols=columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.03,
-        vertical_spacing=80 / (height - 110) if blocks > 1 else 0,
-        subplot_titles=[f"<b>{figure_text(views.behaviour_name(n))}</b>" for n in names],
-    )
-    for position, name in enumerate(names):
-        cell = {"row": position // columns + 1, "col": position % columns + 1}
+    figure, cells, height = panels(titles, 4, panel=panel, gap=80, horizontal=0.03, shared_yaxes=True)
+    for position, (name, cell) in enumerate(zip(names, cells, strict=True)):
         share = views.is_share(diff, name)
         factor = 100.0 if share else 1.0
         for order, band in enumerate(bands):
@@ -57,13 +58,9 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
                     legendgroup=band,
                     showlegend=position == 0,
                     marker={"color": colour, "symbol": symbol, "size": 8},
-                    error_x={
-                        "array": (factor * (mine["high"] - mine["mean"])).tolist(),
-                        "arrayminus": (factor * (mine["mean"] - mine["low"])).tolist(),
-                        "color": colour,
-                        "thickness": 1.4,
-                        "width": 0,
-                    },
+                    error_x=whiskers(
+                        list(zip(*(factor * mine[c] for c in ("mean", "low", "high")), strict=True)), colour
+                    ),
                     text=[
                         f"{figure_text(r.policy)}, {band}: {_shown(r.mean, share)}{unit} "
                         f"[{_shown(r.low, share)}, {_shown(r.high, share)}]<br>"
@@ -79,14 +76,8 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
         else:
             title = "tokens" if name == "response_length" else ""
             figure.update_xaxes(rangemode="tozero", nticks=5, title={"text": title, "standoff": 4}, **cell)
-        figure.update_yaxes(
-            range=[len(policies) - 0.45, -0.55],
-            tickvals=list(range(len(policies))),
-            ticktext=[figure_text(p, 18) for p in policies],
-            ticks="",
-            **cell,
-        )
-    return finish(figure, height=height, left=130, top=66, legend=LEGEND)
+        name_rows(figure, policies, **cell)
+    return finish(figure, height=height + 110, left=130, top=66, legend=LEGEND)
 
 
 def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | None:
@@ -147,14 +138,11 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
         ]
         limit = max([limit, *(abs(v) for line in z for v in line if v is not None)])
         grids.append((run, z, text, bold))
-    figure = make_subplots(
-        rows=1,
-        cols=len(runs),
-        shared_yaxes=True,
-        horizontal_spacing=0.02,
-        subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
+    titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
+    figure, places, height = panels(
+        titles, len(runs), panel=24 * len(features), gap=0, horizontal=0.02, shared_yaxes=True
     )
-    for column, (_, z, text, bold) in enumerate(grids, start=1):
+    for (_, z, text, bold), cell in zip(grids, places, strict=True):
         figure.add_trace(
             go.Heatmap(
                 z=z,
@@ -173,12 +161,11 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                 ygap=1,
                 hoverongaps=False,
             ),
-            row=1,
-            col=column,
+            **cell,
         )
     figure.update_xaxes(side="bottom", showgrid=False, ticks="", tickangle=-35)
     _feature_rows(figure, diff, features)
-    return finish(figure, height=24 * len(features) + 120, left=_LEFT, bottom=64)
+    return finish(figure, height=height + 120, left=_LEFT, bottom=64)
 
 
 def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
@@ -188,19 +175,10 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     runs = [run for run in runs if chosen[run]]
     if not runs:
         return None
-    columns = min(len(runs), 2)
-    blocks = -(-len(runs) // columns)
     depth = max(len(features) for features in chosen.values())
-    height = blocks * (depth * 26 + 10) + (blocks - 1) * 90 + 130
-    figure = make_subplots(
-        rows=blocks,
-        cols=columns,
-        horizontal_spacing=0.2 if columns > 1 else 0,
-        vertical_spacing=90 / (height - 130) if blocks > 1 else 0,
-        subplot_titles=[f"<b>{figure_text(run)}</b>" for run in runs],
-    )
-    for position, run in enumerate(runs):
-        cell = {"row": position // columns + 1, "col": position % columns + 1}
+    titles = [f"<b>{figure_text(run)}</b>" for run in runs]
+    figure, cells, height = panels(titles, 2, panel=depth * 26 + 10, gap=90, horizontal=0.2)
+    for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
         total = views.main_shift(diff, run)
         features = chosen[run]
         # All three in the total's standard deviation: only then do the parts add up.
@@ -252,7 +230,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
         vertical_zero(figure, **cell)
         figure.update_xaxes(title={"text": "standard deviations over problems", "standoff": 4}, **cell)
         _feature_rows(figure, diff, features, **cell)
-    return finish(figure, height=height, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
+    return finish(figure, height=height + 130, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
 
 
 def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:

@@ -192,19 +192,19 @@ def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | No
     )
     return (
         f'<header><h1>{html_text(title)}</h1><p class="lead">{html_text(lead(diff))}</p></header>'
-        f'<div class="first">{_findings(beside, "Findings", "beside")}{figure}'
-        f"{_findings(found[len(beside) :], 'Further findings', 'below')}</div>"
+        f'<div class="first">{_findings(diff, beside, "Findings", "beside")}{figure}'
+        f"{_findings(diff, found[len(beside) :], 'Further findings', 'below')}</div>"
     )
 
 
-def _findings(found: list[Finding], label: str, place: str) -> str:
-    items = "".join(map(_finding, found))
+def _findings(diff: FeatureDiff, found: list[Finding], label: str, place: str) -> str:
+    items = "".join(_finding(diff, finding) for finding in found)
     return f'<div class="findings {place}" role="list" aria-label="{label}">{items}</div>' if found else ""
 
 
-def _finding(finding: Finding) -> str:
+def _finding(diff: FeatureDiff, finding: Finding) -> str:
     note = f" <small>{html_text(finding.note)}</small>" if finding.note else ""
-    sentences = "".join(f"<p>{html_text(sentence)}</p>" for sentence in finding.sentences)
+    sentences = "".join(f"<p>{sections.linked(diff, sentence)}</p>" for sentence in finding.sentences)
     return (
         f'<div class="finding" role="listitem"><h2><bdi>{html_text(finding.heading)}</bdi>{note}'
         f'<a href="#{finding.evidence}" aria-label="Evidence: {html_text(finding.heading)}">evidence</a></h2>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -301,6 +302,24 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
 def feature_link(feature: int) -> str:
     """The feature's number; the page's script links it to its card."""
     return f'<span class="feature" data-feature="{feature}">{feature}</span>'
+
+
+def linked(diff: FeatureDiff, sentence: str) -> str:
+    """A finding's sentence as HTML; the numbers of features that it names, and that have a card, are links to these."""
+
+    def is_named(match: re.Match[str]) -> bool:
+        feature = int(match.group())
+        if feature not in diff.features.index:
+            return False
+        # Its description follows, or it begins a test (`views.test_name`).
+        before, after = sentence[: match.start()], sentence[match.start() :]
+        return after.startswith(views.named(diff, feature)) or before == "Feature "
+
+    parts, done = [], 0
+    for match in filter(is_named, re.finditer(r"(?<!\S)[0-9]+(?= )", sentence)):
+        parts += [html_text(sentence[done : match.start()]), feature_link(int(match.group()))]
+        done = match.end()
+    return "".join(parts) + html_text(sentence[done:])
 
 
 def description(row: pd.Series) -> str:

@@ -49,8 +49,8 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
                 line={"color": colour, "width": 1.5},
                 marker={"color": colour, "symbol": symbol, "size": 7},
                 error_y={
-                    "array": (mine.hi - mine[value]).tolist(),
-                    "arrayminus": (mine[value] - mine.lo).tolist(),
+                    "array": (mine.high - mine[value]).tolist(),
+                    "arrayminus": (mine[value] - mine.low).tolist(),
                     "color": colour,
                     "thickness": 1.1,
                     "width": 0,
@@ -67,17 +67,17 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
         for band in [b for b in (*views.BANDS, "all") if len(lived) and (lived.band == b).any()]:
             mine = lived[(lived.run == run) & (lived.band == band)].sort_values("step")
             text = [
-                f"step {r.step}, {band}: {percent(r.mean)} % [{percent(r.lo)}, {percent(r.hi)}]"
+                f"step {r.step}, {band}: {percent(r.mean)} % [{percent(r.low)}, {percent(r.high)}]"
                 for r in views.records(mine)
             ]
-            scaled = mine.assign(**{c: 100 * mine[c] for c in ("mean", "lo", "hi")})
+            scaled = mine.assign(**{c: 100 * mine[c] for c in ("mean", "low", "high")})
             line(column, 1, scaled, f"accuracy, {band} problems", *BAND_STYLE[band], "mean", text)
         for order, feature in enumerate(features):
             mine = table[(table.run == run) & (table.feature == feature)].sort_values("step")
             label = f"{feature}: {figure_text(diff.features.responds_to[feature], 26)}"
             text = [
                 f"step {r.step}, feature {label}<br>shift {number(r.shift, sign=True)} "
-                f"{interval(r.lo, r.hi, sign=True, like=r.shift)}, {figure_text(r.kind)}"
+                f"{interval(r.low, r.high, sign=True, like=r.shift)}, {figure_text(r.kind)}"
                 for r in views.records(mine)
             ]
             colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]

@@ -8,9 +8,12 @@ colours are left out here: the page's script sets them for light or dark.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from tsae.report.text import figure_text
 
 RAISED, LOWERED, NEUTRAL = "#d4622a", "#2f7fc1", "#858b95"
 SERIES = ("#858b95", "#1b9381", "#a55cc0", "#b8860b", "#d4622a", "#2f7fc1", "#c2527b", "#6b8e23")
@@ -26,6 +29,53 @@ LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x"
 # Light tiles on either page, so that dark numbers on them are always readable.
 DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
+
+
+class Panels(NamedTuple):
+    """An empty figure of panels."""
+
+    figure: go.Figure
+    cells: list[dict[str, int]]
+    """row and col of every panel, as Plotly's functions take them."""
+    height: int
+    """Of all panels with the gaps between them, in pixels, without the figure's margins."""
+
+
+def panels(titles: Sequence[str], most: int, *, panel: int, gap: int, horizontal: float, **options: Any) -> Panels:
+    """A panel for every title, row by row.
+
+    Args:
+        titles: bold where they name something; "" for none.
+        most: panels beside each other.
+        panel: height of a panel in pixels.
+        gap: between two rows of panels, in pixels.
+        horizontal: between two panels, as a share of the width.
+        options: of Plotly's make_subplots.
+    """
+    columns = min(len(titles), most)
+    rows = -(-len(titles) // columns)
+    height = rows * panel + (rows - 1) * gap
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        horizontal_spacing=horizontal if columns > 1 else 0,
+        vertical_spacing=gap / height if rows > 1 else 0,
+        subplot_titles=list(titles),
+        **options,
+    )
+    cells = [{"row": place // columns + 1, "col": place % columns + 1} for place in range(len(titles))]
+    return Panels(figure, cells, height)
+
+
+def name_rows(figure: go.Figure, names: Sequence[str], width: int = 18, **cell: int) -> None:
+    """Names on the vertical axis, at 0, 1, … from the top, cut to so many characters."""
+    figure.update_yaxes(
+        range=[len(names) - 0.45, -0.55],
+        tickvals=list(range(len(names))),
+        ticktext=[figure_text(name, width) for name in names],
+        ticks="",
+        **cell,
+    )
 
 
 def finish(

@@ -13,6 +13,14 @@ problem, on all its tokens: what a state, or a token in a state, promises beyond
 within-problem outcome effect d_j of a FeatureDiff where its q-value is small, shrunk towards 0 (empirical Bayes with a
 normal prior), else 0. Scores are divided by their standard deviation over the reference's tokens.
 
+What moves advantages, in `tsae.rl.trl` and in the export (`tsae.rl.exporting`) alike, is
+
+    (1 − p_t) c_t,     p_t the reference's probability of the token x_t, at temperature 1
+
+A token's advantage over its state is Q(x) − Σ p Q: where the reference sees no alternative there is nothing to be
+credited or blamed for. Without this factor, marks that end long responses are blamed for what came before, and
+responses stop ending (docs/remedies.md). The tables are learned and judged on c.
+
 The tables are learned on the rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`),
 and the reference reads what the trained policy writes: neither a lucky guess on a hard problem nor a policy that moves
 can redefine what is good. Two controls are made of the same tables: `shuffled`, in which features exchange their
@@ -27,14 +35,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rl.config import CreditConfig
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
 
 FORMAT = "tsae-credit"
 
@@ -95,6 +107,17 @@ class Credit:
         else:
             raw = self._action_values(codes[:, :-1], token_ids) - state[:, :-1]
         return raw / self.scale
+
+    def token_credit(self, codes: torch.Tensor, token_ids: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
+        """(B, T) scores times 1 − p: what moves advantages (`tsae.rl.shaping`).
+
+        Args:
+            codes: (B, T + 1, d_sae) as of `scores`.
+            token_ids: (B, T) response tokens.
+            logprob: (B, T) the reference's log-probability of each, in nats; NaN, as at padding, counts as certain.
+        """
+        scores = self.scores(codes, token_ids)
+        return scores * -logprob.nan_to_num().expm1().to(scores)
 
     def _action_values(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """(B, T) Q(f, x); pairs that were never seen count 0."""
@@ -158,3 +181,20 @@ class Credit:
                 where=folder,
                 fix="Make it with `tsae credit fit`.",
             ) from error
+
+
+def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:
+    """The reference, ready to read at the SAE's site.
+
+    Raises:
+        TsaeError: where its residual stream has another width than the SAE.
+    """
+    reader = HuggingFaceReader(reference.load_model(device=device), [site])
+    width = reader.model.config.get_text_config().hidden_size
+    if width != d_model:
+        raise TsaeError(
+            f"the reference has d_model {width}, the SAE expects {d_model}",
+            where=reference.path,
+            fix="Give the checkpoint whose activations the SAE was trained on.",
+        )
+    return reader

@@ -1,20 +1,33 @@
-"""Credit for any trainer: one Parquet row a trajectory, with an entry per response token."""
+"""Credit for any trainer: one Parquet row a trajectory, with an entry per response token.
+
+What `tsae.rl.trl.FeatureCredit` makes of the same responses and advantages while it trains, up to the precision in
+which activations were stored. The factor 1 − p of `Credit.token_credit` needs the reference's log-probabilities, which
+a FeatureTable does not have: `stored_logprob` takes them from a store with token statistics, `read_logprob` has the
+reference read the trajectories once more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.store import ActivationStore
+from tsae.checkpoints.predictions import PredictingReader
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, open_reference
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
 from tsae.rollouts.parquet import write_table
+
+if TYPE_CHECKING:
+    from tsae.checkpoints.series import Checkpoint
 
 SCHEMA = pa.schema(
     [
@@ -23,7 +36,7 @@ SCHEMA = pa.schema(
         pa.field("policy", pa.string()),
         pa.field("advantage", pa.float64()),  # of the trajectory, as the rollouts have it
         pa.field("plausibility", pa.float32()),
-        pa.field("token_scores", pa.list_(pa.float32())),  # c, before the threshold
+        pa.field("token_scores", pa.list_(pa.float32())),  # z, before the threshold
         pa.field("token_weights", pa.list_(pa.float32())),  # w, mean 1
         pa.field("token_advantages", pa.list_(pa.float32())),  # A', what a trainer uses in place of the advantage
     ]
@@ -32,18 +45,22 @@ SCHEMA = pa.schema(
 
 
 def write_credit(
-    credit: Credit, features: FeatureTable | str | Path, path: str | Path, shaping: ShapingConfig | None = None
+    credit: Credit,
+    features: FeatureTable | str | Path,
+    path: str | Path,
+    shaping: ShapingConfig | None = None,
+    *,
+    logprob: np.ndarray,
 ) -> Path:
     """Scores, weights and advantages of every trajectory that the reference read.
-
-    Codes are all that a FeatureTable has: scores are not multiplied by 1 − the reference's probability of the token, as
-    `tsae.rl.trl.FeatureCredit` does.
 
     Args:
         credit: learned on features of the same SAE.
         features: what the reference read, whoever sampled it, with advantages; or the folder.
         path: the Parquet file.
         shaping: defaults of `ShapingConfig`.
+        logprob: (n_tokens,) of the features' tokens, as the reference predicted them: `stored_logprob` or
+            `read_logprob`.
 
     Raises:
         TsaeError: where the features are of another SAE, the reference read nothing, or advantages are missing.
@@ -67,10 +84,94 @@ def write_credit(
         )
     # Groups of one policy and problem share a table, so that their advantages still add up to 0.
     order = np.argsort(frame.groupby(["policy", "problem_id"]).ngroup().to_numpy(), kind="stable")
-    return write_table(Path(path), SCHEMA, _tables(credit, features, rows[order], shaping), {"credit": credit.info})
+    tables = _tables(credit, features, rows[order], shaping, logprob)
+    return write_table(Path(path), SCHEMA, tables, {"credit": credit.info})
 
 
-def _tables(credit: Credit, features: FeatureTable, rows: np.ndarray, shaping: ShapingConfig) -> Iterator[pa.Table]:
+def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore | str | Path) -> np.ndarray:
+    """(n_tokens,) log-probability in nats that a reader gave the features' tokens; NaN at those of other readers.
+
+    Args:
+        features: encoded from the store, or from a part of it.
+        reader: id of the reader.
+        store: captured with token statistics.
+
+    Raises:
+        TsaeError: where the store has no token statistics, or is not that of the features.
+    """
+    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    if not store.has_token_statistics:
+        raise TsaeError(
+            "holds no log-probabilities",
+            where=store.path,
+            fix="Have the reference read again (--series), or capture with --token-statistics.",
+        )
+    if store.rollouts.fingerprint != features.rollouts.fingerprint:
+        raise TsaeError(
+            f"holds other trajectories than {features.origin}",
+            where=store.path,
+            fix="Give the store that the features were encoded from.",
+        )
+    mine = features.rows(reader=reader)
+    rows = dict(zip(features.trajectory[mine].tolist(), mine.tolist(), strict=True))
+    found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
+    for shard in store.whole.shards():
+        if shard.reader != reader:
+            continue
+        logprob = shard.logprob
+        for trajectory, start, stop in zip(
+            shard.trajectory.tolist(), shard.offsets[:-1], shard.offsets[1:], strict=True
+        ):
+            row = rows.pop(trajectory, None)
+            if row is not None:
+                found[features.row_offsets[row] : features.row_offsets[row + 1]] = logprob[start:stop]
+    if rows:
+        raise TsaeError(
+            f"holds nothing of {len(rows)} trajectories that {reader} read",
+            where=store.path,
+            fix="Give the store that the features were encoded from.",
+        )
+    return found
+
+
+def read_logprob(
+    features: FeatureTable, reference: Checkpoint, *, device: str = "cpu", batch_tokens: int = 16384
+) -> np.ndarray:
+    """As `stored_logprob`, read by the reference.
+
+    Args:
+        features: what it read.
+        reference: the checkpoint whose id is the reader's.
+        device: torch device.
+        batch_tokens: tokens in a forward pass, with padding.
+
+    Raises:
+        TsaeError: where the reference is not of the SAE's width, or a batch does not fit into memory.
+    """
+    rows = features.rows(reader=reference.id)
+    spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
+    sae = features.info["sae"]
+    reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
+    found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
+    try:
+        texts = [features.token_ids[span] for span in spans]
+        for batch in read_batches(PredictingReader(reading), texts, batch_tokens):
+            ends = np.cumsum([len(texts[i]) for i in batch.texts])
+            parts = np.split(batch.values["logprob"].cpu().numpy(), ends[:-1])
+            for i, part in zip(batch.texts, parts, strict=True):
+                found[spans[i]] = part
+    except OutOfMemory as error:
+        raise TsaeError(
+            f"a batch of {batch_tokens} tokens does not fit into memory",
+            where="read_logprob",
+            fix="Set a smaller batch_tokens (--batch-tokens).",
+        ) from error
+    return found
+
+
+def _tables(
+    credit: Credit, features: FeatureTable, rows: np.ndarray, shaping: ShapingConfig, logprob: np.ndarray
+) -> Iterator[pa.Table]:
     frame = features.rollouts.frame.iloc[features.trajectory[rows]].reset_index(drop=True)
     group = frame.groupby(["policy", "problem_id"], sort=False).ngroup().to_numpy()
     prompt = features.rollouts.lengths("prompt_ids")[features.trajectory[rows]]
@@ -83,12 +184,14 @@ def _tables(credit: Credit, features: FeatureTable, rows: np.ndarray, shaping: S
         codes = torch.zeros(len(block), width + 1, features.n_features)
         ids = torch.zeros(len(block), width, dtype=torch.int64)
         mask = torch.zeros(len(block), width)
+        predicted = torch.full((len(block), width), torch.nan)
         for place, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             n = stop - start
             codes[place, : n + 1] = torch.from_numpy(features.codes[start - 1 : stop].toarray())
             ids[place, :n] = torch.from_numpy(features.token_ids[start:stop].astype(np.int64))
             mask[place, :n] = 1
-        scores = credit.scores(codes, ids) * mask
+            predicted[place, :n] = torch.from_numpy(logprob[start:stop])
+        scores = credit.token_credit(codes, ids, predicted) * mask
         advantages = torch.from_numpy(frame.advantage.to_numpy(dtype=np.float64)[block]).float()
         kept = thresholded(scores, shaping)
         numbers = torch.from_numpy(group[block] - group[block[0]])

@@ -22,10 +22,9 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
-from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, open_reference
 from tsae.rl.sampling import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
 from tsae.sae.model import TemporalSAE
@@ -90,24 +89,12 @@ class FeatureCredit:
                 where="FeatureCredit",
                 fix="Give the SAE that the features were encoded with, or learn credit on features of this one.",
             )
-        self.reader = HuggingFaceReader(reference.load_model(device=device), [self.sae.site])
-        width = self.reader.model.config.get_text_config().hidden_size
-        if width != self.sae.d_model:
-            raise TsaeError(
-                f"the reference has d_model {width}, the SAE expects {self.sae.d_model}",
-                where=reference.path,
-                fix="Give the checkpoint whose activations the SAE was trained on.",
-            )
+        self.reader = open_reference(reference, self.sae.site, self.sae.d_model, device=device)
 
     @torch.no_grad()
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(B, T) scores c of the completions' tokens: those of the credit times 1 − p, p the reference's probability of
-        the token.
-
-        A token's advantage over its state is Q(x) − Σ p Q: where the reference sees no alternative there is nothing to
-        be credited or blamed for. Without this factor, marks that end long responses are blamed for what came before,
-        and responses stop ending (docs/remedies.md).
-        """
+        """(B, T) scores of the completions' tokens times 1 − the reference's probability of each
+        (`Credit.token_credit`)."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         start = batch["prompt_ids"].shape[1] - 1
@@ -118,8 +105,8 @@ class FeatureCredit:
             part = slice(low, low + at_once)
             read, predicted = self.reader.read_and_predict(ids[part], mask[part])
             codes = self.sae.encode(read[self.sae.site][:, start:].float())
-            scores = self.credit.scores(codes, batch["completion_ids"][part].to(codes.device))
-            found.append(scores * -predicted.logprob[:, start + 1 :].nan_to_num().expm1().to(scores))
+            written = batch["completion_ids"][part].to(codes.device)
+            found.append(self.credit.token_credit(codes, written, predicted.logprob[:, start + 1 :].to(codes.device)))
         return torch.cat(found).to(batch["completion_ids"].device)
 
     def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:

@@ -1,64 +1,34 @@
 """How good a T-SAE is, on problems that its training held out.
 
-- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone. Of a slice
-  (a reader, a band, prompts or responses) x̄ is the slice's own mean, so that what tells the slices apart does not count
-  as explained.
-- cosine: mean over tokens of cos(x, x̂).
-- L0: mean number of active latents per token, at the inference threshold.
-- silent: share of tokens on which no high-level latent is active, smooth for want of anything to change.
-- alive: share of latents that are active on at least one token.
+- FVE, cosine, L0, silent, alive, of everything and of its parts: see `tsae.sae.reconstruction`.
 - smoothness: see `tsae.sae.smoothness`; the paper's, fragile, and a robust one beside it.
 - loss recovered and KL, where the checkpoints are given: see `tsae.sae.splice`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore, TokenSpan
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.reconstruction import Cell, Slice, TokenSums, slices_of
 from tsae.sae.smoothness import smoothness
 from tsae.sae.splice import LossRecovered, loss_recovered
+from tsae.sae.texts import counted_texts, spread
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from tsae.activations.windows import Windows
     from tsae.checkpoints.series import CheckpointSeries
 
-T = TypeVar("T")
-
-
 _OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Reconstruction of some of the tokens."""
-
-    by: str
-    """What the tokens were divided by: all, reader, band or span."""
-    value: str
-    n_tokens: int
-    fve: float
-    fve_high: float
-    cosine: float
-    cosine_high: float
-    l0: float
-    l0_high: float
-    silent_high: float
-    """Share of tokens on which no high-level latent is active."""
-    alive: float
-    """Share of latents active on at least one of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -179,26 +149,6 @@ class Evaluation:
         return "\n".join(lines)
 
 
-def check_fits(sae: TemporalSAE, store: Source) -> None:
-    """That the SAE was made for the store's activations.
-
-    Raises:
-        TsaeError: where the site or d_model differ.
-    """
-    if sae.site not in store.sites:
-        raise TsaeError(
-            f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}",
-            where=store.path,
-            fix="Capture that site, or train an SAE on this store.",
-        )
-    if store.d_model(sae.site) != sae.d_model:
-        raise TsaeError(
-            f"{sae.site} has d_model {store.d_model(sae.site)}, the SAE expects {sae.d_model}",
-            where=store.path,
-            fix="Use an SAE trained on this model, or train one on this store.",
-        )
-
-
 @torch.no_grad()
 def evaluate(
     sae: TemporalSAE | str | Path,
@@ -245,7 +195,7 @@ def evaluate(
     d_high, device = sae.config.d_high, sae.W_dec.device
     bands = store.rollouts.table["band"].to_pylist()
     prompt_lengths = store.rollouts.lengths("prompt_ids")
-    cells: dict[tuple[str, str | None, str], _Sums] = {}
+    cells: dict[Cell, TokenSums] = {}
     smooth: list[list[float]] = []
     for text in chosen:
         shard = windows.shards[text.shard]
@@ -263,12 +213,12 @@ def evaluate(
         for name, part in (("prompt", inside & in_prompt), ("response", inside & ~in_prompt)):
             if bool(part.any()):
                 key = (shard.reader, bands[text.row], name)
-                cells.setdefault(key, _Sums(sae)).add(x[part], codes[part])
+                cells.setdefault(key, TokenSums(sae)).add(x[part], codes[part])
     if not smooth:
         raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm (--max-norm).")
     largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
-    slices = list(_slices(cells, store.readers))
-    everything, whole = slices[0], _Sums.union(cells.values())
+    slices = list(slices_of(cells, store.readers))
+    everything, whole = slices[0], TokenSums.union(cells.values())
     result = Evaluation(
         n_tokens=whole.n,
         n_trajectories=len(smooth),
@@ -297,116 +247,6 @@ def evaluate(
                 loss_recovered(sae, store, series[id], some, span=span, targets=targets, limit=limit, loader=loader)
             )
     return replace(result, losses=tuple(losses))
-
-
-class Text(NamedTuple):
-    """The counted tokens of one trajectory as one reader read it."""
-
-    shard: int
-    """Index into the windows' shards."""
-    place: int
-    """Index of the trajectory in the shard."""
-    row: int
-    """Row id in the rollouts."""
-    tokens: np.ndarray
-    """Positions in the shard, ascending."""
-
-    @property
-    def has_steps(self) -> bool:
-        """That two counted tokens follow one another."""
-        return bool((np.diff(self.tokens) == 1).any())
-
-
-def counted_texts(windows: Windows) -> list[Text]:
-    """Every trajectory that has counted tokens, in the order of the store."""
-    texts: list[Text] = []
-    shard_of, start, length = windows.segments.T
-    place = np.empty_like(start)
-    for number, shard in enumerate(windows.shards):
-        mine = shard_of == number
-        place[mine] = np.searchsorted(shard.offsets, start[mine], side="right") - 1
-    edges = np.flatnonzero(np.diff(shard_of, prepend=-1) | np.diff(place, prepend=-1))
-    for low, high in zip(edges, [*edges[1:], len(start)], strict=True):
-        tokens = np.concatenate([np.arange(start[i], start[i] + length[i]) for i in range(low, high)])
-        shard = windows.shards[shard_of[low]]
-        texts.append(Text(int(shard_of[low]), int(place[low]), int(shard.trajectory[place[low]]), tokens))
-    return texts
-
-
-def spread(items: list[T], most: int) -> list[T]:
-    """At most this many, evenly spread over the list."""
-    if len(items) <= most:
-        return items
-    return [items[i] for i in np.linspace(0, len(items) - 1, most).astype(int)]
-
-
-class _Sums:
-    """Running sums over tokens."""
-
-    def __init__(self, sae: TemporalSAE) -> None:
-        self.sae, self.d_high = sae, sae.config.d_high
-        self.n, self.active, self.active_high, self.silent = 0, 0, 0, 0
-        self.error = self.error_high = self.cosine = self.cosine_high = self.square = 0.0
-        self.x = torch.zeros(sae.d_model, dtype=torch.float64)
-        self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
-
-    @classmethod
-    def union(cls, parts: Iterable[_Sums]) -> _Sums:
-        """Of the tokens of all parts, of which there is at least one."""
-        parts = list(parts)
-        whole = cls(parts[0].sae)
-        for part in parts:
-            whole.n, whole.square = whole.n + part.n, whole.square + part.square
-            whole.error, whole.error_high = whole.error + part.error, whole.error_high + part.error_high
-            whole.cosine, whole.cosine_high = whole.cosine + part.cosine, whole.cosine_high + part.cosine_high
-            whole.active, whole.active_high = whole.active + part.active, whole.active_high + part.active_high
-            whole.x, whole.fired = whole.x + part.x, whole.fired | part.fired
-            whole.silent += part.silent
-        return whole
-
-    def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
-        """Tokens x (n, d_model) with their codes (n, d_sae)."""
-        high, sae = codes[:, : self.d_high], self.sae
-        x_hat, x_high = sae.decode(codes), high @ sae.W_dec[: self.d_high] + sae.b_dec
-        self.n += len(x)
-        self.error += (x - x_hat).pow(2).sum().item()
-        self.error_high += (x - x_high).pow(2).sum().item()
-        self.cosine += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
-        self.cosine_high += torch.cosine_similarity(x, x_high, dim=1).sum().item()
-        self.active += int((codes > 0).sum())
-        self.active_high += int((high > 0).sum())
-        self.silent += int((high > 0).any(1).logical_not().sum())
-        self.square += x.double().pow(2).sum().item()
-        self.x += x.sum(0).double().cpu()
-        self.fired |= (codes > 0).any(0).cpu()
-
-    def slice(self, by: str, value: str) -> Slice:
-        variance = self.square - self.x.pow(2).sum().item() / self.n
-        # A slice of tokens that are all alike has no variance to explain.
-        explained = (1 - e / variance if variance > 0 else float("nan") for e in (self.error, self.error_high))
-        fve, fve_high = explained
-        return Slice(
-            by,
-            value,
-            n_tokens=self.n,
-            fve=fve,
-            fve_high=fve_high,
-            cosine=self.cosine / self.n,
-            cosine_high=self.cosine_high / self.n,
-            l0=self.active / self.n,
-            l0_high=self.active_high / self.n,
-            silent_high=self.silent / self.n,
-            alive=self.fired.float().mean().item(),
-        )
-
-
-def _slices(cells: dict[tuple[str, str | None, str], _Sums], readers: list[str]) -> Iterator[Slice]:
-    yield _Sums.union(cells.values()).slice("all", "all")
-    for axis, (by, values) in enumerate((("reader", readers), ("band", BANDS), ("span", ("prompt", "response")))):
-        for value in values:
-            parts = [sums for key, sums in cells.items() if key[axis] == value]
-            if parts:
-                yield _Sums.union(parts).slice(by, value)
 
 
 def _mean(values: np.ndarray) -> float:

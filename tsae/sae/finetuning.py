@@ -28,9 +28,8 @@ import torch
 from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.evaluation import check_fits
 from tsae.sae.foreign import ForeignConfig, ForeignSAE
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import TemporalSAE, check_fits
 
 _SAMPLE_TOKENS = 16_384
 

@@ -25,6 +25,7 @@ from tsae.provenance import write_json
 from tsae.sae.config import SAEConfig
 
 if TYPE_CHECKING:
+    from tsae.activations.source import Source
     from tsae.sae.export import LensArchitecture
 
 FORMAT = "tsae-temporal-sae"
@@ -172,3 +173,23 @@ class TemporalSAE(torch.nn.Module):
                 fix="Train it again.",
             ) from error
         return sae.to(device).eval()
+
+
+def check_fits(sae: TemporalSAE, store: Source) -> None:
+    """That the SAE was made for the store's activations.
+
+    Raises:
+        TsaeError: where the site or d_model differ.
+    """
+    if sae.site not in store.sites:
+        raise TsaeError(
+            f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}",
+            where=store.path,
+            fix="Capture that site, or train an SAE on this store.",
+        )
+    if store.d_model(sae.site) != sae.d_model:
+        raise TsaeError(
+            f"{sae.site} has d_model {store.d_model(sae.site)}, the SAE expects {sae.d_model}",
+            where=store.path,
+            fix="Use an SAE trained on this model, or train one on this store.",
+        )

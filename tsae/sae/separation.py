@@ -9,22 +9,15 @@ A T-SAE separates if its high-level codes predict the first better, and its low-
 those of a plain Matryoshka SAE (temporal_weight = 0) of the same data, width and k. Activations themselves are probed
 too: what is not linearly in them cannot be in the codes.
 
-What is not allowed to help:
-
-- Problems: folds are over problems, so that a probe never sees a problem that it is tested on. Only for the label
-  "problem" must every problem be seen: there folds are over trajectories, and only problems with several count.
-- Difficulty: outcome and behaviours are balanced within each problem (only problems that have both kinds count), so
-  that knowing the problem does not help.
-- The prompt: only tokens of responses are read.
-- Frequent classes: all classes weigh the same; chance is 1 / number of classes.
+What is not allowed to help, and which tokens a label is probed on: see `tsae.sae.labels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -32,21 +25,17 @@ import torch
 
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS
-from tsae.sae.evaluation import check_fits, counted_texts, plain, spread
-from tsae.sae.model import TemporalSAE
-from tsae.sae.probes import Probe, Task, folds, interval, probe
+from tsae.sae.evaluation import plain
+from tsae.sae.labels import Annotator, Places, token_tasks, trajectory_tasks
+from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.probes import Probe, interval, probe
+from tsae.sae.texts import counted_texts, spread
 
 if TYPE_CHECKING:
     import pandas as pd
 
 GROUPS = ("high", "low", "all")
 ACTIVATIONS = "activations"
-
-Annotator = Callable[[str, Sequence[str]], Sequence[str]]
-"""(prompt text, response tokens as strings) -> class of each response token."""
-
-_FOLDS, _MIN_UNITS = 5, 10
 
 
 @dataclass(frozen=True)
@@ -184,12 +173,12 @@ def separation(
         raise TsaeError(f"the SAEs are of different sites: {', '.join(sorted(sites))}", where="separation")
     limit = min((sae.norm_limit for sae in loaded.values() if sae.norm_limit is not None), default=None)
     reader = reader or store.readers[0]
-    sample = _sample(store, sites.pop(), reader, limit, tokens_per_trajectory, max_trajectories, seed)
-    tasks, skipped = _trajectory_tasks(store, sample, max_problems, seed)
-    token_tasks, token_skipped = _token_tasks(store, sample, max_tokens, annotator, token_strings, seed)
+    x, places = _sample(store, sites.pop(), reader, limit, tokens_per_trajectory, max_trajectories, seed)
+    tasks, skipped = trajectory_tasks(store.rollouts, places, max_problems, seed)
+    of_tokens, token_skipped = token_tasks(store.rollouts, places, max_tokens, annotator, token_strings, seed)
     levels = dict.fromkeys((task.label for task in tasks), "trajectory")
-    levels |= dict.fromkeys((task.label for task in token_tasks), "token")
-    tasks += token_tasks
+    levels |= dict.fromkeys((task.label for task in of_tokens), "token")
+    tasks += of_tokens
     if not tasks:
         raise TsaeError(
             "no label can be probed: " + "; ".join(f"{k}: {v}" for k, v in {**skipped, **token_skipped}.items()),
@@ -198,7 +187,7 @@ def separation(
         )
     probes: dict[tuple[str, str, str], Probe] = {}
     scores = []
-    for name, group, codes in _inputs(loaded, sample.x):
+    for name, group, codes in _inputs(loaded, x):
         for task in tasks:
             found = probe(codes, task)
             probes[name, group, task.label] = found
@@ -233,19 +222,6 @@ def separation(
     return Separation(tuple(scores), tuple(gains), {**skipped, **token_skipped})
 
 
-class _Sample(NamedTuple):
-    """Drawn response tokens."""
-
-    x: np.ndarray
-    """(n, d_model) float32."""
-    row: np.ndarray
-    """(n,) row id of the trajectory."""
-    token_id: np.ndarray
-    """(n,)."""
-    place: np.ndarray
-    """(n,) position in the response."""
-
-
 def _sample(
     store: ActivationStore,
     site: str,
@@ -254,8 +230,9 @@ def _sample(
     per_trajectory: int,
     max_trajectories: int,
     seed: int,
-) -> _Sample:
-    """Response tokens of a reader up to a norm; without one up to 10 times the median."""
+) -> tuple[np.ndarray, Places]:
+    """Activations (n, d_model) and places of response tokens of a reader, up to a norm; without one up to 10 times the
+    median."""
     from tsae.activations.windows import Windows
 
     store.reader_info(reader)
@@ -264,7 +241,7 @@ def _sample(
     limit = windows.norms.limit if limit is None else limit
     prompt_lengths = store.rollouts.lengths("prompt_ids")
     rng = np.random.default_rng([seed, 1])
-    parts = []
+    activations, parts = [], []
     for text in texts:
         shard = windows.shards[text.shard]
         tokens = np.sort(rng.choice(text.tokens, min(per_trajectory, len(text.tokens)), replace=False))
@@ -272,10 +249,11 @@ def _sample(
         inside = np.linalg.norm(x, axis=1) <= limit
         place = tokens - shard.offsets[text.place] - prompt_lengths[text.row]
         row = np.full(len(tokens), text.row)
-        parts.append(_Sample(x[inside], row[inside], shard.token_ids[tokens][inside], place[inside]))
+        activations.append(x[inside])
+        parts.append(Places(row[inside], shard.token_ids[tokens][inside], place[inside]))
     if not parts:
         raise TsaeError(f"reader {reader} has no response tokens", where=store.path, fix="Choose another reader.")
-    return _Sample(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return np.concatenate(activations), Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _inputs(saes: Mapping[str, TemporalSAE], x: np.ndarray) -> list[tuple[str, str, Any]]:
@@ -295,117 +273,3 @@ def _inputs(saes: Mapping[str, TemporalSAE], x: np.ndarray) -> list[tuple[str, s
         found.append((name, "all", codes))
     found.append((ACTIVATIONS, "all", x.astype(np.float64)))
     return found
-
-
-def _trajectory_tasks(
-    store: ActivationStore, sample: _Sample, max_problems: int, seed: int
-) -> tuple[list[Task], dict[str, str]]:
-    frame = store.rollouts.frame
-    problem = np.unique(frame.problem_id.to_numpy(), return_inverse=True)[1]
-    tasks: list[Task] = []
-    skipped: dict[str, str] = {}
-
-    def keep(label: str, task: Task | str) -> None:
-        if isinstance(task, str):
-            skipped[label] = task
-        else:
-            tasks.append(task)
-
-    band = np.array([BANDS.index(b) if b in BANDS else -1 for b in frame.band])
-    keep("band", _between("band", band[sample.row], problem[sample.row], seed))
-    outcome = np.array([{"failure": 0, "success": 1}.get(o, -1) for o in frame.outcome])
-    keep("outcome", _within("outcome", outcome[sample.row], problem[sample.row], seed))
-    for name in store.rollouts.info.get("behaviours", []):
-        values = frame[name].to_numpy(dtype=float)
-        if set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}:
-            code = np.where(np.isnan(values), -1, values).astype(int)
-            keep(name, _within(name, code[sample.row], problem[sample.row], seed))
-    keep("problem", _which_problem(problem, sample.row, max_problems, seed))
-    return tasks, skipped
-
-
-def _token_tasks(
-    store: ActivationStore,
-    sample: _Sample,
-    max_tokens: int,
-    annotator: Annotator | None,
-    token_strings: Sequence[str] | None,
-    seed: int,
-) -> tuple[list[Task], dict[str, str]]:
-    problem = np.unique(store.rollouts.frame.problem_id.to_numpy(), return_inverse=True)[1][sample.row]
-    labels = {"identity": sample.token_id}
-    if annotator is not None:
-        if token_strings is None:
-            raise TsaeError("an annotator needs the text of tokens", where="separation", fix="Give token_strings.")
-        labels["class"] = _classes(store, sample, annotator, token_strings)
-    tasks: list[Task] = []
-    skipped: dict[str, str] = {}
-    for label, values in labels.items():
-        names, code, count = np.unique(values, return_inverse=True, return_counts=True)
-        common = np.argsort(-count, kind="stable")[:max_tokens]
-        rank = np.full(len(names), -1)
-        rank[common] = np.arange(len(common))
-        task = _between(label, rank[code], problem, seed)
-        if isinstance(task, str):
-            skipped[label] = task
-        else:
-            tasks.append(task)
-    return tasks, skipped
-
-
-def _classes(store: ActivationStore, sample: _Sample, annotator: Annotator, token_strings: Sequence[str]) -> np.ndarray:
-    """(n,) class names of the drawn tokens."""
-    prompts = store.rollouts.table["prompt"].to_pylist()
-    found: list[str] = []
-    classes: Sequence[str] = ()
-    for i, row in enumerate(sample.row.tolist()):
-        if not i or row != sample.row[i - 1]:
-            _, response = store.rollouts.tokens(row)
-            classes = annotator(prompts[row] or "", [token_strings[id] for id in response])
-        found.append(classes[sample.place[i]])
-    return np.array(found)
-
-
-def _between(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Task | str:
-    """A label that other problems have too: classes weigh the same; classes of few problems are left out."""
-    classes = [c for c in np.unique(code[code >= 0]) if len(np.unique(problem[code == c])) >= _MIN_UNITS]
-    if len(classes) < 2:
-        return f"fewer than two classes occur in {_MIN_UNITS} problems"
-    token = np.flatnonzero(np.isin(code, classes))
-    y = np.searchsorted(classes, code[token])
-    weight = 1 / np.bincount(y)[y]
-    unit = np.unique(problem[token], return_inverse=True)[1]
-    # Where every problem has one class, spread the classes over the folds.
-    first = np.zeros(unit.max() + 1, dtype=int)
-    first[unit[::-1]] = y[::-1]
-    return Task(label, token, y, weight, unit, folds(len(first), _FOLDS, seed, within=first))
-
-
-def _within(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Task | str:
-    """A binary label that varies within problems: both classes weigh the same in each problem that has both."""
-    zeros, ones = (np.bincount(problem[code == c], minlength=problem.max() + 1) for c in (0, 1))
-    mixed = (zeros > 0) & (ones > 0)
-    if mixed.sum() < _MIN_UNITS:
-        return f"{mixed.sum()} problems have both kinds, fewer than {_MIN_UNITS}"
-    token = np.flatnonzero(mixed[problem] & (code >= 0))
-    y = code[token]
-    weight = 1 / np.stack([zeros, ones])[y, problem[token]]
-    unit = np.unique(problem[token], return_inverse=True)[1]
-    return Task(label, token, y, weight, unit, folds(unit.max() + 1, _FOLDS, seed))
-
-
-def _which_problem(problem: np.ndarray, row: np.ndarray, most: int, seed: int) -> Task | str:
-    """Which problem a token's trajectory answers: folds over trajectories."""
-    rows = np.unique(row)
-    n_trajectories = np.bincount(problem[rows])
-    several = np.flatnonzero(n_trajectories >= 3)
-    if len(several) < 2:
-        return "fewer than two problems have three trajectories"
-    chosen = several[np.linspace(0, len(several) - 1, min(most, len(several))).astype(int)]
-    token = np.flatnonzero(np.isin(problem[row], chosen))
-    y = np.searchsorted(chosen, problem[row[token]])
-    weight = 1 / np.bincount(y)[y]
-    trajectories, unit = np.unique(row[token], return_inverse=True)
-    of_problem = problem[trajectories]
-    n_folds = min(_FOLDS, int(n_trajectories[chosen].min()))
-    return Task("problem", token, y, weight, unit, folds(len(trajectories), n_folds, seed, within=of_problem))

@@ -159,6 +159,10 @@ class _Run:
         if plan.folder is not None and state is not None:
             self.trainer.restore(state)
             self.row = plan.folder.last_row()
+            store = windows.store
+            for reader, tokens in zip(store.readers, state["short_of_memory"].tolist(), strict=True):
+                if tokens:
+                    store.was_short(reader, tokens)
 
     def step(self, batch: TokenBatch) -> None:
         metrics, folder = self.trainer.step(batch), self.plan.folder
@@ -170,7 +174,12 @@ class _Run:
                 self.wandb.log(metrics, step=int(metrics["step"]))
         steps = self.trainer.steps
         if folder is not None and self.processes.first and steps % self.plan.training.save_every_steps == 0:
-            folder.save(steps, self.trainer.state())
+            folder.save(steps, {**self.trainer.state(), "short_of_memory": self._shortages()})
+
+    def _shortages(self) -> torch.Tensor:
+        """(n_readers,) `Source.short_of_memory`; 0 for none."""
+        store = self.windows.store
+        return torch.tensor([store.short_of_memory.get(reader, 0) for reader in store.readers])
 
     def finish(self) -> TemporalSAE:
         store, folder = self.windows.store, self.plan.folder
@@ -189,6 +198,13 @@ class _Run:
             "processes": self.processes.size,
             "last": self.row,
         }
+        if store.short_of_memory:
+            asked = store.manifest["config"]["batch_tokens"]
+            model.training_info["short_of_memory"] = {
+                reader: {"batch_tokens": asked, "went_on_with": store.short_of_memory[reader]}
+                for reader in store.readers
+                if reader in store.short_of_memory
+            }
         if folder is not None:
             if self.processes.first:
                 folder.finish(model)
