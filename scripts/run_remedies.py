@@ -215,14 +215,12 @@ def result_file(out: Path, arm: str, seed: int, steps: int) -> Path:
 def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     """One run: train, measure after half of the steps and at the end, write the result."""
     import torch
-    from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig
 
     import tsae
     from tsae.rl.sampling import Curriculum, write_history
     from tsae.rl.trl import FeatureGRPOTrainer
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+    from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
 
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -241,37 +239,24 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
                 with torch.random.fork_rng(devices=[]):
                     measured[state.global_step] = measure_model(kwargs["model"], options.responses)
 
-    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(tsae.testbed.verify(text, right)) for text, right in zip(completions, answer, strict=True)]
-
     trainer = FeatureGRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(tsae.testbed.series().base.path, dtype="float32"),
         processing_class=tsae.testbed.make_tokenizer(),
-        reward_funcs=correct,
-        train_dataset=Dataset.from_list(
-            [{"prompt": p.prompt, "answer": p.answer, "problem_id": p.id} for p in problems]
-        ),
+        reward_funcs=right_answers,
+        train_dataset=data_set(problems),
         callbacks=[Measurer()],
         credit=credit_of(arm, options.out / "reference", seed),
         curriculum=curriculum,
-        args=GRPOConfig(
-            output_dir=str(options.out / "trainer"),
+        args=grpo_on_cpu(
+            options.out / "trainer",
+            prompts=PROMPTS,
+            samples=SAMPLES,
             seed=seed,
             max_steps=options.steps,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
-            num_generations=SAMPLES,
-            max_completion_length=MAX_RESPONSE_TOKENS,
             temperature=1.0,
             learning_rate=1e-4,
             lr_scheduler_type="constant",
             beta=0.1 if arm == "kl" else 0.0,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         ),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
