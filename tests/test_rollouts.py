@@ -249,6 +249,8 @@ def test_rows_are_selected_and_put_together() -> None:
     assert whole.where(policy=["easy", "base"], problem_id="p001").frame.problem_id.tolist() == ["p001"] * 4
     assert whole.select([5, 0]).frame.problem_id.tolist() == ["p002", "p000"]
     assert whole.select(np.arange(12) == 7).fingerprint == whole.select([7]).fingerprint
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        whole.select([])
     with pytest.raises(TsaeError, match="different tokenizers"):
         Rollouts.concat([make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
 

@@ -242,7 +242,7 @@ class Rollouts:
         """The given rows (a boolean mask or positions), in order."""
         rows = np.asarray(rows)
         picked = np.flatnonzero(rows) if rows.dtype == bool else rows
-        return Rollouts(self.table.take(pa.array(picked)), self.info, self.origin)
+        return Rollouts(self.table.take(pa.array(picked, pa.int64())), self.info, self.origin)
 
     def where(self, **columns: str | Sequence[str]) -> Rollouts:
         """The rows whose columns have the given value, or one of the given values."""
