@@ -22,9 +22,9 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
 
 Stages: *prepare* samples the base on chains of 1 to 9 operations, trains a T-SAE on what it computed, and learns credit
 from these rollouts' rewards. Then every arm and seed is a run of its own, in a process of its own; finished ones are
-skipped, so that an interrupted series goes on; the trained model is kept under checkpoints/. Last the table of all
-finished runs is printed and, with --doc, written between two marker lines of a Markdown file. The same seed gives the
-same run on the same machine.
+skipped, so that an interrupted series goes on; the trained model is kept under checkpoints/, and what an adaptive arm
+drew in a Parquet file. Last the table of all finished runs is printed and, with --doc, written between two marker lines
+of a Markdown file. The same seed gives the same run on the same machine.
 """
 
 from __future__ import annotations
@@ -262,13 +262,15 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()
     trainer.model.config.use_cache = True  # the trainer switched it off; a checkpoint is for sampling, too
-    trainer.model.save_pretrained(options.out / "checkpoints" / f"{arm}-{seed}")
-    tsae.testbed.make_tokenizer().save_pretrained(options.out / "checkpoints" / f"{arm}-{seed}")
+    result_of = result_file(options.out, arm, seed, options.steps)
+    kept = options.out / "checkpoints" / result_of.stem
+    trainer.model.save_pretrained(kept)
+    tsae.testbed.make_tokenizer().save_pretrained(kept)
     if curriculum is not None:
-        write_history(curriculum, options.out / f"{arm}-{seed}-history.parquet")
+        write_history(curriculum, result_of.with_suffix(".parquet"))
     seconds = time.monotonic() - started
     result = {"arm": arm, "seed": seed, "seconds": seconds, "measured": measured, "shaping": shaping_of(arm)}
-    write_json(result_file(options.out, arm, seed, options.steps), result)
+    write_json(result_of, result)
 
 
 def problems_of(arm: str, n: int, seed: int) -> list[Problem]:

@@ -87,7 +87,7 @@ def test_a_quick_run_goes_through_and_resumes(script: ModuleType, tmp_path: Path
     assert script.main(options) == 0
     results = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-0-2.json")}
     assert len(results) == 5
-    assert (tmp_path / "adaptive-0-history.parquet").is_file()
+    assert (tmp_path / "adaptive-0-2.parquet").is_file()
     assert (tmp_path / "checkpoints" / "both-0" / "model.safetensors").is_file()
     assert script.main(options) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-0-2.json")} == results
