@@ -82,12 +82,12 @@ def test_reformulated_problems_are_easier_and_belong_to_the_training_split(scrip
 
 @pytest.mark.slow
 def test_a_quick_run_goes_through_and_resumes(script: ModuleType, tmp_path: Path) -> None:
-    arms = ["plain", "both", "reformulation+shuffled", "oracle", "adaptive"]
+    arms = ["plain", "both", "reformulation+shuffled+adaptive", "oracle", "adaptive"]
     options = ["--out", str(tmp_path), "--quick", "--seeds", "1", "--arms", *arms]
     assert script.main(options) == 0
     results = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-0-2.json")}
     assert len(results) == 5
     assert (tmp_path / "adaptive-0-2.parquet").is_file()
-    assert (tmp_path / "checkpoints" / "both-0" / "model.safetensors").is_file()
+    assert (tmp_path / "checkpoints" / "both-0-2" / "model.safetensors").is_file()
     assert script.main(options) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-0-2.json")} == results
