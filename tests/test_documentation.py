@@ -121,6 +121,8 @@ def test_every_command_parses(blocks: list[tuple[str, str]]) -> None:
             run_line(line, Path(), run=False)
 
 
+# The libraries' own, as in test_rl_trl.py.
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", SECTIONS)
 def test_every_block_runs(
