@@ -225,15 +225,24 @@ class CurriculumSampler:
 def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
     """The figure of `Curriculum.plot`, from a table that `history` gave."""
     import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
     from plotly.subplots import make_subplots
 
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     counts = history.groupby(["step", "level"]).size().unstack(fill_value=0)
     shares = counts.div(counts.sum(axis=1), axis=0).rolling(window, min_periods=1).mean()
-    for level in shares.columns:
-        figure.add_trace(
-            go.Scatter(x=shares.index, y=shares[level], name=str(level), stackgroup="levels"), row=1, col=1
+    # Levels are in order, and may be many.
+    colours = sample_colorscale("Viridis", len(shares.columns), low=0.95, high=0.05)
+    for level, colour in zip(shares.columns, colours, strict=True):
+        area = go.Scatter(
+            x=shares.index,
+            y=shares[level],
+            name=str(level),
+            stackgroup="levels",
+            fillcolor=colour,
+            line={"color": "white", "width": 0.5},
         )
+        figure.add_trace(area, row=1, col=1)
     by_step = history.groupby("step").agg(s=("successes", "sum"), n=("n", "sum"), mixed=("mixed", "mean"))
     lines = {"pass rate": by_step.s / by_step.n, "groups with both outcomes": by_step.mixed}
     for name, line in lines.items():
