@@ -28,9 +28,11 @@ from safetensors.torch import load_file, save_file
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
+from tsae.features.encode import encode
 from tsae.sae import checkpointing
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.evaluation import evaluate
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import train
 
@@ -345,6 +347,11 @@ def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float)
     message = r"base/00000\.h5: x\.site is not finite in trajectory 17 \(problem p0017\), token 4\."
     with pytest.raises(TsaeError, match=message):
         train(store, CONFIG, training=TRAINING, progress=False)
+    # Nor do they become codes, which would be 0 and look like any.
+    sae = TemporalSAE(D, CONFIG, site="x.site")
+    for use in (lambda: encode(sae, store, progress=False), lambda: evaluate(sae, store, held_out=None)):
+        with pytest.raises(TsaeError, match=r"00000\.h5: x\.site is not finite in trajectory 17, token 4\."):
+            use()
 
 
 def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:

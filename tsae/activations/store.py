@@ -80,8 +80,22 @@ class Shard:
         return mapped(self.path, f"norms/{site}")
 
     def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
-        """(…, d_model) float32 rows of a site."""
-        return as_float32(self.raw(site)[index], self.dtype)
+        """(n, d_model) float32 rows of a site.
+
+        Raises:
+            TsaeError: where one is not finite, which no capture leaves: codes of it would be 0, and look like any.
+        """
+        values = as_float32(self.raw(site)[index], self.dtype)
+        if values.size and not np.isfinite([values.min(), values.max()]).all():
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
+            token = int(np.arange(self.n_tokens)[index][bad])
+            place = int(np.searchsorted(self.offsets, token, side="right")) - 1
+            raise TsaeError(
+                f"{site} is not finite in trajectory {self.trajectory[place]}, token {token - self.offsets[place]}",
+                where=self.path,
+                fix=REPAIR,
+            )
+        return values
 
     @property
     def entropy(self) -> np.ndarray:

@@ -46,7 +46,7 @@ from tsae.activations.segments import (
     windows_before,
 )
 from tsae.activations.source import Source
-from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_torch
+from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_float32, as_torch
 from tsae.errors import TsaeError
 
 _AHEAD = 3
@@ -287,7 +287,7 @@ class Windows:
         for shard in self.shards if len(rows) else ():
             for place in np.flatnonzero(np.isin(shard.trajectory, rows)):
                 low, high = shard.offsets[place : place + 2]
-                bad = np.flatnonzero(~np.isfinite(shard.read(self.site, slice(low, high))).all(axis=1))
+                bad = np.flatnonzero(~np.isfinite(as_float32(shard.raw(self.site)[low:high], shard.dtype)).all(axis=1))
                 if len(bad):
                     row = int(shard.trajectory[place])
                     problem = self.store.rollouts.table["problem_id"][row].as_py()
