@@ -21,8 +21,8 @@ import numpy as np
 import tyro
 
 import tsae
-from tsae.diff.contrasts import Rows, shift_contrasts
-from tsae.diff.null import null_contrasts
+from tsae.diff.contrasts import Rows, comparisons, draw, shift_comparisons
+from tsae.diff.null import null_counts
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 from tsae.rollouts.checking import find_verifier
@@ -92,13 +92,14 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     acts = options.to / f"activations-{first}"
     store = tsae.capture(series, rollouts, [sae.site], to=acts, config=tsae.CaptureConfig(plan="own"))
     features = tsae.encode(sae, store)
-    contrast = next(shift_contrasts(features, Rows.of(features, options.config), options.config))()
+    rows = Rows.of(features, options.config)
+    contrast = draw(rows, next(shift_comparisons(features, rows, options.config)), options.config)
     if contrast.inference is None:
         raise TsaeError(contrast.note, where="check_null", fix="Give more problems.")
     return {
         "null": "other seed",
         "seeds": list(seeds.values()),
-        "n_problems": contrast.n_problems,
+        "n_problems": contrast.of.n_problems,
         "tested": len(contrast.feature),
         "discoveries": int((contrast.inference.q <= options.config.q).sum()),
         "p_below_.05": float((contrast.inference.p <= 0.05).mean()),
@@ -135,20 +136,22 @@ def relabelled(options: CheckNull) -> list[dict[str, Any]]:
     """Halves of the base's trajectories, and outcomes permuted within problems."""
     assert options.features is not None
     features = tsae.FeatureTable.load(options.features)
-    null = null_contrasts(features, Rows.of(features, options.config), options.config, options.repeats)
+    rows = Rows.of(features, options.config)
+    base = features.readers[0]
+    found = [
+        of
+        for of in comparisons(features, rows, options.config)
+        if not of.note and of.outcome == "all" and (of.kind == "shift" or of.checkpoint == base)
+    ]
+    counts = null_counts(rows, found, options.config, options.repeats)
     names = {"shift": "halves", "outcome": "permuted outcomes", "interaction": "… in two bands"}
     return [
         {
-            "null": name,
+            "null": names[of.kind],
+            **of.key,
             "contrasts": options.repeats,
-            "tested": null[f"{key}_tested"],
-            "any": null[f"{key}_any"],
-            "discoveries": null[f"{key}_discoveries"],
+            "any": any_,
+            "discoveries": mean,
         }
-        for key, name in names.items()
-        if f"{key}_discoveries" in null
+        for of, (mean, any_) in zip(found, counts, strict=True)
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -27,6 +27,9 @@ class DiffConfig:
     than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
     confidence: float = 0.95
     """Confidence level of the intervals."""
+    minimum_effect: float = 0.1
+    """|Δ| up to which a feature did not move, in standard deviations of the feature over base trajectories: what is
+    tested is whether it moved further. 0 tests whether it differs at all, which enough problems show of any change."""
     q: float = 0.05
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
@@ -48,6 +51,8 @@ class DiffConfig:
             )
         if not 0 < self.confidence < 1 or not 0 < self.q < 1:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
+        if not 0 <= self.minimum_effect < float("inf"):
+            raise TsaeError(f"minimum_effect={self.minimum_effect} must be at least 0", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
         if self.threads < 1:
