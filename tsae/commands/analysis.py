@@ -173,7 +173,9 @@ class Causal:
         if self.store is not None:
             if self.raised is None or self.lowered is None:
                 raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
-            direction = mean_difference(tsae.ActivationStore(self.store), sae.site, self.raised, self.lowered)
+            direction = mean_difference(
+                tsae.ActivationStore(self.store), sae.site, self.raised, self.lowered, norm_limit=sae.norm_limit
+            )
         found = tsae.intervene(
             load_series(*self.series)[self.checkpoint],
             sae,

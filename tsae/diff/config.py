@@ -35,6 +35,14 @@ class DiffConfig:
     """A contrast with fewer problems is refused; a feature active in fewer problems of a contrast is not tested."""
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
+    max_outliers: float = 0.05
+    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. The sinks of
+    attention that language models have are about one token a trajectory."""
+    noise_draws: int = 3
+    """Noisy checkpoints for each checkpoint: the base's weights and Gaussian noise of the norm of its update, tensor by
+    tensor (`tsae.noise_null`). 0 leaves this null out."""
+    noise_problems: int = 60
+    """Problems whose trajectories noisy checkpoints read, at most, as many from every band."""
     seed: int = 0
     """Seed of the bootstrap and the permutations."""
     threads: int = 2
@@ -50,6 +58,10 @@ class DiffConfig:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
+        if not 0 <= self.max_outliers <= 1:
+            raise TsaeError(f"max_outliers={self.max_outliers} must be a share, 0 to 1", where="DiffConfig")
+        if self.noise_draws < 0:
+            raise TsaeError(f"noise_draws={self.noise_draws} must not be negative", where="DiffConfig")
         if self.threads < 1:
             raise TsaeError(f"threads={self.threads} must be at least 1", where="DiffConfig")
 
