@@ -33,8 +33,8 @@ import tyro
 import tsae
 from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
-from tsae.diff.contrasts import Contrast, Rows, draw, shift_comparisons
-from tsae.diff.null import null_contrasts
+from tsae.diff.contrasts import Contrast, Rows, comparisons, draw, shift_comparisons
+from tsae.diff.null import null_counts
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
 from tsae.provenance import versions, write_json
@@ -166,18 +166,24 @@ def relabelled(options: CheckNull) -> list[dict[str, Any]]:
     """Halves of the base's trajectories, and outcomes permuted within problems."""
     assert options.features is not None
     features = tsae.FeatureTable.load(options.features)
-    null = null_contrasts(features, Rows.of(features, options.config), options.config, options.repeats)
+    rows = Rows.of(features, options.config)
+    base = features.readers[0]
+    found = [
+        of
+        for of in comparisons(features, rows, options.config)
+        if not of.note and of.outcome == "all" and (of.kind == "shift" or of.checkpoint == base)
+    ]
+    counts = null_counts(rows, found, options.config, options.repeats)
     names = {"shift": "halves", "outcome": "permuted outcomes", "interaction": "… in two bands"}
     return [
         {
-            "null": name,
+            "null": names[of.kind],
+            **of.key,
             "contrasts": options.repeats,
-            "tested": null[f"{key}_tested"],
-            "any": null[f"{key}_any"],
-            "discoveries": null[f"{key}_discoveries"],
+            "any": any_,
+            "discoveries": mean,
         }
-        for key, name in names.items()
-        if f"{key}_discoveries" in null
+        for of, (mean, any_) in zip(found, counts, strict=True)
     ]
 
 
@@ -225,9 +231,7 @@ def changed_weights(options: CheckNull) -> dict[str, Any]:
     return result
 
 
-def testbed_features(
-    options: CheckNull, series: tsae.CheckpointSeries
-) -> tuple[tsae.TemporalSAE, tsae.FeatureTable]:
+def testbed_features(options: CheckNull, series: tsae.CheckpointSeries) -> tuple[tsae.TemporalSAE, tsae.FeatureTable]:
     """An SAE trained as in the demo, and its codes of what the base and the runs sampled."""
     rollouts = tsae.Rollouts.concat([answers(options, checkpoint, checkpoint.id) for checkpoint in series])
     folder = options.sae or options.to / "sae"
@@ -258,7 +262,9 @@ def noisy_features(
     parts += [answers(options, reader, f"{reader.id}-{number}") for reader in noisy]
     together = tsae.CheckpointSeries((series.base, *noisy))
     with TemporaryDirectory(dir=options.to) as scratch:
-        store = tsae.capture(together, tsae.Rollouts.concat(parts), [sae.site], to=Path(scratch) / "acts", progress=False)
+        store = tsae.capture(
+            together, tsae.Rollouts.concat(parts), [sae.site], to=Path(scratch) / "acts", progress=False
+        )
         return tsae.encode(sae, store, to=folder, progress=False)
 
 

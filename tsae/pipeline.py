@@ -138,9 +138,7 @@ def analyse(
         )
         diff = replace(diff, baselines=baselines(features, store, diffing))
         diff = diff.with_noise(
-            tsae.noise_null(
-                series, sae, features, diffing, capturing=capturing, scratch=to / "diff", progress=progress
-            )
+            tsae.noise_null(series, sae, features, diffing, capturing=capturing, scratch=to / "diff", progress=progress)
         )
         try:
             diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))

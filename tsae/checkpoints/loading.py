@@ -165,7 +165,8 @@ def weights_fingerprint(checkpoint: Checkpoint) -> str:
     """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each.
 
     Reading 140 GB to name a checkpoint would cost more than capturing from it; training changes every tensor, so
-    that both ends of a file change with it. For an adapter, its configuration and its base count too, and so does noise.
+    that both ends of a file change with it. For an adapter, its configuration and its base count too; so does
+    noise.
     """
     folder = folder_of(checkpoint)
     digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())

@@ -65,8 +65,8 @@ class Update:
         norms = tuple((name, share * norm) for name, norm in self.norms.items())
         digest = hashlib.sha256(f"{checkpoint.id} {seed} {draw}".encode()).digest()
         noise = Noise(norms, int.from_bytes(digest[:6], "big"))
-        kept = {"run": checkpoint.run, "step": checkpoint.step, "base": base}
-        return replace(base, id=f"{checkpoint.id}+noise{draw}", noise=noise, **kept)
+        id = f"{checkpoint.id}+noise{draw}"
+        return replace(base, id=id, run=checkpoint.run, step=checkpoint.step, noise=noise, base=base)
 
 
 def update_of(checkpoint: Checkpoint) -> Update:

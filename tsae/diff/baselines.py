@@ -7,8 +7,8 @@ the checkpoint's) scores above one of the second of the same problem:
 - *mean difference*: the mean over problems of the sides' difference of mean raw activations;
 - *linear probe*: linear discriminant analysis: that direction divided by the covariance within sides, which is shrunk
   by a tenth;
-- *best feature*: the feature of the largest |d|, with its sign;
-- *ten best features*: the ten largest |d|, in units of the sides' standard deviation, with their signs.
+- *best feature*: the feature with the largest |difference| / standard deviation over problems, with its sign;
+- *ten best features*: the ten largest of these, each divided by that deviation, with their signs.
 
 Where a probe or the plain direction tells the sides apart no worse than features, features are a reading of that
 direction and not a discovery beyond it.
@@ -25,7 +25,7 @@ import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows
+from tsae.diff.contrasts import Comparison, Rows, comparisons, main_comparisons
 from tsae.diff.statistics import bootstrap_interval, problem_aurocs, side_means
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
@@ -40,7 +40,7 @@ _FOLDS = 5
 def baselines(
     features: FeatureTable, store: ActivationStore | str | Path, config: DiffConfig | None = None
 ) -> pd.DataFrame:
-    """Held-out AUROC within problem of the best features and of plain directions, for total shifts and outcomes.
+    """Held-out AUROC within problem of the best features and of plain directions, for main shifts and outcomes.
 
     Args:
         features: the table.
@@ -48,7 +48,8 @@ def baselines(
         config: of the span and the draws.
 
     Returns:
-        kind, checkpoint, way, auroc with its bootstrap interval low, high (over problems, given the folds' fits),
+        kind, checkpoint, part, rows (as in the contrast table), way,
+        auroc with its bootstrap interval low, high (over problems, given the folds' fits),
         n_problems, note where it was refused, with NaN for its numbers.
 
     Raises:
@@ -58,16 +59,12 @@ def baselines(
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     rows = Rows.of(features, config)
     raw = mean_activations(features, store, config)
-    base, records = features.readers[0], []
+    found, records = comparisons(features, rows, config), []
     for reader in features.readers:
-        policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
-        sides: dict[str, tuple[np.ndarray, ...]] = {}
-        if not config.within_prompt:
-            sides["outcome"] = tuple(rows.pick(reader, policy, "all", o) for o in ("success", "failure"))
-        if reader != base and policy is not None and len(rows.by_reader[base, base]):
-            sides["shift"] = (rows.by_reader[reader, reader], rows.by_reader[base, base])
-        for kind, (a, b) in sides.items():
-            records += [{"kind": kind, "checkpoint": reader, **record} for record in _held_out(rows, raw, a, b, config)]
+        for of in main_comparisons(found, reader):
+            if of.band == "all" and not (of.kind == "outcome" and config.within_prompt):
+                keys = {"kind": of.kind, "checkpoint": reader, "part": of.part, "rows": of.fingerprint}
+                records += [{**keys, **record} for record in _held_out(rows, raw, of, config)]
     return pd.DataFrame(records)
 
 
@@ -100,8 +97,8 @@ def mean_activations(features: FeatureTable, store: ActivationStore, config: Dif
     return np.concatenate(parts)
 
 
-def _held_out(rows: Rows, raw: np.ndarray, a: np.ndarray, b: np.ndarray, config: DiffConfig) -> list[dict[str, object]]:
-    problems = np.intersect1d(rows.problem[a], rows.problem[b])
+def _held_out(rows: Rows, raw: np.ndarray, of: Comparison, config: DiffConfig) -> list[dict[str, object]]:
+    a, b, problems = of.a, of.b, of.problems
     if len(problems) < max(config.min_problems, 2 * _FOLDS):
         note = f"{len(problems)} problems have both sides; {max(config.min_problems, 2 * _FOLDS)} are needed"
         nothing = {"auroc": np.nan, "low": np.nan, "high": np.nan, "n_problems": len(problems), "note": note}

@@ -27,6 +27,9 @@ class DiffConfig:
     than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
     confidence: float = 0.95
     """Confidence level of the intervals."""
+    minimum_effect: float = 0.1
+    """|Δ| up to which a feature did not move, in standard deviations of the feature over base trajectories: what is
+    tested is whether it moved further. 0 tests whether it differs at all, which enough problems show of any change."""
     q: float = 0.05
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
@@ -36,8 +39,8 @@ class DiffConfig:
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     max_outliers: float = 0.05
-    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. The sinks of
-    attention that language models have are about one token a trajectory."""
+    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. The attention
+    sinks of language models are about one token a trajectory."""
     noise_draws: int = 3
     """Noisy checkpoints for each checkpoint: the base's weights and Gaussian noise of the norm of its update, tensor by
     tensor (`tsae.noise_null`). 0 leaves this null out."""
@@ -56,6 +59,8 @@ class DiffConfig:
             )
         if not 0 < self.confidence < 1 or not 0 < self.q < 1:
             raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
+        if not 0 <= self.minimum_effect < float("inf"):
+            raise TsaeError(f"minimum_effect={self.minimum_effect} must be at least 0", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
         if not 0 <= self.max_outliers <= 1:

@@ -8,8 +8,11 @@ Three controls, each a difference per problem again, so that intervals are those
   is not lexical. Ids that the other half lacks are expected to have the feature's mean over all tokens.
 
 Where matched, a problem's cells count by the smaller of their two sides; cells with one side only are left out, and
-problems without a common cell. An effect survives where the controlled interval leaves out 0 on the side of the effect
-and at least half of the effect is left: like lengths are not equal lengths, and a clear feature shows what remains.
+problems without a common cell. What is kept is the controlled effect against the plain effect *of the same problems*:
+other problems may have another effect, with or without a control. An effect survives where the controlled interval
+leaves out 0 on the side of the effect and at least half of the effect is left: like lengths are not equal lengths, and
+a clear feature shows what remains. Where the comparable problems do not show half of the effect even without the
+control, they cannot tell.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows
-from tsae.diff.statistics import bootstrap_interval, group_difference
+from tsae.diff.contrasts import Comparison, Contrast, Rows
+from tsae.diff.statistics import group_difference, group_interval
 from tsae.diff.threads import in_threads
 from tsae.features.sums import grouped_sums
 from tsae.features.table import FeatureTable
@@ -40,19 +43,21 @@ def confound_table(
     """Every control of the total shifts and of the outcome effects, over all features that were tested there.
 
     Returns:
-        the contrast's keys, feature, control, the controlled difference with its interval (NaN where too few problems
-        are comparable), n_problems that are, kept (controlled / plain difference, 0 where that is 0) and verdict.
+        the contrast's keys, rows (as in the contrast table) and feature, control, the controlled difference with its
+        interval (NaN where too few problems are comparable), n_problems that are, plain (their difference without the
+        control), kept (controlled / plain, 0 where that is 0) and verdict.
     """
     tokens = _Tokens.of(features, config)
-    drawn = [c for c in contrasts if c.inference is not None and c.outcome == "all" and c.part in _CONTROLLED]
+    drawn = [c for c in contrasts if c.inference is not None and c.of.outcome == "all" and c.of.part in _CONTROLLED]
     wanted = [(contrast, control) for contrast in drawn for control in CONTROLS]
     jobs = [partial(_control, features, rows, tokens, *each, config) for each in wanted]
     parts = list(in_threads(jobs, config.threads))
-    empty = pd.DataFrame(columns=[*COLUMNS, "n_problems", "kept", "verdict"])
+    empty = pd.DataFrame(columns=[*COLUMNS, "n_problems", "plain", "kept", "verdict", "rows"])
     return pd.concat(parts, ignore_index=True) if parts else empty
 
 
 _KEPT = 0.5
+_SHOWN = 0.5  # of the effect, that the comparable problems show without the control
 _IDS = 256  # token ids whose means are made at once
 _CONTROLLED = ("total", "success_minus_failure")
 
@@ -83,27 +88,26 @@ def _half_octave(n: np.ndarray) -> np.ndarray:
     return np.floor(2 * np.log2(np.maximum(n, 1))).astype(int)
 
 
-def _sides(rows: Rows, contrast: Contrast, base: str) -> tuple[np.ndarray, np.ndarray]:
-    reader, band = contrast.checkpoint, contrast.band
-    if contrast.kind == "shift":
-        return rows.pick(reader, reader, band, "all"), rows.pick(base, base, band, "all")
-    policy = reader if len(rows.by_reader.get((reader, reader), ())) else None
-    return rows.pick(reader, policy, band, "success"), rows.pick(reader, policy, band, "failure")
-
-
 def _control(
     features: FeatureTable, rows: Rows, tokens: _Tokens, contrast: Contrast, control: str, config: DiffConfig
 ) -> pd.DataFrame:
     assert contrast.inference is not None
-    a, b = _sides(rows, contrast, features.readers[0])
-    differences = _controlled(features, rows, tokens, a, b, control, config.seed)[:, contrast.feature]
-    return _rows_of(contrast, control, differences, contrast.inference.difference, config)
+    of, feature = contrast.of, contrast.feature
+    parts = [_controlled(features, rows, tokens, part, control, config.seed) for part in of.bands or (of,)]
+    if any(len(problems) < config.min_problems for problems, _ in parts):
+        return _rows_of(contrast, control, None, config)
+    plain = [
+        group_difference(rows.values, part.a, part.b, rows.problem, problems)[:, feature].mean(0)
+        for part, (problems, _) in zip(of.bands or (of,), parts, strict=True)
+    ]
+    return _rows_of(contrast, control, ([differences[:, feature] for _, differences in parts], plain), config)
 
 
 def _controlled(
-    features: FeatureTable, rows: Rows, tokens: _Tokens, a: np.ndarray, b: np.ndarray, control: str, seed: int
-) -> np.ndarray:
-    """(n_problems, n_features) differences of the problems in which the two sides are comparable."""
+    features: FeatureTable, rows: Rows, tokens: _Tokens, of: Comparison, control: str, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the problems in which the two sides are comparable, and (n_problems, n_features) differences."""
+    a, b = of.a, of.b
     if control == "length":
         return _matched(rows.values, np.arange(len(rows.problem)), a, b, rows.problem, _half_octave(tokens.length))
     on_a, on_b = (np.flatnonzero(np.isin(tokens.row, side)) for side in (a, b))
@@ -113,13 +117,15 @@ def _controlled(
     a, b = (side[tokens.length[side] > 0] for side in (a, b))
     problems = np.intersect1d(rows.problem[a], rows.problem[b])
     plain = group_difference(rows.values, a, b, rows.problem, problems)
-    return plain - _expected(features.codes, tokens, (on_a, on_b), problem, problems, seed)
+    return problems, plain - _expected(features.codes, tokens, (on_a, on_b), problem, problems, seed)
 
 
 def _matched(
     values: sp.csr_array, index: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray
-) -> np.ndarray:
-    """(n_problems, n_features) a's mean − b's, a problem's cells by the smaller of their two sides.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the problems with a common cell, and (n_problems, n_features) a's mean − b's there.
+
+    A problem's cells count by the smaller of their two sides.
 
     Args:
         values: (…, n_features).
@@ -143,7 +149,7 @@ def _matched(
         weights.append(sign * common[cell[side]] / n[cell[side]] / total[problem[side]])
     unit = np.concatenate(units)
     where = np.searchsorted(problems, problem[unit])
-    return grouped_sums(values, index[unit], where, np.concatenate(weights), len(problems))
+    return problems, grouped_sums(values, index[unit], where, np.concatenate(weights), len(problems))
 
 
 def _expected(
@@ -196,29 +202,33 @@ def _expected(
 
 
 def _rows_of(
-    contrast: Contrast, control: str, differences: np.ndarray, plain: np.ndarray, config: DiffConfig
+    contrast: Contrast, control: str, found: tuple[list[np.ndarray], list[np.ndarray]] | None, config: DiffConfig
 ) -> pd.DataFrame:
-    n, nothing = len(differences), np.full(len(plain), np.nan)
-    keys = {"kind": contrast.kind, "checkpoint": contrast.checkpoint, "part": contrast.part, "band": contrast.band}
-    keys |= {"outcome": contrast.outcome}
-    if n < config.min_problems:
-        numbers = {"difference": nothing, "low": nothing, "high": nothing, "n_problems": n, "kept": nothing}
-        return pd.DataFrame({**keys, "feature": contrast.feature, "control": control, **numbers, "verdict": TOO_FEW})
-    low, high = bootstrap_interval(differences, config.n_bootstrap, config.confidence, config.seed)
-    mean = differences.mean(0)
+    """A row a feature, of the controlled differences of one or two groups of problems and their plain means."""
+    assert contrast.inference is not None
+    effect, of = contrast.inference.difference, contrast.of
+    nothing = np.full(len(effect), np.nan)
+    keys = {**of.key, "feature": contrast.feature, "control": control}
+    if found is None:
+        numbers = {"difference": nothing, "low": nothing, "high": nothing, "n_problems": 0, "plain": nothing}
+        return pd.DataFrame({**keys, **numbers, "kept": nothing, "verdict": TOO_FEW, "rows": of.fingerprint})
+    groups, plains = found
+    mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
+    plain = plains[0] - (plains[1] if len(plains) > 1 else 0.0)
     kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
-    survives = np.where(plain > 0, low > 0, high < 0) & (kept >= _KEPT)
+    shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
+    survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)
     return pd.DataFrame(
         {
             **keys,
-            "feature": contrast.feature,
-            "control": control,
             "difference": mean,
             "low": low,
             "high": high,
-            "n_problems": n,
+            "n_problems": sum(len(group) for group in groups),
+            "plain": plain,
             "kept": kept,
-            "verdict": np.where(survives, SURVIVES, FAILS),
+            "verdict": np.where(shown, np.where(survives, SURVIVES, FAILS), TOO_FEW),
+            "rows": of.fingerprint,
         }
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,10 @@ from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import confound_table
-from tsae.diff.contrasts import (
-    Contrast,
-    Rows,
-    contrast_bands,
-    interaction_contrasts,
-    outcome_contrasts,
-    shift_contrasts,
-)
+from tsae.diff.contrasts import Comparison, Contrast, Rows, comparisons, draw
 from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
-from tsae.diff.null import null_contrasts
+from tsae.diff.null import REPEATS, null_counts
 from tsae.diff.result import FeatureDiff
 from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
@@ -75,9 +69,9 @@ def feature_diff(
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
     of_steps = features if steps is None else _steps_of(features, steps)
     along = dynamics(of_steps, config)
-    contrast_bands(features, config)  # An empty band is said before anything is computed.
     rows = Rows.of(features, config)
-    drawn = _draw(features, rows, config, progress)
+    compared = comparisons(features, rows, config)
+    drawn = _draw(rows, compared, config, progress)
     strings = token_strings if token_strings is not None else _ids_as_text(features)
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
     described = _describe(features, rows, config, classes, strings)
@@ -90,8 +84,8 @@ def feature_diff(
     if logits is not None:
         described = described.join(logits)
     return FeatureDiff(
-        shifts=_shift_table(features, drawn),
-        contrasts=_contrast_table(features, drawn, config),
+        shifts=_shift_table(features, rows, drawn),
+        contrasts=_contrast_table(features, rows, drawn, config),
         features=described,
         behaviours=behaviour_table(
             features.rollouts,
@@ -108,7 +102,7 @@ def feature_diff(
             "versions": versions(),
             "sae": features.info["sae"],
             "readers": _flagged(features, config),
-            "null": null_contrasts(features, rows, config),
+            "null_repeats": REPEATS,
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "labels": features.rollouts.labels_fingerprint,
@@ -122,16 +116,11 @@ def feature_diff(
     )
 
 
-def _draw(features: FeatureTable, rows: Rows, config: DiffConfig, progress: bool) -> list[Contrast]:
+def _draw(rows: Rows, compared: Sequence[Comparison], config: DiffConfig, progress: bool) -> list[Contrast]:
     from tqdm.auto import tqdm
 
-    jobs = [
-        *shift_contrasts(features, rows, config),
-        *outcome_contrasts(features, rows, config),
-        *interaction_contrasts(features, rows, config),
-    ]
-    drawn = in_threads(jobs, config.threads)
-    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(jobs), disable=not progress))
+    drawn = in_threads([partial(draw, rows, of, config) for of in compared], config.threads)
+    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(compared), disable=not progress))
 
 
 def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:
@@ -172,41 +161,47 @@ def _run_of(features: FeatureTable, checkpoint: str) -> dict[str, Any]:
     return {"run": info["run"], "step": info["step"]}
 
 
-def _shift_table(features: FeatureTable, drawn: list[Contrast]) -> pd.DataFrame:
+_NUMBERS = ("difference", "low", "high", "delta", "delta_low", "delta_high", "p", "q", "p_differs", "q_differs")
+
+
+def _shift_table(features: FeatureTable, rows: Rows, drawn: list[Contrast]) -> pd.DataFrame:
     parts = []
     for c in drawn:
-        if c.inference is None or c.mean_a is None or c.mean_b is None or c.auroc is None:
+        if c.inference is None:
             continue
-        i = c.inference
-        keys = {"kind": c.kind, "checkpoint": c.checkpoint, **_run_of(features, c.checkpoint)}
-        keys |= {"part": c.part, "band": c.band, "outcome": c.outcome}
-        columns = {"feature": c.feature, "mean": c.mean_a, "reference": c.mean_b, "difference": i.difference}
-        columns |= {"low": i.low, "high": i.high, "d": i.d, "auroc": c.auroc, "p": i.p, "q": i.q}
-        parts.append(pd.DataFrame({**keys, **columns}))
+        silent = rows.scales[c.of.checkpoint].silent[c.feature]
+        columns = {**_keys(features, c.of), "feature": c.feature, "mean": c.mean_a, "reference": c.mean_b}
+        columns |= {name: getattr(c.inference, name) for name in _NUMBERS}
+        parts.append(pd.DataFrame({**columns, "scale": np.where(silent, "pooled", "base"), "auroc": c.auroc}))
     names = ["kind", "checkpoint", "run", "step", "part", "band", "outcome", "feature", "mean", "reference"]
-    names += ["difference", "low", "high", "d", "auroc", "p", "q"]
+    names += [*_NUMBERS, "scale", "auroc"]
     return pd.concat(parts, ignore_index=True)[names] if parts else pd.DataFrame(columns=names)
 
 
-def _contrast_table(features: FeatureTable, drawn: list[Contrast], config: DiffConfig) -> pd.DataFrame:
-    return pd.DataFrame(
-        [
-            {
-                "kind": c.kind,
-                "checkpoint": c.checkpoint,
-                **_run_of(features, c.checkpoint),
-                "part": c.part,
-                "band": c.band,
-                "outcome": c.outcome,
-                "n_problems": c.n_problems,
-                "n_left_out": c.n_left_out,
-                "n_tested": len(c.feature),
-                "n_discoveries": 0 if c.inference is None else int((c.inference.q <= config.q).sum()),
-                "detectable_d": c.detectable_d,
-                "note": c.note,
-            }
-            for c in drawn
-        ]
+def _keys(features: FeatureTable, of: Comparison) -> dict[str, Any]:
+    return {**of.key, **_run_of(features, of.checkpoint)}
+
+
+def _contrast_table(features: FeatureTable, rows: Rows, drawn: list[Contrast], config: DiffConfig) -> pd.DataFrame:
+    # Nulls of what is counted in the report; those of successes or failures alone cost as much again.
+    counted = [c.of if c.of.outcome == "all" and not c.note else replace(c.of, note="not counted") for c in drawn]
+    nulls = null_counts(rows, counted, config)
+    found = [c.inference for c in drawn]
+    table = pd.DataFrame([_keys(features, c.of) for c in drawn])
+    table = table[["kind", "checkpoint", "run", "step", "part", "band", "outcome"]]
+    return table.assign(
+        n_problems=[c.of.n_problems for c in drawn],
+        n_trajectories=[len(c.of.rows) for c in drawn],
+        n_tokens=[int(rows.n_tokens[c.of.rows].sum()) for c in drawn],
+        rows=[c.of.fingerprint for c in drawn],
+        n_left_out=[c.of.n_left_out for c in drawn],
+        n_tested=[len(c.feature) for c in drawn],
+        n_discoveries=[0 if i is None else int((i.q <= config.q).sum()) for i in found],
+        n_differs=[0 if i is None else int((i.q_differs <= config.q).sum()) for i in found],
+        n_null=[mean for mean, _ in nulls],
+        null_any=[share for _, share in nulls],
+        detectable_delta=[c.detectable_delta for c in drawn],
+        note=[c.note for c in drawn],
     )
 
 

@@ -4,9 +4,9 @@ At every step of a run the shift of a feature against the base is that of `tsae.
 all steps and the base sampled the same problems, else the shift on the same trajectories. All steps of a run are
 compared over the same problems, so that its steps differ in nothing else.
 
-A feature is *clear* in a run where some step moved it: Simes' p over the steps (Simes 1986), Benjamini–Hochberg over
-features, at most the config's q. Steps are judged by q over all steps and features of the run. The kind of a clear
-feature is then
+A feature is *clear* in a run where some step moved it by more than the minimum effect: Simes' p over the steps (Simes
+1986), Benjamini–Hochberg over features, at most the config's q. Steps are judged by q over all steps and features of
+the run. The kind of a clear feature is then
 
     emerging   the last step is above the base, which had at most a tenth of the last step's mean
     growing    the last step is above the base, which had the feature already
@@ -33,7 +33,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, active_features, draws
+from tsae.diff.contrasts import Rows, active_features, comparisons, draws, main_comparisons
 from tsae.diff.statistics import paired_inference, q_values, side_means
 from tsae.diff.threads import one_blas_thread
 from tsae.features.table import FeatureTable
@@ -43,8 +43,8 @@ from tsae.rollouts.bootstrap import weights
 KINDS = ("emerging", "growing", "fading", "passing", "flat")
 FLAT = "flat"
 COLUMNS = (
-    "run", "step", "feature", "mean", "shift", "low", "high", "d", "p", "q", "kind", "onset", "onset_low", "onset_high",
-    "part",
+    "run", "step", "feature", "mean", "shift", "low", "high", "delta", "p", "q", "kind", "onset", "onset_low",
+    "onset_high", "part",
 )  # fmt: skip
 BEHAVIOUR_COLUMNS = ("run", "step", "band", "behaviour", "mean", "low", "high", "n_problems")
 _HARDLY = 0.1  # Of the last step's mean: what the base may have of an emerging feature.
@@ -62,7 +62,7 @@ class Dynamics:
     feature         index; those that are active in enough problems of the run
     mean            mean activation, over problems
     shift           mean − the base's, with its bootstrap interval low, high; 0 at the base
-    d, p            effect size over problems; sign-flip p-value (1 at the base)
+    delta, p        Δ, in standard deviations over base trajectories; p of |Δ| ≤ minimum_effect (1 at the base)
     q               over all steps and features of the run (1 at the base)
     kind            emerging, growing, fading, passing or flat: of the feature in this run, the same at every step
     onset           the first step with half of the shift, onset_low and onset_high its interval; NaN for flat features
@@ -136,7 +136,9 @@ def _along(
 ) -> pd.DataFrame | str:
     """The run's rows, or why there are none."""
     base = features.readers[0]
-    part = "total" if rows.own(base) and all(rows.own(r) for r in readers) else "same_trajectories"
+    found = comparisons(features, rows, config)
+    parts = {of.part for reader in readers for of in main_comparisons(found, reader) if of.kind == "shift"}
+    part = "total" if parts == {"total"} else "same_trajectories"
     on = rows.own(base)  # What every reader reads: the base's trajectories, or all.
     sides = [rows.by_reader[reader, reader if part == "total" else on] for reader in readers]
     before = rows.by_reader[base, on]
@@ -147,26 +149,30 @@ def _along(
         return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
     reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
     tested = active_features(config, reference, *means)
+    tested = tested[np.all([rows.scales[reader].deviation[tested] > 0 for reader in readers], axis=0)]
     if not len(tested):
         return "no feature is active in enough problems"
     reference = reference[:, tested]
     start = reference.mean(0)
     shifts = [mean[:, tested] - reference for mean in means]
     steps = np.array([_step(features, reader) for reader in readers])
-    inferences = [paired_inference(shift, **draws(config)) for shift in shifts]
+    inferences = [
+        paired_inference(shift, rows.scales[reader].deviation[tested], draws(config))
+        for reader, shift in zip(readers, shifts, strict=True)
+    ]
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)
     difference = np.stack([inference.difference for inference in inferences])
     kind, goal = _kinds(start, difference, q, q_values(simes(p), config.fdr), config.q)
     onset = _onsets(shifts, steps, kind, goal, config)
     nothing = np.zeros(len(tested))
-    parts = [_step_rows(_step(features, base), start, nothing, nothing, nothing, nothing, nothing + 1, nothing + 1)]
-    parts += [
-        _step_rows(int(step), start + i.difference, i.difference, i.low, i.high, i.d, i.p, q[number])
+    tables = [_step_rows(_step(features, base), start, nothing, nothing, nothing, nothing, nothing + 1, nothing + 1)]
+    tables += [
+        _step_rows(int(step), start + i.difference, i.difference, i.low, i.high, i.delta, i.p, q[number])
         for number, (step, i) in enumerate(zip(steps, inferences, strict=True))
     ]
     same = pd.DataFrame({"run": run, "feature": tested, "kind": kind, **onset, "part": part})
-    table = pd.concat([pd.concat([part, same], axis=1) for part in parts], ignore_index=True)
+    table = pd.concat([pd.concat([part, same], axis=1) for part in tables], ignore_index=True)
     return table[list(COLUMNS)]
 
 
@@ -176,11 +182,12 @@ def _step_rows(
     shift: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
-    d: np.ndarray,
+    delta: np.ndarray,
     p: np.ndarray,
     q: np.ndarray,
 ) -> pd.DataFrame:
-    return pd.DataFrame({"step": step, "mean": mean, "shift": shift, "low": low, "high": high, "d": d, "p": p, "q": q})
+    numbers = {"mean": mean, "shift": shift, "low": low, "high": high, "delta": delta, "p": p, "q": q}
+    return pd.DataFrame({"step": step, **numbers})
 
 
 def simes(p: np.ndarray) -> np.ndarray:

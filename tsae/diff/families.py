@@ -25,7 +25,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, contrast_bands
+from tsae.diff.contrasts import Rows, draws, shift_comparisons
 from tsae.diff.statistics import group_difference, paired_inference, q_values
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses
@@ -34,6 +34,7 @@ from tsae.features.table import FeatureTable
 Families = Mapping[str, Sequence[str]]
 NO_FAMILY = "none"
 _LIFT = 2.0
+_NUMBERS = ("difference", "low", "high", "delta", "delta_low", "delta_high", "p", "q")
 _ROWS = 600  # Rows that families are learnt on; more cost time and change little.
 _DRAWS, _BLOCK = 999, 37
 
@@ -168,7 +169,10 @@ class _Shuffle:
 
 
 def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config: DiffConfig) -> pd.DataFrame:
-    """Total shift of every family in every run and band, in standard deviations of its features over trajectories.
+    """Total shift of every family in every run and band.
+
+    A trajectory's score is the mean of the family's features, each in its standard deviation over base trajectories; Δ
+    is the score's shift in the score's own deviation there.
 
     Args:
         features: the table.
@@ -177,45 +181,31 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
         config: of the draws.
 
     Returns:
-        checkpoint, band, family, n_features, n_problems, difference, low, high, d, p, q (over the families of a
-        checkpoint and band); note where a shift was refused, with NaN for its numbers.
+        checkpoint, band, family, n_features, n_problems, difference, low, high (of the score), delta, delta_low,
+        delta_high, p, q (over the families of a checkpoint and band); note where a shift was refused, with NaN for its
+        numbers.
     """
     names = sorted(set(family) - {NO_FAMILY})
-    base = features.readers[0]
-    own = rows.by_reader[base, base]
+    counts = np.array([int((family == name).sum()) for name in names])
+    columns = ["checkpoint", "band", "family", "n_features", "n_problems", *_NUMBERS, "note"]
     records = []
-    for checkpoint in features.readers[1:] if len(own) and names else ():
-        values = rows.values[np.concatenate([own, rows.by_reader[checkpoint, checkpoint]])]
-        square = np.asarray(values.multiply(values).mean(0)).ravel() - np.asarray(values.mean(0)).ravel() ** 2
-        scale = 1 / np.sqrt(np.where(square > 0, square, np.inf))
-        counts = np.array([int((family == name).sum()) for name in names])
-        weights = np.stack([np.where(family == name, scale, 0) / n for name, n in zip(names, counts, strict=True)], 1)
+    for of in shift_comparisons(features, rows, config) if names else ():
+        if of.part != "total" or of.outcome != "all":
+            continue
+        deviation = rows.scales[of.checkpoint].deviation
+        unit = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+        weights = np.stack([np.where(family == name, unit, 0) / n for name, n in zip(names, counts, strict=True)], 1)
         scores = sp.csr_array(rows.values @ weights)
-        for band in contrast_bands(features, config):
-            a, b = (rows.pick(reader, reader, band, "all") for reader in (checkpoint, base))
-            both = np.intersect1d(rows.problem[a], rows.problem[b])
-            keys = {"checkpoint": checkpoint, "band": band, "n_problems": len(both)}
-            table = pd.DataFrame({**keys, "family": names, "n_features": counts})
-            if len(both) < config.min_problems:
-                table[["difference", "low", "high", "d", "p", "q"]] = np.nan
-                table["note"] = f"{len(both)} problems; {config.min_problems} are needed"
-            else:
-                found = paired_inference(
-                    group_difference(scores, a, b, rows.problem, both),
-                    n_bootstrap=config.n_bootstrap,
-                    n_permutations=config.n_permutations,
-                    confidence=config.confidence,
-                    seed=config.seed,
-                    q=config.q,
-                    method=config.fdr,
-                )
-                for name in ("difference", "low", "high", "d", "p", "q"):
-                    table[name] = getattr(found, name)
-                table["note"] = ""
-            records.append(table)
-    columns = ["checkpoint", "band", "family", "n_features", "n_problems", "difference", "low", "high", "d", "p", "q"]
-    return (
-        pd.concat(records, ignore_index=True)[[*columns, "note"]]
-        if records
-        else pd.DataFrame(columns=[*columns, "note"])
-    )
+        keys = {"checkpoint": of.checkpoint, "band": of.band, "n_problems": len(of.problems)}
+        table = pd.DataFrame({**keys, "family": names, "n_features": counts, "note": of.note})
+        table[list(_NUMBERS)] = np.nan
+        scale = scores[rows.by_reader[features.readers[0], rows.own(features.readers[0])]].toarray().std(0, ddof=1)
+        varies = scale > 0
+        if not of.note and varies.any():
+            differences = group_difference(scores, of.a, of.b, rows.problem, of.problems)
+            found = paired_inference(differences[:, varies], scale[varies], draws(config))
+            for name in _NUMBERS:
+                table.loc[varies, name] = getattr(found, name)
+        table.loc[~varies & (table.note == ""), "note"] = "silent at base"
+        records.append(table)
+    return pd.concat(records, ignore_index=True)[columns] if records else pd.DataFrame(columns=columns)

@@ -29,7 +29,6 @@ from tsae.features.table import FeatureTable
 
 if TYPE_CHECKING:
     from tsae.activations.config import CaptureConfig
-    from tsae.checkpoints.noise import Update
     from tsae.checkpoints.series import Checkpoint, CheckpointSeries
     from tsae.rollouts.table import Rollouts
     from tsae.sae.model import TemporalSAE
@@ -60,8 +59,8 @@ class NoiseNull:
     p, q            of the null that the feature did not move; q over the features of the checkpoint or draw
     """
     info: dict[str, dict[str, Any]]
-    """By checkpoint: note (why there is nothing, or ""), update_norm (‖W − W₀‖ / ‖W₀‖ over all weights); and where noise
-    was read: draws, share, n_problems, n_trajectories, n_tested and n_moved of the checkpoint, noise_tested and
+    """By checkpoint: note (why there is nothing, or ""), update_norm (‖W − W₀‖ / ‖W₀‖ over all weights); and where
+    noise was read: draws, share, n_problems, n_trajectories, n_tested and n_moved of the checkpoint, noise_tested and
     noise_moved of every draw, and quantiles of |Δ| over features of both: run and noise (median, q90, q99, largest)."""
 
 

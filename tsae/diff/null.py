@@ -1,115 +1,88 @@
-"""Discoveries where there is nothing to find: the tests of shifts, outcomes and interactions on the base alone."""
+"""Discoveries where there is nothing to find: every contrast's own test, on its own rows, without its effect.
+
+- *shift*: the second side's trajectories of every problem split in two at random halves;
+- *outcome*: labels permuted within problem, among the trajectories of that band;
+- *interaction*: the same in both bands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, active_features, contrast_bands
-from tsae.diff.permutations import Count, band_permutations, sign_flips
-from tsae.diff.statistics import outcome_tests, q_values, sequential_p, side_means
+from tsae.diff.contrasts import Comparison, Rows, draws, infer, problem_effects, tested_features
 from tsae.diff.threads import in_threads
-from tsae.features.table import FeatureTable
+
+REPEATS = 5
 
 
-def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repeats: int = 5) -> dict[str, float]:
-    """Discoveries per contrast where there is nothing to find: the same procedure on the base against itself.
-
-    shift: every problem's base trajectories split in two at random halves; outcome: labels permuted within problem;
-    interaction: the same labels, in the harder of the two hardest bands − in the other.
+def null_counts(
+    rows: Rows, found: Sequence[Comparison], config: DiffConfig, repeats: int = REPEATS
+) -> list[tuple[float, float]]:
+    """Discoveries of every comparison where there is nothing to find.
 
     Returns:
-        by name the mean number of discoveries at config.q over the repeats, the share of repeats with any, and the
-        number of features tested. Nothing within prompts, where trajectories of a problem are the same.
+        for each the mean number over the repeats, and the share of repeats with any. NaN where the comparison is not
+        drawn, within prompts, where trajectories of a problem are the same, and where fewer than min_problems problems
+        have two trajectories to split.
     """
-    base = features.readers[0]
-    own = rows.pick(base, rows.own(base), "all", "all")
-    own = own[np.argsort(rows.problem[own], kind="stable")]
-    rng = np.random.default_rng([config.seed, 4])
-    bands = contrast_bands(features, config)[1:][-2:]
-    found: dict[str, list[int]] = {"shift": [], "outcome": [], "interaction": []}
-    result: dict[str, float] = {"repeats": repeats}
-    jobs: list[tuple[str, Callable[[], _Test | None]]] = []
-    for _ in range(0 if config.within_prompt else repeats):
-        order = rng.permutation(own)
-        rank = pd.Series(rows.problem[order]).groupby(rows.problem[order]).cumcount().to_numpy()
-        # Both orders are sorted by problem, the second shuffled within: outcomes move, problems keep theirs.
-        shuffled = rows.outcome[own[np.lexsort((rng.random(len(own)), rows.problem[own]))]]
-        success, failure = own[shuffled == "success"], own[shuffled == "failure"]
-        jobs += [
-            ("shift", partial(_halves, rows, order[rank % 2 == 0], order[rank % 2 == 1], config)),
-            ("outcome", partial(_outcome, rows, success, failure, config)),
-            ("interaction", partial(_interaction, rows, success, failure, bands, config)),
-        ]
-    counted = in_threads([partial(_discoveries, make, config) for _, make in jobs], config.threads)
-    for (name, _), counts in zip(jobs, counted, strict=True):
-        if counts is not None:
-            found[name].append(counts[0])
-            result[f"{name}_tested"] = counts[1]
-    for name, each in found.items():
-        if each:
-            result[f"{name}_discoveries"] = float(np.mean(each))
-            result[f"{name}_any"] = float(np.mean(np.array(each) > 0))
+    jobs: list[Callable[[], int | None]] = []
+    start: list[int | None] = []
+    halves: dict[tuple[str, bytes], int] = {}
+    for of in found:
+        if of.note or config.within_prompt:
+            start.append(None)
+            continue
+        # The base's halves are the same for all checkpoints that are compared with it, but for what Δ is measured in.
+        key = (of.band, of.b.tobytes())
+        if of.kind == "shift" and key in halves:
+            start.append(halves[key])
+            continue
+        start.append(len(jobs))
+        if of.kind == "shift":
+            halves[key] = len(jobs)
+        jobs += [partial(_discoveries, rows, of, config, repeat) for repeat in range(repeats)]
+    counts = list(in_threads(jobs, config.threads))
+    result = []
+    for first in start:
+        each = [] if first is None else [n for n in counts[first : first + repeats] if n is not None]
+        result.append((float(np.mean(each)), float(np.mean(np.array(each) > 0))) if each else (np.nan, np.nan))
     return result
 
 
-_Test = tuple[Count, int, int]  # draws, how many tests they make, and of how many features
+def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:
+    """The comparison without its effect."""
+    if of.bands is not None:
+        harder, easier = (null_of(rows, band, rng) for band in of.bands)
+        return replace(of, bands=(harder, easier))
+    if of.kind == "shift":
+        order = rng.permutation(of.b)
+        order = order[np.argsort(rows.problem[order], kind="stable")]
+        size = np.bincount(rows.problem[order])
+        rank = np.arange(len(order)) - (size.cumsum() - size)[rows.problem[order]]
+        order, rank = (x[size[rows.problem[order]] > 1] for x in (order, rank))
+        halves = order[rank % 2 == 0], order[rank % 2 == 1]
+        return replace(of, a=halves[0], b=halves[1], problems=np.unique(rows.problem[order]))
+    # Rows sorted by problem, and the same shuffled within: labels move, problems keep theirs.
+    both = np.concatenate([of.a, of.b])
+    success = np.arange(len(both)) < len(of.a)
+    order = np.argsort(rows.problem[both], kind="stable")
+    shuffled = success[np.lexsort((rng.random(len(both)), rows.problem[both]))]
+    return replace(of, a=both[order][shuffled], b=both[order][~shuffled])
 
 
-def _discoveries(make: Callable[[], _Test | None], config: DiffConfig) -> tuple[int, int] | None:
-    """How many discoveries a test makes, and of how many features."""
-    if (test := make()) is None:
+def _discoveries(rows: Rows, of: Comparison, config: DiffConfig, repeat: int) -> int | None:
+    """How many discoveries the comparison makes without its effect."""
+    nothing = null_of(rows, of, np.random.default_rng([config.seed, 4, repeat]))
+    if len(nothing.problems) < config.min_problems:
         return None
-    p = sequential_p(*test, config.n_permutations, config.q, config.fdr)
-    return int((q_values(p, config.fdr) <= config.q).sum()), len(p)
-
-
-def _sides(rows: Rows, a: np.ndarray, b: np.ndarray, config: DiffConfig) -> tuple[np.ndarray, list[np.ndarray]] | None:
-    """Problems that have both sides, and (n_problems, n_features) means of each."""
-    both = np.intersect1d(rows.problem[a], rows.problem[b])
-    if len(both) < config.min_problems:
-        return None
-    return both, [side_means(rows.values, side, rows.problem, both) for side in (a, b)]
-
-
-def _halves(rows: Rows, a: np.ndarray, b: np.ndarray, config: DiffConfig) -> _Test | None:
-    sides = _sides(rows, a, b, config)
-    if sides is None or not len(feature := active_features(config, *sides[1])):
-        return None
-    return sign_flips((sides[1][0] - sides[1][1])[:, feature], config.seed), 1, len(feature)
-
-
-def _outcome(rows: Rows, success: np.ndarray, failure: np.ndarray, config: DiffConfig) -> _Test | None:
-    sides = _sides(rows, success, failure, config)
-    if sides is None or not len(feature := active_features(config, *sides[1])):
-        return None
-    both, means = sides
-    picked = np.concatenate([success, failure])
-    keep = np.isin(rows.problem[picked], both)
-    right, picked = (np.arange(len(picked)) < len(success))[keep], picked[keep]
-    code = np.searchsorted(both, rows.problem[picked])
-    differences = (means[0] - means[1])[:, feature]
-    return outcome_tests(differences, rows.values[picked][:, feature], right, code, config.seed), 2, len(feature)
-
-
-def _interaction(
-    rows: Rows, success: np.ndarray, failure: np.ndarray, bands: list[str], config: DiffConfig
-) -> _Test | None:
-    if len(bands) < 2:
-        return None
-    by_band = [
-        _sides(rows, success[rows.band[success] == band], failure[rows.band[failure] == band], config)
-        for band in reversed(bands)
-    ]
-    means = [sides[1] for sides in by_band if sides is not None]
-    if len(means) < 2:
-        return None
-    feature = active_features(config, *(np.concatenate(side) for side in zip(*means, strict=True)))
+    effects = [problem_effects(rows, part) for part in nothing.bands or (nothing,)]
+    feature = tested_features(rows, nothing, effects, config)
     if not len(feature):
-        return None
-    a, b = ((right - wrong)[:, feature] for right, wrong in means)
-    return band_permutations(a, b, config.seed), 1, len(feature)
+        return 0
+    found = infer(rows, nothing, effects, feature, replace(draws(config), differs=False))
+    return int((found.q <= config.q).sum())

@@ -1,5 +1,9 @@
 """Draws of permutation tests: counts of those that are as extreme as what was observed, all features under the same.
 
+A test may ask whether a mean is 0, or whether it lies beyond a least size on its own side (`offset`). In the second
+case values are moved so that this boundary is the null, and a draw is as extreme if it lies as far beyond the boundary
+as what was observed, or as far below the opposite one: with offset 0 that is the two-sided test.
+
 A test is a function that makes further draws for the features that are asked for, so that features which need few are
 not drawn for any longer (`tsae.diff.statistics.sequential_p`). What it draws depends on how many draws were made
 before, not on the features.
@@ -23,11 +27,18 @@ Count = Callable[[int, np.ndarray], np.ndarray]
 """(draws, features) -> (n_tests, n_features) how many of the further draws are as extreme as what was observed."""
 
 
-def sign_flips(differences: np.ndarray, seed: int) -> Count:
-    """Counts flips of the signs of (n_problems, n_features) differences whose mean is as extreme as the observed."""
+def sign_flips(differences: np.ndarray, seed: int, offset: np.ndarray | None = None) -> Count:
+    """Counts flips of the signs of (n_problems, n_features) differences whose mean is as extreme as the observed.
+
+    Args:
+        differences: of every problem.
+        seed: of the draws.
+        offset: (n_features,) least size of the mean, in its own unit; None tests for a mean of 0.
+    """
     rng = np.random.default_rng([seed, 1])
-    n, single = len(differences), differences.astype(np.float32)
-    limit = _limit(differences.mean(0))
+    n, mean = len(differences), differences.mean(0)
+    edge = _Edge.of(mean, offset)
+    single = edge.moved(differences).astype(np.float32)
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         values = single[:, features]
@@ -35,13 +46,50 @@ def sign_flips(differences: np.ndarray, seed: int) -> Count:
         for size in _blocks(draws):
             bits = np.unpackbits(rng.integers(0, 256, size=(size, -(-n // 8)), dtype=np.uint8), axis=1, count=n)
             signs = (bits.view(np.int8) * 2 - 1).astype(np.float32)
-            extreme += _as_extreme(signs @ values / n, limit[features])
+            extreme += edge.as_extreme(signs @ values / n, features)
         return extreme[None]
 
     return count
 
 
-def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int) -> Count:
+@dataclass(frozen=True)
+class _Edge:
+    """Where a statistic becomes as extreme as what was observed, for every feature."""
+
+    sign: np.ndarray
+    """(n_features,) side on which the statistic was observed; 1 for a test for 0, which knows no side."""
+    offset: np.ndarray
+    """(n_features,) boundary."""
+    high: np.ndarray
+    low: np.ndarray
+    """As far beyond the boundary as observed, and as far below the opposite one."""
+    two_sided: bool
+
+    @classmethod
+    def of(cls, observed: np.ndarray, offset: np.ndarray | None) -> _Edge:
+        size = np.abs(observed)
+        if offset is None:
+            nothing = np.zeros_like(size)
+            return cls(np.ones_like(size), nothing, _limit(size), _limit(size), True)
+        sign = np.where(observed < 0, -1.0, 1.0)
+        return cls(sign, offset, _limit(size - offset), _limit(size + offset), False)
+
+    def moved(self, values: np.ndarray) -> np.ndarray:
+        """(…, n_features) values whose mean lies on the boundary if the observed mean does, upwards."""
+        return values if self.two_sided else values * self.sign - self.offset
+
+    def as_extreme(self, drawn: np.ndarray, features: np.ndarray) -> np.ndarray:
+        """(n_features,) how many of (draws, n_features) statistics are; overwrites them."""
+        high = self.high[features].astype(drawn.dtype)
+        if self.two_sided:
+            return np.count_nonzero(np.abs(drawn, out=drawn) >= high, axis=0)
+        low = self.low[features].astype(drawn.dtype)
+        return np.count_nonzero(drawn >= high, axis=0) + np.count_nonzero(drawn <= -low, axis=0)
+
+
+def label_permutations(
+    values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int, offset: np.ndarray | None = None
+) -> Count:
     """Counts permutations of labels within problems whose success − failure is as extreme as the observed.
 
     Args:
@@ -49,16 +97,18 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
         success: (n_rows,) bool.
         problem: (n_rows,) codes 0 … n_problems − 1.
         seed: of the draws.
+        offset: (n_features,) least size; the values of successes are moved by it before labels are permuted.
     """
     rng = np.random.default_rng([seed, 2])
     size = np.bincount(problem)
     n_success = np.bincount(problem, weights=success).astype(int)
     n_problems = len(size)
     positive, negative = 1.0 / (n_success * n_problems), -1.0 / ((size - n_success) * n_problems)
-    limit = _limit(np.where(success, positive[problem], negative[problem]) @ values)
+    edge = _Edge.of(np.where(success, positive[problem], negative[problem]) @ values, offset)
     # Problems of one size and number of successes lie together, and their rows problem by problem.
     order = np.lexsort((problem, n_success[problem], size[problem]))
     columns = sp.csc_array(values[order], dtype=np.float32)
+    right = success[order].astype(np.float32)
     alike = [
         _Alike.of(int(n), int(k), int(problems), n_problems)
         for (n, k), problems in zip(*np.unique(np.stack([size, n_success], 1), axis=0, return_counts=True), strict=True)
@@ -82,7 +132,11 @@ def label_permutations(values: sp.csr_array, success: np.ndarray, problem: np.nd
             drawn = labels(block)
             for part in parts:
                 of_part = columns[:, features[part]].toarray() if dense is None else dense
-                extreme[part] += _as_extreme(drawn @ of_part, limit[features[part]])
+                statistic = drawn @ of_part
+                if offset is not None:
+                    statistic *= edge.sign[features[part]].astype(np.float32)
+                    statistic -= np.outer(drawn @ right, offset[features[part]].astype(np.float32))
+                extreme[part] += edge.as_extreme(statistic, features[part])
         return extreme[None]
 
     return count
@@ -130,39 +184,46 @@ def together(*counts: Count) -> Count:
     return lambda draws, features: np.concatenate([count(draws, features) for count in counts])
 
 
-def band_permutations(a: np.ndarray, b: np.ndarray, seed: int) -> Count:
+def band_permutations(a: np.ndarray, b: np.ndarray, seed: int, offset: np.ndarray | None = None) -> Count:
     """Counts permutations of two bands over problems whose Welch's t is as extreme as the observed.
 
     Args:
         a: (n_problems_a, n_features) per-problem effects.
         b: (n_problems_b, n_features) per-problem effects.
         seed: of the draws.
+        offset: (n_features,) least size of the difference; a is moved by it before bands are permuted.
     """
     rng = np.random.default_rng([seed, 5])
-    both = np.concatenate([a, b])
+    n_a, n_b = len(a), len(b)
+    difference = a.mean(0) - b.mean(0)
+    sign = np.where(difference < 0, -1.0, 1.0)
+    least = np.zeros_like(difference) if offset is None else offset
+    both = np.concatenate([a * sign - least, b * sign])
     both = both - both.mean(0)
-    n, n_a, n_b = len(both), len(a), len(b)
+    n = len(both)
     # In double precision: a band that does not vary has a variance that is all rounding.
     floor = np.maximum(both.var(0) * 1e-9, np.finfo(np.float32).tiny)
 
-    def welch(member: np.ndarray, features: np.ndarray) -> np.ndarray:
-        """|t| for (draws, n) memberships of group a."""
+    def welch(member: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Differences and their standard errors for (draws, n) memberships of group a."""
         single = both[:, features]
         square, total = single**2, single.sum(0)
         mean_a, square_a = member @ single / n_a, member @ square / n_a
         mean_b, square_b = (total - n_a * mean_a) / n_b, (square.sum(0) - n_a * square_a) / n_b
         variance = (square_a - mean_a**2) / (n_a - 1) + (square_b - mean_b**2) / (n_b - 1)
-        return np.abs(mean_a - mean_b) / np.sqrt(np.maximum(variance, floor[features]))
+        return mean_a - mean_b, np.sqrt(np.maximum(variance, floor[features]))
 
-    observed = (np.arange(n) < n_a).astype(float)[None]
-    limit = _limit(welch(observed, np.arange(both.shape[1]))[0])
+    found, error = (x[0] for x in welch((np.arange(n) < n_a).astype(float)[None], np.arange(both.shape[1])))
+    high, low = _limit(found / error), _limit((found + 2 * least) / error)
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         extreme = np.zeros(len(features), dtype=np.int64)
         for size in _blocks(draws):
             member = np.zeros((size, n))
             np.put_along_axis(member, np.argsort(rng.random((size, n)), axis=1)[:, :n_a], 1.0, 1)
-            extreme += _as_extreme(welch(member, features), limit[features])
+            drawn = np.divide(*welch(member, features))
+            extreme += np.count_nonzero(drawn >= high[features], axis=0)
+            extreme += np.count_nonzero(drawn <= -low[features], axis=0)
         return extreme[None]
 
     return count
@@ -181,12 +242,12 @@ def weight_permutations(values: np.ndarray, weights: np.ndarray, group: np.ndarr
     # Where all weights of a group are 0, permuting them does nothing.
     used = np.isin(group, group[weights != 0])
     single, weights, group = values[used].astype(np.float32), weights[used], group[used]
-    limit = _limit(weights @ values[used])
+    edge = _Edge.of(weights @ values[used], None)
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         extreme, columns = np.zeros(len(features), dtype=np.int64), single[:, features]
         for drawn in permuted_weights(weights, group, draws, rng):
-            extreme += _as_extreme(drawn @ columns, limit[features])
+            extreme += edge.as_extreme(drawn @ columns, features)
         return extreme[None]
 
     return count
@@ -204,15 +265,10 @@ def permuted_weights(
         yield drawn
 
 
-def _limit(observed: np.ndarray) -> np.ndarray:
+def _limit(size: np.ndarray) -> np.ndarray:
     # A draw that repeats the observed arrangement must count as extreme in spite of rounding.
-    limit: np.ndarray = np.abs(observed) * (1 - 1e-5)
+    limit: np.ndarray = size - 1e-5 * np.abs(size)
     return limit
-
-
-def _as_extreme(drawn: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """(n_features,) how many of (draws, n_features) values are; overwrites them."""
-    return np.count_nonzero(np.abs(drawn, out=drawn) >= limit.astype(drawn.dtype), axis=0)
 
 
 def _blocks(draws: int) -> Iterator[int]:

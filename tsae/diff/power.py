@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
@@ -31,27 +32,40 @@ def power(d: float, n_problems: Sequence[int], level: float) -> float:
     df = sum(n_problems) - len(n_problems)
     shift = abs(d) / math.sqrt(sum(1 / n for n in n_problems))
     # The mean over the estimated deviation, by its quantiles: scipy's noncentral t gives NaN far out.
-    deviation = np.sqrt(chi2.ppf((np.arange(_POINTS) + 0.5) / _POINTS, df) / df)
+    deviation = _deviations(df)
     return float(norm.sf(student.isf(level / 2, df) * deviation - shift).mean())
 
 
-def detectable_d(
+@lru_cache(maxsize=64)
+def _deviations(df: int) -> np.ndarray:
+    """(_POINTS,) quantiles of an estimated deviation, of one that is 1."""
+    return np.sqrt(chi2.ppf((np.arange(_POINTS) + 0.5) / _POINTS, df) / df)
+
+
+def detectable_delta(
     n_problems: Sequence[int],
+    error: float,
     *,
+    minimum_effect: float,
     q: float,
     n_tested: int,
     n_discoveries: int,
     method: FalseDiscoveries = "bh",
 ) -> float:
-    """The |d| that is found 8 times in 10; infinite where the problems cannot give a p-value that small.
+    """The |Δ| of a typical feature that is found to be above the minimum effect 8 times in 10.
 
     Args:
         n_problems: of one group of paired differences, or of two groups; no p-value is below 2 / the number of their
             arrangements. Draws set no limit (`tsae.diff.statistics.sequential_p`).
+        error: standard error of Δ of a typical feature.
+        minimum_effect: |Δ| up to which a feature did not move.
         q: false-discovery rate.
         n_tested: features tested.
         n_discoveries: features found.
         method: of the q-values.
+
+    Returns:
+        infinite where the problems cannot give a p-value that small.
     """
     level = q * max(n_discoveries, 1) / n_tested
     if method == "by":
@@ -62,11 +76,12 @@ def detectable_d(
     top = 1.0
     while power(top, n_problems, level) < POWER:
         top *= 2
-    return float(brentq(lambda d: power(d, n_problems, level) - POWER, 0, top, xtol=1e-4))
+    d = brentq(lambda d: power(d, n_problems, level) - POWER, 0, top, xtol=1e-4)
+    return minimum_effect + float(d) * error / math.sqrt(sum(1 / n for n in n_problems))
 
 
-def power_text(n_problems: int, d: float) -> str:
-    """“with these 180 problems an effect of d = 0.25 is found 8 times in 10”."""
-    if math.isinf(d):
+def power_text(n_problems: int, delta: float) -> str:
+    """“with these 180 problems Δ = 0.25 is found 8 times in 10”."""
+    if math.isinf(delta):
         return f"with these {n_problems} problems no p-value is small enough for a single feature to be found"
-    return f"with these {n_problems} problems an effect of d = {d:.2f} is found 8 times in 10"
+    return f"with these {n_problems} problems Δ = {delta:.2f} is found 8 times in 10"

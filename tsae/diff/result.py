@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.diff.confounds import survival
+from tsae.diff.contrasts import MAIN_PARTS, main_part
 from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
@@ -42,6 +43,9 @@ _OPTIONAL = (
 class FeatureDiff:
     """Feature shifts of every checkpoint against the base and outcome effects within problems, with their evidence.
 
+    Sizes are Δ: a difference in standard deviations of the feature over base trajectories. A feature *moved*, or is
+    found, where |Δ| is larger than the config's minimum_effect (q at most the config's q), not where it merely differs.
+
     Correlational: none of it has been causally tested.
     """
 
@@ -58,14 +62,22 @@ class FeatureDiff:
     mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures); of an
                     interaction the outcome effects in the two bands
     difference      mean − reference, with its bootstrap interval low, high; in units of activation
-    d               effect size over problems: difference / standard deviation of the problems' differences
+    delta           Δ, with its interval delta_low, delta_high: the difference and its interval / the feature's standard
+                    deviation over base trajectories
+    p, q            of the null |Δ| ≤ minimum_effect; q is Benjamini–Hochberg (or -Yekutieli) over the contrast's
+                    features
+    p_differs, q_differs  of the null Δ = 0: whether there is any difference, of whatever size
+    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems):
+                    Δ is then in its deviation over the trajectories of base and checkpoint
     auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
-    p, q            permutation p-value; Benjamini–Hochberg (or -Yekutieli) over the features of the contrast
     """
     contrasts: pd.DataFrame
-    """One row a contrast: its keys, n_problems, n_left_out, n_tested, n_discoveries, detectable_d (the |d| that
-    is found 8 times in 10; infinite where too few problems or draws make that impossible, NaN where the contrast was
-    refused), note (why it was refused)."""
+    """One row a contrast: its keys; n_problems, n_trajectories, n_tokens of its rows, and rows, which names them: what
+    has the same name rests on the same rows; n_left_out (problems that lack a side), n_tested, n_discoveries, n_differs
+    (features with q_differs at most q), n_null and null_any (discoveries of the same test where there is nothing to
+    find: mean over repeats, and share of repeats with any; see `tsae.diff.null`), detectable_delta (the |Δ| that is
+    found 8 times in 10; infinite where too few problems make that impossible, NaN where the contrast was refused),
+    note (why it was refused)."""
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
@@ -92,28 +104,35 @@ class FeatureDiff:
     noise: pd.DataFrame | None = None
     """See `tsae.diff.noise.NoiseNull`'s table; set by `with_noise`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, null discoveries, stability of active features, bands, tokens;
-    steps, the readers of the dynamics, and why a run has none; noise, by checkpoint what `tsae.diff.noise.NoiseNull`
-    found, where that null was run."""
+    """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands,
+    tokens; steps, the readers of the dynamics, and why a run has none; noise, by checkpoint what
+    `tsae.diff.noise.NoiseNull` found, where that null was run."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
-    def table(self, *, discoveries: bool = False, **keys: str) -> pd.DataFrame:
+    def table(self, *, discoveries: bool = False, **keys: Any) -> pd.DataFrame:
         """Shifts and outcome effects with what became of them under the controls, and the features' descriptions.
 
         Args:
-            discoveries: only rows with q at most the config's.
-            keys: select rows, such as kind="shift", part="total", band="all", outcome="all".
+            discoveries: only what is found: moved by more than the minimum effect.
+            keys: select rows, such as kind="shift", part="total", band="all", outcome="all"; a value or several.
+
+        Returns:
+            `shifts` with a column moved (q at most the config's), survives_length and the like, and `features`.
         """
-        contrast = {name: value for name, value in keys.items() if name in CONTRAST}
+        wanted = {
+            name: [value] if isinstance(value, str | int | float) else list(value) for name, value in keys.items()
+        }
+        contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
         table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
-        for name, value in keys.items():
+        for name, value in wanted.items():
             if name not in table.columns:
                 raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
             if name not in contrast:
-                table = table[table[name] == value]
+                table = table[table[name].isin(value)]
+        table = table.assign(moved=table.q <= self.q)
         if discoveries:
-            table = table[table.q <= self.q]
+            table = table[table.moved]
         table = table.reset_index(drop=True)
         controlled = table.join(survival(confounds, table))
         return controlled.join(self.features, on="feature").reset_index(drop=True)
@@ -124,19 +143,24 @@ class FeatureDiff:
         tables = {"shifts": self.shifts, "confounds": self.confounds}
         return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
 
-    def _of_contrasts(self, name: str, keys: dict[str, str]) -> pd.DataFrame:
+    def _of_contrasts(self, name: str, keys: dict[str, list[Any]]) -> pd.DataFrame:
         """Rows of the shifts or confounds whose contrast has these keys, in their order."""
         table: pd.DataFrame = getattr(self, name)
         if not keys or not len(table):
             return table
-        wanted = [(CONTRAST.index(key), value) for key, value in keys.items()]
-        found = [rows for of, rows in self._places[name].items() if all(of[i] == value for i, value in wanted)]
+        wanted = [(CONTRAST.index(key), values) for key, values in keys.items()]
+        found = [rows for of, rows in self._places[name].items() if all(of[i] in values for i, values in wanted)]
         return table.iloc[np.sort(np.concatenate(found)) if found else []]
 
     @property
     def q(self) -> float:
         """False-discovery rate at which a feature counts as a discovery."""
         return float(self.info["config"]["q"])
+
+    @property
+    def minimum_effect(self) -> float:
+        """|Δ| up to which a feature did not move."""
+        return float(self.info["config"]["minimum_effect"])
 
     @property
     def base(self) -> str:
@@ -148,30 +172,42 @@ class FeatureDiff:
         """Checkpoints compared with the base."""
         return [reader["id"] for reader in self.info["readers"][1:]]
 
-    def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
-        """The n discoveries with the largest |d| of the selected contrast.
+    def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
+        """The n discoveries with the largest |Δ| of the selected contrasts; by default of all main shifts."""
+        if keys:
+            table = self.table(discoveries=True, **keys)
+        else:
+            parts = [self.main_shift(checkpoint, discoveries=True) for checkpoint in self.checkpoints]
+            table = pd.concat(parts, ignore_index=True) if parts else self.table(discoveries=True, kind="shift")
+        order = table.delta.abs().sort_values(ascending=False, kind="stable").index
+        return table.reindex(order).head(n).reset_index(drop=True)
 
-        By default of all total shifts, or of those on the same trajectories where nothing else could be drawn.
+    def main_part(self, checkpoint: str) -> str | None:
+        """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.
+
+        None for the base, and for a checkpoint that the diff does not know.
         """
-        keys = keys or {"kind": "shift", "part": self._main_part, "band": "all", "outcome": "all"}
-        table = self.table(discoveries=True, **keys)
-        return (
-            table.reindex(table.d.abs().sort_values(ascending=False, kind="stable").index)
-            .head(n)
-            .reset_index(drop=True)
-        )
+        table = self.contrasts
+        if table.empty:
+            return None
+        mine = table[(table.kind == "shift") & (table.checkpoint == checkpoint)]
+        mine = mine[(mine.band == "all") & (mine.outcome == "all")]
+        return main_part(dict(zip(mine.part, mine.note, strict=True)))
 
-    @property
-    def _main_part(self) -> str:
-        return "total" if (self.contrasts.part == "total").any() else "same_trajectories"
+    def main_shift(self, checkpoint: str, *, band: str = "all", discoveries: bool = False) -> pd.DataFrame:
+        """`table` of a checkpoint's main shift, over all outcomes."""
+        part = self.main_part(checkpoint) or MAIN_PARTS[0]
+        return self.table(
+            discoveries=discoveries, kind="shift", checkpoint=checkpoint, part=part, band=band, outcome="all"
+        )
 
     def compare(self, other: FeatureDiff) -> pd.DataFrame:
         """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
 
         Returns:
-            the contrast's keys and feature, difference, low, high, d and q of both (`_other`), and agreement: both, one
-            or neither found it, or opposite where both did with different signs. Effects that one diff lacks are left
-            out.
+            the contrast's keys and feature, difference, low, high, delta and q of both (`_other`), and agreement: both,
+            one or neither found it, or opposite where both did with different signs. Effects that one diff lacks are
+            left out.
 
         Raises:
             TsaeError: where the diffs are of different SAEs.
@@ -184,30 +220,33 @@ class FeatureDiff:
                 fix="Encode both with one SAE.",
             )
         keys = [*CONTRAST, "feature"]
-        numbers = ["difference", "low", "high", "d", "q"]
+        numbers = ["difference", "low", "high", "delta", "q"]
         both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))
         found = (both.q <= self.q).astype(int) + (both.q_other <= other.q).astype(int)
         both["agreement"] = found.map({0: "neither", 1: "one", 2: "both"})
         both.loc[(found == 2) & (both.difference * both.difference_other < 0), "agreement"] = "opposite"
         return both
 
-    def opposed(self, up: str, down: str, *, part: str = "total", band: str = "all") -> pd.DataFrame:
-        """Features that one checkpoint raised and the other lowered, both discoveries.
+    def opposed(self, up: str, down: str, *, part: str | None = None, band: str = "all") -> pd.DataFrame:
+        """Features that one checkpoint raised and the other lowered, both by more than the minimum effect.
 
         Args:
             up: checkpoint id with a positive shift.
             down: checkpoint id with a negative shift.
-            part: of the shift.
+            part: of the shift; by default the main part of both, or same_trajectories where they have different ones.
             band: of the problems.
 
         Returns:
-            indexed by feature, strongest first (by the smaller |d| of the two), with the features' descriptions.
+            indexed by feature, strongest first (by the smaller |Δ| of the two), with the features' descriptions.
         """
+        if part is None:
+            mains = {self.main_part(up), self.main_part(down)}
+            part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
         shift = self.table(discoveries=True, kind="shift", part=part, band=band, outcome="all").set_index("feature")
         raised = shift[(shift.checkpoint == up) & (shift.difference > 0)]
         lowered = shift[(shift.checkpoint == down) & (shift.difference < 0)]
         both = raised.index.intersection(lowered.index)
-        strength = pd.concat([raised.d[both].abs(), lowered.d[both].abs()], axis=1).min(axis=1)
+        strength = pd.concat([raised.delta[both].abs(), lowered.delta[both].abs()], axis=1).min(axis=1)
         order = strength.sort_values(ascending=False, kind="stable").index
         found = self.features.loc[order].copy()
         found.insert(0, "strength", strength[order])
@@ -231,13 +270,23 @@ class FeatureDiff:
         return Plots(self)
 
     def __repr__(self) -> str:
-        total = self.contrasts[
-            (self.contrasts.part == self._main_part)
-            & (self.contrasts.band == "all")
-            & (self.contrasts.outcome == "all")
+        total = [
+            self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
         ]
-        found = ", ".join(f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total.itertuples())
-        return f"FeatureDiff({len(self.features)} features; shifts at q <= {self.q}: {found or 'none'})"
+        found = ", ".join(
+            f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total if row is not None
+        )
+        moved = f"moved, |Δ| > {self.minimum_effect:g} at q <= {self.q:g}"
+        return f"FeatureDiff({len(self.features)} features; {moved}: {found or 'none'})"
+
+    def contrast(self, **keys: str | None) -> Any:
+        """The first row of `contrasts` with these keys, such as kind="outcome", checkpoint=…, band="all", or None."""
+        table = self.contrasts
+        if table.empty:
+            return None
+        for name, value in {"outcome": "all", **keys}.items():
+            table = table[table[name] == value]
+        return None if table.empty else table.iloc[0]
 
     def with_reinforcement(self, found: Reinforcement) -> FeatureDiff:
         """The diff with what its rollouts reinforce, and predicted beside realised shifts.
@@ -255,13 +304,13 @@ class FeatureDiff:
         from tsae.report.cards import card
 
         drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
-        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries"]]
-        kept = ["checkpoint", "feature", "group", "responds_to", "difference", "low", "high", "d", "q"]
+        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
+        kept = ["checkpoint", "feature", "group", "responds_to", "delta", "delta_low", "delta_high", "q"]
         kept += ["survives_length", "survives_position", "survives_token"]
         return card(
             "FeatureDiff",
             {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
-            ("clearest shifts (d: standard deviations over problems)", self.top(8)[kept]),
+            ("largest shifts (delta: standard deviations over base trajectories)", self.top(8)[kept]),
             ("contrasts over all problems", drawn),
             ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
             note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
@@ -272,8 +321,17 @@ class FeatureDiff:
         from tsae.report.markdown import markdown_table
 
         table = self.top(n, **keys)
-        columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high", "d"]
-        columns += ["auroc", "q", "survives_length", "survives_position", "survives_token"]
+        columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
+        columns += [
+            "delta",
+            "delta_low",
+            "delta_high",
+            "auroc",
+            "q",
+            "survives_length",
+            "survives_position",
+            "survives_token",
+        ]
         return markdown_table(table[columns])
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:

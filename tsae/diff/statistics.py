@@ -1,22 +1,31 @@
 """Inference with the problem as unit.
 
 Trajectories of a problem are not independent, so every contrast is first reduced to one difference per problem and
-feature. Then:
+feature.
+
+*Size.* Two checkpoints with different weights are two deterministic functions, and enough problems tell any two such
+functions apart. Whether a difference is there is therefore the lesser question; whether it is large is the first.
+Δ = difference / the feature's standard deviation over base trajectories (Glass 1976): a unit that noise in the weights
+cannot inflate. A feature *moved* where |Δ| is larger than `minimum_effect`: the null is |Δ| ≤ minimum_effect, not Δ = 0
+(a minimum-effect test, Murphy & Myors 1999). The deviation is taken as known: with 100 base trajectories it is known to
+about 7 %.
 
 - *interval*: symmetric studentised bootstrap over problems (Hall 1988): difference ± the quantile of |t*| times the
   standard error, all features under the same draws, two matrix products. Percentile intervals cover too little with few
   problems (84 % in place of 95 % with five), equal-tailed studentised ones where most problems differ by nothing;
 - *p, paired differences*: sign-flip test. Under the null the two sides are exchangeable within a problem, so that
   flipping the sign of a problem's difference changes nothing. Flips keep the sum of squares, so that this is the test
-  of Student's t too: effects that differ between problems and average to 0 are no discovery;
+  of Student's t too: effects that differ between problems and average to 0 are no discovery. For the test of the size,
+  differences are moved to the boundary of the null first;
 - *p, success − failure*: the larger of two. Labels permuted within problems: with one success among eight failures a
   problem's difference is skewed under the null, which sign flips would get wrong. And sign flips: where outcome effects
   differ between problems and average to 0, permuted labels know nothing of that and reject far too often;
 - *p, interaction*: bands permuted over problems, with Welch's t as statistic (Janssen 1997), since the two bands need
   not vary alike;
-- *p and interval agree*: where the interval has 0 in it, p is at least the bootstrap's own, so that no discovery has
-  such an interval. Sign flips alone would find a feature whose difference is tiny in most problems and huge in a few,
-  of the same sign: that its differences lie above 0 is sure, what their mean is is not. A larger p-value stays valid;
+- *p and interval agree*: where the interval reaches the null, p is at least the bootstrap's own, so that no discovery
+  has such an interval. Sign flips alone would find a feature whose difference is tiny in most problems and huge in a
+  few, of the same sign: that its differences lie above 0 is sure, what their mean is is not. A larger p-value stays
+  valid;
 - *q*: Benjamini–Hochberg, or Benjamini–Yekutieli, over the features of one contrast.
 
 p = (1 + number of draws at least as extreme) / (1 + draws), never 0 (Phipson & Smyth 2010); `sequential_p` says how
@@ -26,7 +35,9 @@ many draws.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import scipy.sparse as sp
@@ -50,11 +61,39 @@ class Inference:
     low: np.ndarray
     high: np.ndarray
     """Bootstrap interval of the difference."""
-    d: np.ndarray
-    """Effect size: mean / standard deviation of the per-problem differences; 0 where nothing differs. Between two
-    groups of problems the difference of means / pooled standard deviation."""
+    delta: np.ndarray
+    delta_low: np.ndarray
+    delta_high: np.ndarray
+    """Δ and its interval: difference, low and high in standard deviations of the feature over base trajectories."""
     p: np.ndarray
     q: np.ndarray
+    """Of the null |Δ| ≤ minimum_effect."""
+    p_differs: np.ndarray
+    q_differs: np.ndarray
+    """Of the null Δ = 0."""
+    error: np.ndarray
+    """Standard error of Δ."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How p-values, q-values and intervals are drawn; see `tsae.diff.config.DiffConfig`."""
+
+    n_bootstrap: int
+    """Draws of problems."""
+    n_permutations: int
+    """Draws of signs, labels or bands, for features that need as many."""
+    confidence: float
+    """Of the intervals."""
+    seed: int
+    minimum_effect: float
+    """|Δ| up to which a feature did not move."""
+    differs: bool = True
+    """Whether Δ = 0 is tested too; without that p_differs is p."""
+    q: float = 0.05
+    """False-discovery rate for which draws are to suffice."""
+    method: FalseDiscoveries = "bh"
+    """Of the q-values."""
 
 
 def q_values(p: np.ndarray, method: FalseDiscoveries = "bh") -> np.ndarray:
@@ -82,7 +121,13 @@ def most_draws(n_features: int, n_permutations: int, q: float, method: FalseDisc
 
 
 def sequential_p(
-    count: Count, n_tests: int, n_features: int, n_permutations: int, q: float, method: FalseDiscoveries
+    count: Count,
+    n_tests: int,
+    n_features: int,
+    n_permutations: int,
+    q: float,
+    method: FalseDiscoveries,
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
     """(n_features,) p-values, of several tests the largest, with as many draws as each feature needs.
 
@@ -104,10 +149,13 @@ def sequential_p(
         n_permutations: draws of features that are not settled sooner.
         q: false-discovery rate for which the number of draws is to suffice.
         method: of the q-values.
+        among: features to draw for; the others have p = 1. All by default.
     """
     most, done = most_draws(n_features, n_permutations, q, method), 0
-    undecided = np.arange(n_features)
+    undecided = np.arange(n_features) if among is None else among
     extreme, draws = np.zeros((n_tests, n_features), dtype=np.int64), np.zeros(n_features, dtype=np.int64)
+    if not len(undecided):
+        return np.ones(n_features)
     while True:
         target = min(2 * done or _FIRST, n_permutations if done < n_permutations else most)
         extreme[:, undecided] += count(target - done, undecided)
@@ -208,127 +256,143 @@ def problem_aurocs(
     return 0.5 + wins / (2 * pairs)[:, None]
 
 
-def paired_inference(
-    differences: np.ndarray,
-    *,
-    n_bootstrap: int,
-    n_permutations: int,
-    confidence: float,
-    seed: int,
-    q: float = 0.05,
-    method: FalseDiscoveries = "bh",
-) -> Inference:
+def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
     """Inference on (n_problems, n_features) per-problem differences; p by sign flips.
 
     Args:
         differences: side a − side b of every problem.
-        n_bootstrap: draws of problems.
-        n_permutations: draws of signs, for features that need as many (`tsae.diff.permutations`).
-        confidence: of the interval.
-        seed: of the draws.
-        q: false-discovery rate for which draws are to suffice.
-        method: of the q-values.
+        scale: (n_features,) standard deviation that Δ is measured in, above 0.
+        draws: how many.
     """
-    p = sequential_p(sign_flips(differences, seed), 1, differences.shape[1], n_permutations, q, method)
-    return _assemble(differences, p, n_bootstrap, confidence, seed, method)
+    return _infer([differences], scale, lambda offset: sign_flips(differences, draws.seed, offset), 1, draws)
 
 
 def outcome_inference(
     differences: np.ndarray,
+    scale: np.ndarray,
     values: sp.csr_array,
     success: np.ndarray,
     problem: np.ndarray,
-    *,
-    n_bootstrap: int,
-    n_permutations: int,
-    confidence: float,
-    seed: int,
-    q: float = 0.05,
-    method: FalseDiscoveries = "bh",
+    draws: Draws,
 ) -> Inference:
     """Inference on success − failure within problem; p the larger of label permutations within problems and sign flips.
 
     Args:
         differences: (n_problems, n_features) mean over successes − mean over failures.
+        scale: (n_features,) standard deviation that Δ is measured in, above 0.
         values: (n_rows, n_features) of trajectories of problems that have both outcomes.
         success: (n_rows,) bool.
         problem: (n_rows,) codes 0 … n_problems − 1.
-        n_bootstrap: draws of problems.
-        n_permutations: draws of labels, and as many of signs, for features that need as many.
-        confidence: of the interval.
-        seed: of the draws.
-        q: false-discovery rate for which draws are to suffice.
-        method: of the q-values.
+        draws: how many.
     """
-    count = outcome_tests(differences, values, success, problem, seed)
-    p = sequential_p(count, 2, differences.shape[1], n_permutations, q, method)
-    return _assemble(differences, p, n_bootstrap, confidence, seed, method)
+
+    def tests(offset: np.ndarray | None) -> Count:
+        labels = label_permutations(values, success, problem, draws.seed, offset)
+        return together(labels, sign_flips(differences, draws.seed, offset))
+
+    return _infer([differences], scale, tests, 2, draws)
 
 
-def outcome_tests(
-    differences: np.ndarray, values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int
-) -> Count:
-    """The two tests of success − failure; see `outcome_inference`."""
-    return together(label_permutations(values, success, problem, seed), sign_flips(differences, seed))
-
-
-def interaction_inference(
-    a: np.ndarray,
-    b: np.ndarray,
-    *,
-    n_bootstrap: int,
-    n_permutations: int,
-    confidence: float,
-    seed: int,
-    q: float = 0.05,
-    method: FalseDiscoveries = "bh",
-) -> Inference:
-    """Inference on the difference of mean effects between two groups of problems.
+def interaction_inference(a: np.ndarray, b: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
+    """Inference on the difference of mean effects between two groups of problems; p by permuting the groups.
 
     Args:
         a: (n_problems_a, n_features) per-problem effects.
         b: (n_problems_b, n_features) per-problem effects.
-        n_bootstrap: draws of problems within each group.
-        n_permutations: of the groups over problems, for features that need as many.
-        confidence: of the interval.
-        seed: of the draws.
-        q: false-discovery rate for which draws are to suffice.
-        method: of the q-values.
+        scale: (n_features,) standard deviation that Δ is measured in, above 0.
+        draws: how many.
     """
-    p = sequential_p(band_permutations(a, b, seed), 1, a.shape[1], n_permutations, q, method)
-    n_a, n_b = len(a), len(b)
-    difference = a.mean(0) - b.mean(0)
-    half, bootstrap_p = _bootstrap([a, b], n_bootstrap, confidence, seed)
-    p = _agreeing(p, difference, half, bootstrap_p)
-    pooled = np.sqrt(((n_a - 1) * a.var(0, ddof=1) + (n_b - 1) * b.var(0, ddof=1)) / (n_a + n_b - 2))
-    d = np.divide(difference, pooled, out=np.zeros_like(difference), where=pooled > 0)
-    return Inference(difference, difference - half, difference + half, d, p, q_values(p, method))
+    return _infer([a, b], scale, lambda offset: band_permutations(a, b, draws.seed, offset), 1, draws)
+
+
+def _infer(
+    groups: list[np.ndarray],
+    scale: np.ndarray,
+    tests: Callable[[np.ndarray | None], Count],
+    n_tests: int,
+    draws: Draws,
+) -> Inference:
+    """Inference on a mean, or on the difference of two groups' means.
+
+    Args:
+        groups: one or two (n_problems, n_features).
+        scale: (n_features,).
+        tests: makes the tests for a least size (n_features,) of the difference, or for a difference of 0.
+        n_tests: that it makes.
+        draws: how many.
+    """
+    difference = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
+    n, size, least = len(difference), np.abs(difference), draws.minimum_effect * scale
+    half, error, p_at = _bootstrap(groups, draws.n_bootstrap, draws.confidence, draws.seed, [0 * least, least])
+    common = (n_tests, n, draws.n_permutations, draws.q, draws.method)
+    p = sequential_p(tests(least), *common, among=np.flatnonzero(size > least))
+    p = p_differs = np.where(half >= size - least, np.maximum(p, p_at[1]), p)
+    if draws.differs and draws.minimum_effect > 0:
+        p_differs = sequential_p(tests(None), *common)
+        p_differs = np.where(half >= size, np.maximum(p_differs, p_at[0]), p_differs)
+        p = np.maximum(p, p_differs)  # What moved differs.
+    return Inference(
+        difference=difference,
+        low=difference - half,
+        high=difference + half,
+        delta=difference / scale,
+        delta_low=(difference - half) / scale,
+        delta_high=(difference + half) / scale,
+        p=p,
+        q=q_values(p, draws.method),
+        p_differs=p_differs,
+        q_differs=q_values(p_differs, draws.method),
+        error=error / scale,
+    )
 
 
 def bootstrap_interval(
     differences: np.ndarray, n_bootstrap: int, confidence: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) studentised interval of the mean over problems; (n_problems, n_features) in, (n_features,) out."""
-    mean = differences.mean(0)
-    half, _ = _bootstrap([differences], n_bootstrap, confidence, seed)
-    return mean - half, mean + half
+    _, low, high = group_interval([differences], n_bootstrap, confidence, seed)
+    return low, high
 
 
-def _agreeing(p: np.ndarray, difference: np.ndarray, half: np.ndarray, bootstrap_p: np.ndarray) -> np.ndarray:
-    """p, or the bootstrap's where that is larger and the interval has 0 in it."""
-    return np.where(half >= np.abs(difference), np.maximum(p, bootstrap_p), p)
+def group_interval(
+    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over problems with its studentised interval (low, high), or the difference of two groups' means.
+
+    Args:
+        groups: one or two (n_problems, n_features).
+        n_bootstrap: draws of problems within each group.
+        confidence: of the interval.
+        seed: of the draws.
+    """
+    mean = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
+    half, _, _ = _bootstrap(groups, n_bootstrap, confidence, seed, [])
+    return mean, mean - half, mean + half
+
+
+@lru_cache(maxsize=16)
+def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.ndarray]:
+    """(n_bootstrap, n_problems) weight of every problem of every group in every draw."""
+    rng = np.random.default_rng([seed, 3])
+    return [rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float32) / np.float32(n) for n in sizes]
 
 
 def _bootstrap(
-    groups: list[np.ndarray], n_bootstrap: int, confidence: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(quantile of |t*| times the standard error, p of a mean of 0), of a mean or of a difference of two means."""
-    rng = np.random.default_rng([seed, 3])
-    sizes, n_features = [len(group) for group in groups], groups[0].shape[1]
-    weights = [
-        rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float32) / np.float32(n) for n in sizes
-    ]
-    half, p = np.empty(n_features), np.empty(n_features)
+    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int, least: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Of a mean or of a difference of two means: half the interval, standard error, and p-values.
+
+    Args:
+        groups: one or two (n_problems, n_features).
+        n_bootstrap: draws of problems within each group.
+        confidence: of the interval.
+        seed: of the draws.
+        least: sizes (n_features,) for each of which there is a p-value that the size is no larger.
+    """
+    n_features = groups[0].shape[1]
+    weights = _weights(tuple(len(group) for group in groups), n_bootstrap, seed)
+    half, error = np.empty(n_features), np.empty(n_features)
+    p = [np.empty(n_features) for _ in least]
     for start in range(0, n_features, _WIDE):
         part = slice(start, start + _WIDE)
         shift: np.ndarray | float = 0.0
@@ -347,18 +411,10 @@ def _bootstrap(
             variance = variance + np.maximum(square - mean**2, spread / n) / (n - 1)
             se_squared = se_squared + spread[:, 0] / (n - 1)
         t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
-        error = np.sqrt(se_squared)
-        half[part] = np.quantile(t, confidence, axis=1) * error
-        extreme = (t * error[:, None] >= np.abs(observed)[:, None]).sum(1)
-        p[part] = (1 + extreme) / (1 + n_bootstrap)
-    return half, p
-
-
-def _assemble(
-    differences: np.ndarray, p: np.ndarray, n_bootstrap: int, confidence: float, seed: int, method: FalseDiscoveries
-) -> Inference:
-    half, bootstrap_p = _bootstrap([differences], n_bootstrap, confidence, seed)
-    mean, deviation = differences.mean(0), differences.std(0, ddof=1)
-    d = np.divide(mean, deviation, out=np.zeros_like(mean), where=deviation > 0)
-    p = _agreeing(p, mean, half, bootstrap_p)
-    return Inference(mean, mean - half, mean + half, d, p, q_values(p, method))
+        error[part] = np.sqrt(se_squared)
+        half[part] = np.quantile(t, confidence, axis=1) * error[part]
+        for found, edge in zip(p, least, strict=True):
+            beyond = np.abs(observed) - edge[part]
+            extreme = (t * error[part][:, None] >= beyond[:, None]).sum(1)
+            found[part] = (1 + extreme) / (1 + n_bootstrap)
+    return half, error, p

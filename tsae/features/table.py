@@ -53,8 +53,8 @@ class FeatureTable:
     info: dict[str, Any] = field(default_factory=dict)
     """sae (config, site), readers (id, run, step, trained_on, reconstruction, outlier_share), special_ids."""
     outlier: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such, so that they have no
-    codes and do not count. Empty where none is known."""
+    """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so that they
+    have no codes and do not count. Empty where none is known."""
     origin: str = "features"
     """The folder it was read from; named in error messages."""
     stability: Stability | None = None

@@ -83,17 +83,17 @@ const effectTables = (data, feature) => {
   });
   if (!tables.size) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
   const made = (name, caption, heads) => (tables.has(name) ? effectTable(data, caption, heads, tables.get(name)) : null);
-  const rest = made("rest", "Further effects", ["problems", "difference [interval]", "one side → other"]);
+  const rest = made("rest", "Further effects", ["problems", "Δ [interval]", "one side → other"]);
   return [
-    made("shift", `Shift against ${data.info.base}`, ["problems", "change [interval]", "before → after"]),
-    made("outcome", "Success − failure within problem", ["problems", "difference [interval]", "failures → successes"]),
+    made("shift", `Shift against ${data.info.base}`, ["problems", "Δ [interval]", "before → after"]),
+    made("outcome", "Success − failure within problem", ["problems", "Δ [interval]", "failures → successes"]),
     rest ? element("details", {}, element("summary", {}, "By outcome, other readers, interactions"), rest) : null,
   ];
 };
 
 // One scale for all rows, so that runs and bands can be compared.
 const effectTable = (data, caption, heads, rows) => {
-  const ends = rows.flatMap(([, effect, at]) => [effect.low[at], effect.high[at], effect.difference[at], 0]).filter((x) => x != null);
+  const ends = rows.flatMap(([, effect, at]) => [effect.delta_low[at], effect.delta_high[at], effect.delta[at], 0]).filter((x) => x != null);
   const low = Math.min(...ends), span = Math.max(...ends) - low || 1;
   const x = (value) => 5 + (130 * (value - low)) / span;
   const lines = [];
@@ -103,16 +103,16 @@ const effectTable = (data, caption, heads, rows) => {
       block = contrast.block;
       lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 6 }, block)));
     }
-    const change = effect.difference[at];
+    const change = effect.delta[at];
     const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
     const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
     lines.push(element("tr", {},
       element("th", { scope: "row" }, contrast.where),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
-        element("small", {}, intervalText(effect.low[at], effect.high[at], change))),
+        element("small", {}, intervalText(effect.delta_low[at], effect.delta_high[at], change))),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
-        svg("line", { x1: x(effect.low[at] ?? change), x2: x(effect.high[at] ?? change), y1: 7, y2: 7 }),
+        svg("line", { x1: x(effect.delta_low[at] ?? change), x2: x(effect.delta_high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
       element("td", { class: "n" }, qText(effect.q[at])),
       element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),

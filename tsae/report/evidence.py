@@ -31,7 +31,7 @@ def families(diff: FeatureDiff) -> str:
         body.append([html_text(checkpoint), html_text(band), *cells])
     sizes = {r.family: r.n_features for r in views.records(data)}
     head = ["run", "band", *[f"{html_text(f)} <small>({sizes[f]} features)</small>" for f in families]]
-    caption = "Shift of families, in standard deviations of a feature over trajectories"
+    caption = "Δ of families: of the mean of their features, each in its standard deviation over base trajectories"
     return folded("Numbers", table(caption, head, body, numeric_from=2))
 
 
@@ -39,7 +39,7 @@ def _effect(row: object, q: float) -> str:
     note = getattr(row, "note", "")
     if note:
         return f'<small class="quiet">{html_text(note)}</small>'
-    change, low, high, found = (float(getattr(row, name)) for name in ("difference", "low", "high", "q"))
+    change, low, high, found = (float(getattr(row, name)) for name in ("delta", "delta_low", "delta_high", "q"))
     kind = ("up" if change > 0 else "down") if found <= q else "still"
     arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
     return (
@@ -66,13 +66,13 @@ def interactions(diff: FeatureDiff) -> str:
             found.append([bands, *feature_cells, *cells, shift_cell(rows, int(str(feature)), diff.q)])
     parts = [
         table(
-            f"Bands whose outcome effects differ (q ≤ {diff.q:g})",
+            f"Bands whose outcome effects differ by {views.least_text(diff)}",
             ["bands", "problems", "features tested", "differ"],
             counts,
         )
     ]
     if found:
-        head = ["bands", "feature", "responds to", "effect in the first", "in the second", "difference"]
+        head = ["bands", "feature", "responds to", "effect in the first", "in the second", "Δ"]
         parts.append(table("Clearest features", head, found, numeric_from=3))
     told = (
         '<p class="quiet">Is success − failure within problem another in one band than in another? Read by '
@@ -158,7 +158,7 @@ def predictions(diff: FeatureDiff) -> str:
 
 def _reinforced(diff: FeatureDiff, data: pd.DataFrame) -> str:
     found = data[(data["by"] == "all") & (data.q <= diff.q)]
-    top = found.loc[found.d.abs().sort_values(ascending=False, kind="stable").index].head(2 * _MAX_TOP)
+    top = found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(2 * _MAX_TOP)
     body = [
         [
             feature_link(int(r.feature)),
@@ -183,7 +183,7 @@ def step_features(diff: FeatureDiff, n: int = 6) -> list[int]:
     clear = data[data.kind != FLAT]
     queues = []
     for _, rows in clear.groupby("run", sort=False):
-        size = rows.groupby("feature").d.agg(lambda d: d.abs().max()).sort_values(ascending=False, kind="stable")
+        size = rows.groupby("feature").delta.agg(lambda d: d.abs().max()).sort_values(ascending=False, kind="stable")
         queues.append([int(feature) for feature in size.index[:n]])
     chosen: dict[int, None] = {}
     for rank in range(n):
@@ -205,7 +205,7 @@ def steps(diff: FeatureDiff) -> str:
         saved = ", ".join(f"{step:g}" for step in sorted(rows.step.unique()))
         counts.append([html_text(run), html_text(saved), *(f"{int(kinds.get(kind, 0)):,}" for kind in KINDS)])
         strong = last[last.kind != FLAT]
-        strong = strong.loc[strong.d.abs().sort_values(ascending=False, kind="stable").index].head(_MAX_TOP)
+        strong = strong.loc[strong.delta.abs().sort_values(ascending=False, kind="stable").index].head(_MAX_TOP)
         onsets += [
             [
                 html_text(run),

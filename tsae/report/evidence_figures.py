@@ -45,7 +45,7 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
 
     No volcano: permutation p-values have a floor that most discoveries reach, so that a volcano's height tells little.
     """
-    runs = [run for run in views.final_checkpoints(diff) if views.main_part(diff, run)]
+    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
     if not runs:
         return None
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
@@ -54,12 +54,12 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
         table = _thinned(views.main_shift(diff, run), diff.q)
         found = table.q <= diff.q
         for name, colour, symbol in _SIDES:
-            part = table[{"raised": found & (table.d > 0), "lowered": found & (table.d < 0)}.get(name, ~found)]
+            part = table[{"raised": found & (table.delta > 0), "lowered": found & (table.delta < 0)}.get(name, ~found)]
             level = np.maximum((part["mean"] + part.reference) / 2, 1e-9)
             figure.add_trace(
                 go.Scatter(
                     x=level.tolist(),
-                    y=part.d.tolist(),
+                    y=part.delta.tolist(),
                     customdata=[int(f) for f in part.feature],
                     mode="markers",
                     name=name,
@@ -73,8 +73,8 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
                     },
                     text=[
                         f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
-                        f"{number(r.mean)}, {number(r.d, sign=True)} standard deviations, q {r.q:.2g}"
-                        for r in views.records(part[["feature", "responds_to", "reference", "mean", "d", "q"]])
+                        f"{number(r.mean)}, Δ {views.effect_text(r)}, q {r.q:.2g}"
+                        for r in views.records(part)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -86,7 +86,7 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
             figure.update_xaxes(title=title, showticklabels=True, **cell)
     decades = range(-7, 5)
     figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
-    figure.update_yaxes(title={"text": "shift, standard deviations", "standoff": 4}, col=1)
+    figure.update_yaxes(title={"text": "Δ (standard deviations over base trajectories)", "standoff": 4}, col=1)
     made = finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
     made.update_yaxes(showgrid=True)
     return made
@@ -97,10 +97,10 @@ def _raised(exponent: int) -> str:
 
 
 def _thinned(table: pd.DataFrame, q: float) -> pd.DataFrame:
-    """Discoveries with the largest |d| first, then others evenly over their |d|."""
+    """Discoveries with the largest |Δ| first, then others evenly over their |d|."""
     if len(table) <= MAX_POINTS:
         return table
-    by_size = table.loc[table.d.abs().sort_values(ascending=False, kind="stable").index]
+    by_size = table.loc[table.delta.abs().sort_values(ascending=False, kind="stable").index]
     found, rest = by_size[by_size.q <= q].head(MAX_POINTS), by_size[by_size.q > q]
     room = MAX_POINTS - len(found)
     picked = np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).astype(int))

@@ -6,7 +6,7 @@ const startExplorer = async () => {
   if (!frame) return;
   const data = await unpack("features");
   const box = frame.querySelector(".filters");
-  const state = { sort: "d", down: true, page: 0, open: null };
+  const state = { sort: "delta", down: true, page: 0, open: null };
   const controls = Object.fromEntries([...box.querySelectorAll("[name]")].map((control) => [control.name, control]));
   const value = (name) => (controls[name] ? controls[name].value : "");
   const places = data.effects.map((effect) => new Map((effect.feature || []).map((feature, i) => [feature, i])));
@@ -18,23 +18,23 @@ const startExplorer = async () => {
     const effect = data.effects[chosen];
     const stability = data.numbers.stability ? data.numbers.stability[feature] : null;
     const described = { feature, responds: data.columns.responds[feature], stability };
-    if (at === undefined) return { ...described, d: null, difference: null, q: null };
-    return { ...described, d: effect.d[at], difference: effect.difference[at], q: effect.q[at] };
+    if (at === undefined) return { ...described, delta: null, difference: null, q: null };
+    return { ...described, delta: effect.delta[at], difference: effect.difference[at], q: effect.q[at] };
   };
 
   const matching = () => {
     const chosen = Number(value("contrast") || 0);
     const words = value("text").toLowerCase().split(/\s+/).filter(Boolean);
     const q = value("q") === "" ? 1 : Number(value("q"));
-    const least = Number(value("d") || 0);
+    const least = Number(value("delta") || 0);
     const direction = Number(value("direction") || 0);
     const stable = Number(value("stability") || 0);
     const { group, responds, tokens, family, flags } = data.columns;
     const found = active.map((feature) => rowOf(feature, chosen)).filter((row) => {
       const text = `${row.feature} ${responds[row.feature]} ${tokens[row.feature].join(" ")}`.toLowerCase();
       return (
-        (row.q === null ? q >= 1 && !least && !direction : row.q <= q && Math.abs(row.d) >= least) &&
-        (!direction || Math.sign(row.d) === direction) &&
+        (row.q === null ? q >= 1 && !least && !direction : row.q <= q && Math.abs(row.delta) >= least) &&
+        (!direction || Math.sign(row.delta) === direction) &&
         (!value("group") || group[row.feature] === value("group")) &&
         (!value("family") || family[row.feature] === value("family")) &&
         (!stable || row.stability >= stable) &&
@@ -42,7 +42,7 @@ const startExplorer = async () => {
         words.every((word) => (/^\d+$/.test(word) ? String(row.feature) === word || text.includes(word) : text.includes(word)))
       );
     });
-    const key = (row) => (state.sort === "d" ? row.d === null ? null : Math.abs(row.d) : row[state.sort]);
+    const key = (row) => (state.sort === "delta" ? row.delta === null ? null : Math.abs(row.delta) : row[state.sort]);
     const order = state.down ? -1 : 1;
     return found.sort((a, b) => {
       const one = key(a), other = key(b);
@@ -54,7 +54,7 @@ const startExplorer = async () => {
   const columns = [
     ["feature", "Feature"],
     ["responds", "Responds to"],
-    ["d", "d"],
+    ["delta", "Δ"],
     ["difference", "Change"],
     ["q", "q"],
     ...(data.numbers.stability ? [["stability", "Stability"]] : []),
@@ -65,7 +65,7 @@ const startExplorer = async () => {
       const sorted = state.sort === name ? (state.down ? "descending" : "ascending") : null;
       const button = element("button", { type: "button", class: "sort" }, title + (sorted ? (state.down ? " ▾" : " ▴") : ""));
       button.addEventListener("click", () => {
-        state.down = state.sort === name ? !state.down : name === "d";
+        state.down = state.sort === name ? !state.down : name === "delta";
         state.sort = name;
         state.page = 0;
         list();
@@ -75,16 +75,16 @@ const startExplorer = async () => {
     }));
 
   const line = (row) => {
-    const kind = row.q !== null && row.q <= data.info.q ? (row.d > 0 ? "up" : "down") : "still";
+    const kind = row.q !== null && row.q <= data.info.q ? (row.delta > 0 ? "up" : "down") : "still";
     const arrow = { up: "▲ ", down: "▼ ", still: DOT + " " }[kind];
     const link = element("a", { href: "#feature-" + row.feature }, String(row.feature));
     const flags = data.columns.flags[row.feature];
     return element("tr", { class: row.feature === state.open ? "open" : null },
       element("th", { scope: "row" }, link),
       element("td", {}, element("bdi", {}, row.responds), flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
-      element("td", { class: "n " + kind }, row.d === null ? "not tested" : arrow + numberText(row.d, true)),
-      element("td", { class: "n" }, row.d === null ? "" : numberText(row.difference, true)),
-      element("td", { class: "n" }, row.d === null ? "" : qText(row.q)),
+      element("td", { class: "n " + kind }, row.delta === null ? "not tested" : arrow + numberText(row.delta, true)),
+      element("td", { class: "n" }, row.delta === null ? "" : numberText(row.deltaifference, true)),
+      element("td", { class: "n" }, row.delta === null ? "" : qText(row.q)),
       data.numbers.stability ? element("td", { class: "n" }, numberText(row.stability)) : null);
   };
 

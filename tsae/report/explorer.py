@@ -22,7 +22,7 @@ from tsae.report.text import html_text, script_json, shortened, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
 NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
-_NUMBERS = ("reference", "mean", "difference", "low", "high", "d", "q")
+_NUMBERS = ("reference", "mean", "difference", "delta", "delta_low", "delta_high", "q")
 _KEYS = list(CONTRAST)
 
 
@@ -64,7 +64,7 @@ def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
     if table.empty:
         return table
     runs = views.final_checkpoints(diff)
-    main = {run: views.main_part(diff, run) for run in runs}
+    main = {run: diff.main_part(run) for run in runs}
     of_run = (table.kind == "shift") & table.checkpoint.isin(runs)
     whole = (table.band == "all") & (table.outcome == "all")
     kept = of_run & (
@@ -79,11 +79,11 @@ def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
 
 
 def _by_strength(diff: FeatureDiff, shown: pd.DataFrame, taken: set[int]) -> list[int]:
-    """Active features, discoveries with the largest |d| over the shown contrasts first."""
+    """Active features, discoveries with the largest |Δ| over the shown contrasts first."""
     table = diff.shifts.merge(shown[_KEYS], on=_KEYS) if len(shown) and len(diff.shifts) else diff.shifts
     strength = np.zeros(len(diff.features))
     if len(table):
-        weight = table.d.abs().to_numpy() + 1e3 * (table.q.to_numpy() <= diff.q)
+        weight = table.delta.abs().to_numpy() + 1e3 * (table.q.to_numpy() <= diff.q)
         np.maximum.at(strength, table.feature.to_numpy(), np.nan_to_num(weight))
     order = np.argsort(-strength, kind="stable")
     active = diff.features.firing_rate.to_numpy() > 0
@@ -170,7 +170,7 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
         block = str(row.checkpoint)
         if row.outcome != "all":
             block += f", {'successes' if row.outcome == 'success' else 'failures'} alone"
-        part = "" if row.part == views.main_part(diff, row.checkpoint) else views.PART_NAMES.get(row.part, row.part)
+        part = "" if row.part == diff.main_part(row.checkpoint) else views.PART_NAMES.get(row.part, row.part)
     elif row.kind == "outcome":
         block, part = f"read by {row.checkpoint}", ""
     else:
@@ -218,7 +218,7 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
         _control("Number, or what it responds to", '<input name="text" type="search" autocomplete="off">'),
         _select("Direction", "direction", {"": "any", "1": "raised", "-1": "lowered"}),
         _control("q at most", f'<input name="q" type="number" min="0" max="1" step="any" value="{diff.q:g}">'),
-        _control("|d| at least", '<input name="d" type="number" min="0" step="any" value="0">'),
+        _control("|Δ| at least", '<input name="delta" type="number" min="0" step="any" value="0">'),
         _select("Level", "group", {"": "any", "high": "high", "low": "low"}),
         _select("Family", "family", {"": "any", **{f: f for f in sorted(families)}}) if families else "",
         _control("Stability at least", '<input name="stability" type="number" min="0" max="1" step="any" value="0">')

@@ -1,6 +1,6 @@
 """Plotly figures as functions of a FeatureDiff. Each returns None where the diff holds nothing to draw.
 
-Shifts of different features are drawn in standard deviations over problems, since units of activation differ from
+Effects are drawn in Δ, standard deviations of the feature over base trajectories, since units of activation differ from
 feature to feature; hover gives the units of activation.
 """
 
@@ -82,7 +82,7 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
 
 def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | None:
     """Shift of the given features in every run, one line a feature: marks far apart were moved apart."""
-    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
     if not features or not runs:
         return None
     features = list(features)
@@ -105,14 +105,14 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
             )
         )
     vertical_zero(figure)
-    figure.update_xaxes(title={"text": "shift against base, standard deviations over problems", "standoff": 6})
+    figure.update_xaxes(title={"text": "Δ against base (standard deviations over base trajectories)", "standoff": 6})
     _feature_rows(figure, diff, features)
     return finish(figure, height=26 * len(features) + 100, left=_LEFT, top=40, bottom=50, legend=LEGEND)
 
 
 def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     """Shift of each run's most moved features by band and by outcome, as a heat map per run."""
-    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
     features = top_features(diff, runs, n)
     if not features:
         return None
@@ -122,9 +122,9 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     limit = 0.0
     grids = []
     for run in runs:
-        part = views.main_part(diff, run) or "total"
+        part = diff.main_part(run) or "total"
         cells = [views.rows(diff, kind="shift", checkpoint=run, part=part, band=b, outcome=o) for b, o in columns]
-        z = [[float(c.d[f]) if f in c.index else None for c in cells] for f in features]
+        z = [[float(c.delta[f]) if f in c.index else None for c in cells] for f in features]
         text = [
             [
                 _hover(views.record(c, f), f"{run}, {name}") if f in c.index else "not tested"
@@ -133,7 +133,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             for f in features
         ]
         bold = [
-            ["" if f not in c.index else f"{c.d[f]:+.1f}".replace("-", "−") if c.q[f] <= diff.q else "·" for c in cells]
+            ["" if f not in c.index else f"{c.delta[f]:+.1f}".replace("-", "−") if c.moved[f] else "·" for c in cells]
             for f in features
         ]
         limit = max([limit, *(abs(v) for line in z for v in line if v is not None)])
@@ -170,7 +170,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
 
 def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     """Policy and representation part of each run's largest shifts, stacked; the diamond is their sum, the total."""
-    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c) == "total"]
+    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c) == "total"]
     chosen = {run: top_features(diff, [run], n) for run in runs}
     runs = [run for run in runs if chosen[run]]
     if not runs:
@@ -181,14 +181,12 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
         total = views.main_shift(diff, run)
         features = chosen[run]
-        # All three in the total's standard deviation: only then do the parts add up.
-        unit = {f: float(total.d[f] / total.difference[f]) if total.difference[f] else 0.0 for f in features}
         for order, part in enumerate(("policy", "representation")):
             found = views.rows(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
             shown = [f for f in features if f in found.index]
             figure.add_trace(
                 go.Bar(
-                    x=[float(found.difference[f]) * unit[f] for f in shown],
+                    x=[float(found.delta[f]) for f in shown],
                     y=[features.index(f) for f in shown],
                     orientation="h",
                     name=f"{views.PART_NAMES[part]} ({('new responses', 'new reader')[order]})",
@@ -228,7 +226,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             **cell,
         )
         vertical_zero(figure, **cell)
-        figure.update_xaxes(title={"text": "standard deviations over problems", "standoff": 4}, **cell)
+        figure.update_xaxes(title={"text": "Δ (standard deviations over base trajectories)", "standoff": 4}, **cell)
         _feature_rows(figure, diff, features, **cell)
     return finish(figure, height=height + 130, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
 
@@ -263,7 +261,10 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
         )
     vertical_zero(figure)
     figure.update_xaxes(
-        title={"text": "← in failures    in successes → (standard deviations over problems)", "standoff": 6}
+        title={
+            "text": "← in failures    in successes →    (Δ, standard deviations over base trajectories)",
+            "standoff": 6,
+        }
     )
     _feature_rows(figure, diff, features)
     return finish(
@@ -279,7 +280,7 @@ def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
     if not chosen:
         return []
     last = views.main_shift(diff, runs[-1])
-    return sorted(chosen, key=lambda f: -float(last.d[f]) if f in last.index else 0.0)
+    return sorted(chosen, key=lambda f: -float(last.delta[f]) if f in last.index else 0.0)
 
 
 def _feature_rows(figure: go.Figure, diff: FeatureDiff, features: list[int], **cell: int) -> None:
@@ -295,7 +296,7 @@ def _hover(record: pd.Series, who: str) -> str:
         f"{figure_text(who)}<br>feature {int(record.feature)}: {described}<br>"
         f"{number(record.reference)} → {number(record['mean'])}, difference {number(record.difference, sign=True)} "
         f"[{number(record.low, sign=True)}, {number(record.high, sign=True)}]<br>"
-        f"{number(record.d, sign=True)} standard deviations, q = {record.q:.4f}"
+        f"Δ {views.effect_text(record)}, q = {record.q:.4f}"
     )
 
 

@@ -49,7 +49,7 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
         "findings": [{"heading": f.heading, "sentences": f.sentences, "note": f.note} for f in findings(diff)],
         "q": diff.q,
         "readers": diff.info["readers"],
-        "null": diff.info["null"],
+        "minimum_effect": diff.minimum_effect,
         "behaviours": diff.behaviours,
         "contrasts": diff.contrasts,
         "discoveries": diff.table(discoveries=True, band="all", outcome="all"),
@@ -82,7 +82,7 @@ def lead(diff: FeatureDiff) -> str:
 
 
 def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
-    sentences = [*_behaviour_sentences(diff, checkpoint), *_feature_sentences(diff, checkpoint)]
+    sentences = [*_behaviour_sentences(diff, checkpoint), *feature_sentences(diff, checkpoint)]
     band = views.trained_on(diff, checkpoint)
     reader = next(r for r in diff.info["readers"] if r["id"] == checkpoint)
     if reader.get("flagged"):
@@ -142,31 +142,37 @@ def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) 
     return f"({shown(before['mean'])} → {shown(after['mean'])}{unit}, {ends})"
 
 
-def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    part = views.main_part(diff, checkpoint)
+def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    """How many features a run moved, what is left of them under the controls, and the largest shifts."""
+    part = diff.main_part(checkpoint)
     if part is None:
         return []
-    contrast = views.contrast(diff, kind="shift", checkpoint=checkpoint, part=part, band="all", outcome="all")
+    contrast = diff.contrast(kind="shift", checkpoint=checkpoint, part=part, band="all")
     if contrast is None:
         return []
     if contrast.note:
         return [f"Its feature shifts were not drawn: {contrast.note}."]
     moved = views.main_shift(diff, checkpoint)
-    moved = moved[moved.q <= diff.q]
-    up, down = moved[moved.d > 0], moved[moved.d < 0]
+    moved = moved[moved.moved]
+    up, down = moved[moved.delta > 0], moved[moved.delta < 0]
     how = "" if part == "total" else f" {views.PART_NAMES[part]}"
-    counts = f"{len(moved)} of {contrast.n_tested} tested features moved{how} (q ≤ {diff.q:g})"
+    detectable = f"{contrast.n_differs} differ detectably"
+    counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({views.least_text(diff)})"
     if not len(moved):
-        return [f"{counts.replace(f'{len(moved)} of', 'None of', 1)}."]
+        return [f"{counts}; {detectable}, all by too little."]
     clearest = []
     for word, side in (("raised", up), ("lowered", down)):
         if len(side):
             row = views.strongest(side, diff.q, 1).iloc[0]
-            clearest.append(
-                f"{word} {views.named(diff, int(row.feature))} "
-                f"{number(row.difference, sign=True)} {interval(row.low, row.high, sign=True, like=row.difference)}"
-            )
-    return [f"{counts}: {len(up)} raised, {len(down)} lowered. Clearest: {'; '.join(clearest)}."]
+            clearest.append(f"{word} {views.named(diff, int(row.feature))} Δ {views.effect_text(row)}")
+    left = views.survivors_text(moved)
+    controls = f" {left[0].upper()}{left[1:]}." if left else ""
+    if part == "same_trajectories":
+        controls = " Both read the same text: length, position and tokens cannot explain it."
+    return [
+        f"{counts}: {len(up)} raised, {len(down)} lowered; {detectable}.{controls}",
+        f"Largest: {'; '.join(clearest)}.",
+    ]
 
 
 def _opposed(diff: FeatureDiff) -> Finding | None:
@@ -177,7 +183,7 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
     if not pairs:
         return Finding(
             "Opposite directions",
-            (f"No feature was raised by one run and lowered by another (q ≤ {diff.q:g}).",),
+            (f"No feature was raised by one run and lowered by another ({views.least_text(diff)}).",),
             "opposed",
         )
     runs_of_first = {pairs[0][0], pairs[0][1]}
@@ -190,14 +196,14 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
                 f"{views.named(diff, clearest)}"
             )
     sentence = f"{'; '.join(clauses)}."
-    return Finding("Opposite directions", (sentence,), "opposed", note=f"q ≤ {diff.q:g} in both")
+    return Finding("Opposite directions", (sentence,), "opposed", note=f"{views.least_text(diff)} in both")
 
 
 def _outcomes(diff: FeatureDiff) -> Finding | None:
     base = diff.base
     sentences = []
     for band in ["all", *views.bands_of(diff)]:
-        contrast = views.contrast(diff, kind="outcome", checkpoint=base, band=band)
+        contrast = diff.contrast(kind="outcome", checkpoint=base, band=band)
         if contrast is None:
             continue
         where = "All problems" if band == "all" else f"{band.capitalize()} problems"
@@ -206,16 +212,14 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
             continue
         text = (
             f"{where}: {contrast.n_discoveries} of {contrast.n_tested} tested features differ between "
-            f"successes and failures of the same problem (q ≤ {diff.q:g}; {count(contrast.n_problems, 'problem')} with "
-            f"both outcomes, {contrast.n_left_out} left out)."
+            f"successes and failures of the same problem ({views.least_text(diff)}; "
+            f"{count(contrast.n_problems, 'problem')} with both outcomes, {contrast.n_left_out} left out)"
         )
-        top = views.strongest(views.rows(diff, kind="outcome", checkpoint=base, band=band), diff.q, 1)
-        for row in views.records(top):
-            ends = interval(row.low, row.high, sign=True, like=row.difference)
-            text += (
-                f" Clearest: {views.named(diff, int(row.feature))} "
-                f"{number(row.difference, sign=True)} {ends} in successes."
-            )
+        found = views.rows(diff, kind="outcome", checkpoint=base, band=band)
+        left = views.survivors_text(found[found.moved]) if found.moved.any() else ""
+        text += f"; {left}." if left else "."
+        for row in views.records(views.strongest(found, diff.q, 1)):
+            text += f" Largest: {views.named(diff, int(row.feature))} Δ {views.effect_text(row)} in successes."
         sentences.append(text)
     return Finding("Success against failure", tuple(sentences), "outcomes") if sentences else None
 
@@ -297,16 +301,40 @@ def _belief(diff: FeatureDiff) -> Finding:
     return Finding("How far to believe it", tuple(sentences), "gates")
 
 
-def null_sentences(diff: FeatureDiff) -> list[str]:
-    """What the same tests find where there is nothing to find."""
-    null = diff.info.get("null", {})
+def survival_sentences(diff: FeatureDiff) -> list[str]:
+    """How many discoveries outlive each control: of every run's main shift, and of the base's outcomes."""
     found = []
-    names = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
-    names["interaction"] = "these between bands"
-    for name, what in names.items():
-        if f"{name}_discoveries" in null:
-            found.append(f"{what} {number_of(null[f'{name}_discoveries'])} of {int(null[f'{name}_tested'])}")
-    return [f"Discoveries where there is nothing to find: {'; '.join(found)}."] if found else []
+    for run in views.final_checkpoints(diff):
+        found.append((f"Shift of {run}", diff.main_shift(run, discoveries=True)))
+    table = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
+    found.append(("Success − failure", table))
+    return [
+        f"{what}: {count(len(table), 'feature')} found; {left}."
+        for what, table in found
+        if len(table) and (left := views.survivors_text(table))
+    ]
+
+
+def null_sentences(diff: FeatureDiff) -> list[str]:
+    """What the same tests find where there is nothing to find, on the same rows."""
+    if diff.contrasts.empty:
+        return []
+    whole = diff.contrasts[(diff.contrasts.band == "all") | (diff.contrasts.kind == "interaction")]
+    whole = whole[whole.n_null.notna()]
+    names = {
+        "shift": "trajectories split at random within problem",
+        "outcome": "outcomes shuffled within problem",
+        "interaction": "the same between bands",
+    }
+    clauses = []
+    for kind, what in names.items():
+        mine = whole[whole.kind == kind]
+        if len(mine):
+            worst = mine.loc[mine.n_null.idxmax()]
+            clauses.append(f"{what}: at most {number_of(worst.n_null)} of {int(worst.n_tested)}")
+    repeats = diff.info.get("null_repeats", 0)
+    told = "Discoveries where there is nothing to find, on the same rows and by the same test (mean of"
+    return [f"{told} {repeats:g}): {'; '.join(clauses)}."] if clauses else []
 
 
 def number_of(mean: float) -> str:

@@ -27,7 +27,7 @@ _GAP, _STACKED_GAP = 64, 132
 
 def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
     """Draw it; `columns=1` stacks the runs for narrow screens. None where there is nothing to draw."""
-    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)][:_MAX_RUNS]
+    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)][:_MAX_RUNS]
     if runs:
         return _runs(diff, runs, min(columns, len(runs)))
     bands = [b for b in ["all", *views.bands_of(diff)] if len(_outcome_rows(diff, b))]
@@ -44,16 +44,17 @@ class _Row:
 
 def overview_caption(diff: FeatureDiff) -> str:
     """What the marks mean."""
-    runs = [c for c in views.final_checkpoints(diff) if views.main_part(diff, c)]
+    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
     if not runs:
         return (
             "Each mark is a feature, placed by how much more (right) or less (left) active it is in successes than in "
-            "failures of the same problem, in standard deviations over problems, with its interval."
+            "failures of the same problem (Δ, in standard deviations over base trajectories), with its interval."
         )
     below = (
-        "a dot is one feature that moved, placed by its shift in standard deviations over problems; numbers count dots"
+        "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; "
+        "numbers count dots"
         if views.has_classes(diff)
-        else "the features that moved most, with their shift and interval in standard deviations over problems"
+        else "the features that moved most, with Δ (in standard deviations over base trajectories) and its interval"
     )
     shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
     above = "Above: ring = base, filled = run, bars = intervals (grey: no clear change). Below: "
@@ -99,7 +100,7 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
         horizontal_spacing=0.035,
         shared_yaxes=columns > 1,
     )
-    limit = max([1.0, *(float(m.d.abs().max()) for m in moved.values() if len(m))]) * 1.3
+    limit = max([0.5, *(float(m.delta.abs().max()) for m in moved.values() if len(m))]) * 1.3
     for position, run in enumerate(runs):
         row, column = position // columns * per_run + 1, position % columns + 1
         _header(figure, diff, run, row, column, columns)
@@ -127,8 +128,7 @@ def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: in
     if (both := views.change_of(diff, run, "all", "response_length")) is not None:
         before, after = both
         lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
-    part = views.main_part(diff, run) or "total"
-    contrast = views.contrast(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
+    contrast = diff.contrast(kind="shift", checkpoint=run, part=diff.main_part(run), band="all")
     if contrast is not None:
         lines.append(
             "features: not drawn"
@@ -221,10 +221,10 @@ def _families(moved: dict[str, pd.DataFrame]) -> list[_Row]:
     everything = pd.concat(list(moved.values()))
     if everything.empty:
         return []
-    weight = everything.d.abs().groupby(everything.responds_to).sum().sort_values(ascending=False, kind="stable")
+    weight = everything.delta.abs().groupby(everything.responds_to).sum().sort_values(ascending=False, kind="stable")
     kept = [name for name in weight.index if name != "never active"][:_MAX_ROWS]
     last = next(table for table in reversed(list(moved.values())) if len(table))
-    mean = last.d.groupby(last.responds_to).mean()
+    mean = last.delta.groupby(last.responds_to).mean()
     kept.sort(key=lambda name: -float(mean.get(name, 0.0)))
     return [_Row(name, []) for name in kept]
 
@@ -233,10 +233,10 @@ def _single(diff: FeatureDiff, moved: dict[str, pd.DataFrame]) -> list[_Row]:
     everything = pd.concat(list(moved.values()))
     if everything.empty:
         return []
-    strength = everything.d.abs().groupby(everything.feature).max().sort_values(ascending=False, kind="stable")
+    strength = everything.delta.abs().groupby(everything.feature).max().sort_values(ascending=False, kind="stable")
     chosen = [int(f) for f in strength.index[:_MAX_ROWS]]
     last = next(table for table in reversed(list(moved.values())) if len(table))
-    chosen.sort(key=lambda f: -float(last.d.get(f, 0.0)))
+    chosen.sort(key=lambda f: -float(last.delta.get(f, 0.0)))
     return [_Row(f"{f}: {diff.features.responds_to[f]}", [f]) for f in chosen]
 
 
@@ -245,21 +245,21 @@ def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, limit: 
     parts: list[pd.DataFrame] = []
     counts: list[tuple[float, int, int]] = []
     for y, family in enumerate(families):
-        mine = moved[moved.responds_to == family.label].sort_values("d", kind="stable")
+        mine = moved[moved.responds_to == family.label].sort_values("delta", kind="stable")
         # Neighbours step through five heights, so that dots at the same place stay countable.
         offset = np.array([0.0, 0.22, -0.22, 0.11, -0.11])[np.arange(len(mine)) % 5]
         parts.append(mine.assign(height=y + offset))
-        counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.d) == sign).sum()))]
+        counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.delta) == sign).sum()))]
     dots = pd.concat(parts)
     text = [
         f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
         f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
-        f"{number(r.d, sign=True)} standard deviations"
+        f"Δ {views.effect_text(r)}"
         for r in views.records(dots)
     ]
-    colours = [RAISED if d > 0 else LOWERED for d in dots.d]
+    colours = [RAISED if d > 0 else LOWERED for d in dots.delta]
     points = go.Scatter(
-        x=dots.d.tolist(),
+        x=dots.delta.tolist(),
         y=dots.height.tolist(),
         mode="markers",
         marker={"size": 7, "color": colours, "opacity": 0.62, "line": {"width": 0}},
@@ -305,9 +305,7 @@ def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, col
             error_x=whiskers([(d, low, high)], colour),
             hovertemplate=(
                 f"feature {int(record.feature)}<br>{figure_text(record.responds_to)}<br>"
-                f"{number(record.reference)} → {number(record['mean'])}, difference "
-                f"{number(record.difference, sign=True)} [{number(record.low, sign=True)}, "
-                f"{number(record.high, sign=True)}]<extra></extra>"
+                f"{number(record.reference)} → {number(record['mean'])}, Δ {views.effect_text(record)}<extra></extra>"
             ),
         ),
         row=row,
@@ -317,7 +315,9 @@ def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, col
 
 def _feature_axes(figure: go.Figure, families: list[_Row], limit: float, row: int, column: int) -> None:
     cell = {"row": row, "col": column}
-    figure.update_xaxes(range=[-limit, limit], nticks=6, title={"text": "← lowered   raised →", "standoff": 4}, **cell)
+    figure.update_xaxes(
+        range=[-limit, limit], nticks=6, title={"text": "← lowered   Δ   raised →", "standoff": 4}, **cell
+    )
     labels = [figure_text(family.label, 29) for family in families]
     figure.update_yaxes(
         range=[len(families) - 0.4, -0.6], tickvals=list(range(len(families))), ticktext=labels, ticks="", **cell
@@ -351,5 +351,5 @@ def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
         full = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
         _forest(figure, rows, full[full.q <= diff.q], row, column)
         _feature_axes(figure, rows, limit, row, column)
-        figure.update_xaxes(title={"text": "← in failures   in successes →", "standoff": 4}, row=row, col=column)
+        figure.update_xaxes(title={"text": "← in failures   Δ   in successes →", "standoff": 4}, row=row, col=column)
     return finish(figure, height=height, left=190, top=46, showlegend=False)

@@ -217,8 +217,9 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
         drawn,
         "bands-figure",
         figures.band_figure(diff),
-        "Shift of each run's most moved features, in standard deviations over problems: orange raised, blue lowered, a "
-        "dot where it is no discovery, blank where it was not tested. Success and failure count only such responses.",
+        "Δ of each run's most moved features, in standard deviations over base trajectories: orange raised, blue "
+        "lowered, a dot where it did not move, blank where it was not tested. Success and failure count only such "
+        "responses.",
     )
     parts = figure_block(
         drawn,

@@ -74,7 +74,7 @@ class Feature:
 
     def _repr_html_(self) -> str:
         row = self.diff.features.loc[self.index]
-        columns = ["kind", "checkpoint", "part", "difference", "low", "high", "d", "q"]
+        columns = ["kind", "checkpoint", "part", "delta", "delta_low", "delta_high", "difference", "q"]
         stability = row.stability if "stability" in row else None
         table = self.table()
         table = table[(table.band == "all") & (table.outcome == "all")]

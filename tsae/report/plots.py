@@ -50,7 +50,7 @@ class Figure(go.Figure):
 
 
 class Plots:
-    """Figures of a diff. Effects are in standard deviations over problems; hover gives activations, interval and q."""
+    """Figures of a diff. Effects are Δ, standard deviations over base trajectories; hover gives activations and q."""
 
     def __init__(self, diff: FeatureDiff) -> None:
         self.diff = diff
@@ -69,7 +69,7 @@ class Plots:
     def bands(self, n: int = 8) -> Figure:
         """Shifts of each run's n most moved features by band and by outcome, as heat maps."""
         title = "Shift of the most moved features, by band and outcome"
-        told = "standard deviations over problems; a dot: no discovery; blank: not tested"
+        told = "Δ, in standard deviations over base trajectories; a dot: no discovery; blank: not tested"
         return _titled(figures.band_figure(self.diff, n=n), title, told)
 
     def volcano(self) -> Figure:
@@ -127,7 +127,7 @@ class Plots:
 
 
 def _volcano(diff: FeatureDiff) -> go.Figure | None:
-    runs = [run for run in views.final_checkpoints(diff) if views.main_part(diff, run)]
+    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
     if not runs:
         return None
     figure = make_subplots(
@@ -141,13 +141,13 @@ def _volcano(diff: FeatureDiff) -> go.Figure | None:
         table = views.main_shift(diff, run)
         found = table.q <= diff.q
         for name, colour, part in (
-            ("raised", RAISED, table[found & (table.d > 0)]),
-            ("lowered", LOWERED, table[found & (table.d < 0)]),
+            ("raised", RAISED, table[found & (table.delta > 0)]),
+            ("lowered", LOWERED, table[found & (table.delta < 0)]),
             ("no discovery", NEUTRAL, table[~found]),
         ):
             figure.add_trace(
                 go.Scatter(
-                    x=part.d.tolist(),
+                    x=part.delta.tolist(),
                     # No permutation p is 0, and so no q is.
                     y=part.q.tolist(),
                     mode="markers",
@@ -168,7 +168,7 @@ def _volcano(diff: FeatureDiff) -> go.Figure | None:
             )
         figure.add_hline(y=diff.q, line={"color": NEUTRAL, "width": 1, "dash": "dot"}, row=1, col=column)
         vertical_zero(figure, row=1, col=column)
-        figure.update_xaxes(title={"text": "shift, standard deviations over problems"}, row=1, col=column)
+        figure.update_xaxes(title={"text": "Δ (standard deviations over base trajectories)"}, row=1, col=column)
     figure.update_yaxes(type="log", autorange="reversed", exponentformat="power", dtick=1)
     figure.update_yaxes(title={"text": "q (clearer upwards)"}, row=1, col=1)
     legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
@@ -176,13 +176,13 @@ def _volcano(diff: FeatureDiff) -> go.Figure | None:
 
 
 def _feature(diff: FeatureDiff, feature: int) -> go.Figure | None:
-    runs = [run for run in views.final_checkpoints(diff) if views.main_part(diff, run)]
+    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
     bands = ["all", *views.bands_of(diff)]
     figure = go.Figure()
     for order, band in enumerate(bands):
         rows: list[tuple[int, pd.Series]] = []
         for position, run in enumerate(runs):
-            part = views.main_part(diff, run) or "total"
+            part = diff.main_part(run) or "total"
             found = views.rows(diff, kind="shift", checkpoint=run, part=part, band=band, outcome="all")
             if feature in found.index:
                 rows.append((position, found.loc[feature]))
@@ -205,7 +205,7 @@ def _feature(diff: FeatureDiff, feature: int) -> go.Figure | None:
     vertical_zero(figure)
     ticks = [figure_text(run, 18) for run in runs]
     figure.update_yaxes(range=[len(runs) - 0.45, -0.55], tickvals=list(range(len(runs))), ticktext=ticks, ticks="")
-    figure.update_xaxes(title={"text": "shift, standard deviations over problems", "standoff": 6})
+    figure.update_xaxes(title={"text": "Δ (standard deviations over base trajectories)", "standoff": 6})
     legend = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
     return finish(figure, height=52 * len(runs) + 110, left=140, top=40, bottom=50, legend=legend, showlegend=True)
 

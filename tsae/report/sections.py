@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.findings import null_sentences
-from tsae.report.terminal import survival_lines
+from tsae.report.findings import null_sentences, survival_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.sae.stability import FOUND_AGAIN
 
@@ -61,10 +61,8 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
         ),
         numeric_from=4,
     )
-    nulls = null_sentences(diff)
-    repeats = info.get("null", {}).get("repeats")
     facts = [
-        ("Nulls", html_text(f"{nulls[0]} Mean of {repeats:g} repeats.") if nulls else "not computed"),
+        ("Nulls", html_text(" ".join(null_sentences(diff)) or "Not computed.")),
         ("Controls", html_text(_controls_text(diff))),
         ("Bands", html_text(_bands_text(diff))),
         ("Statistics", html_text(_statistics_text(diff))),
@@ -85,8 +83,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
 def _controls_text(diff: FeatureDiff) -> str:
     if diff.confounds.empty:
         return "Not measured."
-    lines = [line.strip() for line in survival_lines(diff)]
-    return f"{'. '.join(line[0].upper() + line[1:] for line in lines)}." if lines else "Nothing was discovered."
+    return " ".join(survival_sentences(diff)) or "Nothing was discovered."
 
 
 def _causality_text(diff: FeatureDiff) -> str:
@@ -117,11 +114,19 @@ def _bands_text(diff: FeatureDiff) -> str:
 def _statistics_text(diff: FeatureDiff) -> str:
     c = diff.info["config"]
     return (
-        f"Mean activation over the {c['span']} tokens of a trajectory; the unit is the problem. {c['confidence']:.0%} "
-        f"bootstrap intervals ({c['n_bootstrap']:,} draws), permutation tests ({c['n_permutations']:,}), "
-        f"Benjamini–Hochberg at q = {c['q']:g} over the features of a contrast. Features active in fewer than "
-        f"{c['min_problems']} problems of a contrast are not tested."
+        f"Mean activation over the {c['span']} tokens of a trajectory; the unit is the problem. Δ is a difference in "
+        f"standard deviations of the feature over base trajectories{_pooled_text(diff)}. A feature moved if |Δ| is "
+        f"larger than {c['minimum_effect']:g}, not if it merely differs. {c['confidence']:.0%} bootstrap intervals "
+        f"({c['n_bootstrap']:,} draws), permutation tests ({c['n_permutations']:,}), Benjamini–Hochberg at "
+        f"q = {c['q']:g} over the features of a contrast. Features active in fewer than {c['min_problems']} problems "
+        "of a contrast are not tested."
     )
+
+
+def _pooled_text(diff: FeatureDiff) -> str:
+    table = diff.shifts
+    n = int(table.feature[(table.scale == "pooled") & (table.kind == "shift")].nunique())
+    return f" (of {count(n, 'feature')} that the base hardly has, over those of base and run together)" if n else ""
 
 
 def _sae_text(diff: FeatureDiff) -> str:
@@ -196,7 +201,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         if first_pair:
             drawn += [int(str(f)) for f in found.head(_MAX_OPPOSED // 2).index]
     legend = (
-        '<p class="quiet">Shifts of mean activation with interval and q (▲ raised, ▼ lowered, · no discovery)'
+        '<p class="quiet">Δ with interval and q (▲ raised, ▼ lowered, · not moved)'
         + ("; the percentage is the share of a feature's activation that falls on the named tokens" if shares else "")
         + ". “One token”: at least half of the activation is on a single token, so it may be lexical. “Tracks length”: "
         "across the base's responses it correlates with their length (|ρ| ≥ 0.7), so a change of length alone would "
@@ -230,7 +235,10 @@ def shift_counts(diff: FeatureDiff) -> str:
     return folded(
         "How many features moved in every contrast",
         table(
-            f"Features moved of features tested (q ≤ {diff.q:g})", ["checkpoint", "shift", *names], body, numeric_from=2
+            f"Features moved ({views.least_text(diff)}), of features tested; below, how many differ at all",
+            ["checkpoint", "shift", *names],
+            body,
+            numeric_from=2,
         ),
     ) + _refused(data)
 
@@ -242,8 +250,8 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
     if data.empty:
         return '<p class="quiet">No trajectory has a known outcome.</p>'
     counts = table(
-        f"Success − failure within problem: features that differ (q ≤ {diff.q:g})",
-        ["reader", "band", "problems with both outcomes", "left out", "features tested", "differ"],
+        f"Success − failure within problem: features that differ by {views.least_text(diff)}",
+        ["reader", "band", "problems with both outcomes", "left out", "features tested", "differ so", "null", "at all"],
         (
             [
                 html_text(r.checkpoint),
@@ -252,6 +260,8 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                 f"{r.n_left_out:,}",
                 "–" if r.note else f"{r.n_tested:,}",
                 "refused" if r.note else f"{r.n_discoveries:,}",
+                "–" if math.isnan(r.n_null) else number(r.n_null),
+                "–" if r.note else f"{r.n_differs:,}",
             ]
             for r in views.records(data)
         ),
@@ -275,7 +285,7 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                     ]
                 )
         if body:
-            head = ["band", "feature", "responds to", "successes", "failures", "difference", "confounds"]
+            head = ["band", "feature", "responds to", "successes", "failures", "Δ", "confounds"]
             caption = f"{checkpoint}: clearest features by band"
             parts.append(folded(html_text(caption), table(caption, head, body, numeric_from=3)))
     return folded("Counts for every reader and band", counts) + "".join(parts)
@@ -330,15 +340,15 @@ def description(row: pd.Series) -> str:
 
 
 def shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
-    """A feature's change with direction, interval and q."""
+    """A feature's Δ with direction, interval and q."""
     if feature not in shifts.index:
         return '<small class="quiet">not tested</small>'
     row = views.record(shifts, feature)
     kind = ("up" if row.difference > 0 else "down") if row.q <= q else "still"
     arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
     return (
-        f'<span class="{kind}">{arrow} {number(row.difference, sign=True)}</span> '
-        f"<small>{interval(row.low, row.high, sign=True, like=row.difference)} q {q_value(row.q)}</small>"
+        f'<span class="{kind}">{arrow} {number(row.delta, sign=True)}</span> '
+        f"<small>{interval(row.delta_low, row.delta_high, sign=True, like=row.delta)} q {q_value(row.q)}</small>"
     )
 
 
@@ -359,7 +369,9 @@ def _count_cell(cell: object) -> str:
         return "–"
     if getattr(cell, "note", ""):
         return "refused"
-    return f"{getattr(cell, 'n_discoveries'):,} <small>of {getattr(cell, 'n_tested'):,}</small>"  # noqa: B009
+    row: Any = cell
+    null = "" if math.isnan(row.n_null) else f", null {number(row.n_null)}"
+    return f"{row.n_discoveries:,} <small>of {row.n_tested:,}{null}<br>{row.n_differs:,} differ</small>"
 
 
 def _refused(data: pd.DataFrame) -> str:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tsae.diff.confounds import SURVIVES, TOO_FEW
 from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
+from tsae.report.findings import feature_sentences, null_sentences, survival_sentences
 from tsae.report.text import visible
-from tsae.report.views import PART_NAMES, bands_of, contrast, has_stability, main_part, stability_text
+from tsae.report.views import (
+    PART_NAMES,
+    bands_of,
+    final_checkpoints,
+    has_stability,
+    least_text,
+    opposed_pairs,
+    stability_text,
+    survivors_text,
+)
 from tsae.sae.evaluation import Evaluation
 
 
@@ -21,8 +31,12 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
     print()
     print(behaviour_text(diff.behaviours))
-    pairs = opposed_pairs(diff)
-    for up, down in pairs:
+    for checkpoint in final_checkpoints(diff):
+        print()
+        told = " ".join(feature_sentences(diff, checkpoint))
+        print(textwrap.fill(visible(f"{checkpoint}: {told}"), 118, subsequent_indent="  "))
+    pairs = opposed_pairs(diff)[:2]
+    for up, down, _ in pairs:
         print()
         print(opposed_text(diff, up, down, n))
     for checkpoint in diff.checkpoints if not pairs else ():
@@ -41,16 +55,6 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(dynamics_text(diff))
     print()
     print(gates_text(diff, evaluation))
-
-
-def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str]]:
-    """Pairs (raised, lowered) of checkpoints to set against each other: hard and medium where both were trained on,
-    else the first two, both ways round."""
-    trained_on = {reader["trained_on"]: reader["id"] for reader in diff.info["readers"][1:]}
-    pair = [trained_on[band] for band in ("hard", "medium") if band in trained_on]
-    if len(pair) < 2:
-        pair = diff.checkpoints[:2]
-    return [(pair[0], pair[1]), (pair[1], pair[0])] if len(pair) == 2 else []
 
 
 def behaviour_text(table: pd.DataFrame) -> str:
@@ -84,11 +88,12 @@ def format_text(table: pd.DataFrame) -> str:
 def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
     """Features that one run raised and another lowered, with the shift in every run."""
     found = diff.opposed(up, down)
-    title = f"Features that {up} raised and {down} lowered: {len(found)} at q <= {diff.q}"
+    title = f"Features that {up} raised and {down} lowered: {len(found)} ({least_text(diff)} in both)"
     if found.empty:
         return title
-    shifts = diff.table(kind="shift", part="total", band="all", outcome="all").set_index(["checkpoint", "feature"])
-    lines = [title + (f", the {n} clearest" if len(found) > n else ""), "  (shift of mean activation, interval, q)"]
+    shifts = pd.concat([diff.main_shift(c) for c in diff.checkpoints]).set_index(["checkpoint", "feature"])
+    more = f", the {n} largest" if len(found) > n else ""
+    lines = [f"{title}{more}", "  (Δ: shift in standard deviations over base trajectories, interval, q)"]
     stable = f"{'stable':<8}" if has_stability(diff) else ""
     lines.append(f"  {'feature':<9}{'responds to':<34}{stable}" + "".join(f"{c:>32}" for c in diff.checkpoints))
     for feature, row in found.head(n).iterrows():
@@ -96,7 +101,7 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
         for checkpoint in diff.checkpoints:
             if (checkpoint, feature) in shifts.index:
                 shift = shifts.loc[(checkpoint, feature)]
-                cells.append(f"{_interval(shift, 'difference', sign=True)} {shift.q:.4f}")
+                cells.append(f"{_delta(shift)} {shift.q:.4f}")
             else:
                 cells.append("–")
         lines.append(
@@ -108,18 +113,19 @@ def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
 
 def shift_text(diff: FeatureDiff, checkpoint: str, n: int) -> str:
     """The clearest shifts of one checkpoint against the base, over all problems and per band."""
-    part = main_part(diff, checkpoint)
-    lines = [f"Shifts of {checkpoint} against {diff.base}, {PART_NAMES.get(str(part), 'none')} (interval, q)"]
+    part = diff.main_part(checkpoint)
+    lines = [f"Shifts of {checkpoint} against {diff.base}, {PART_NAMES.get(str(part), 'none')} (Δ, interval, q)"]
     keys = {"kind": "shift", "checkpoint": checkpoint, "part": str(part)}
     for band in ("all", *bands_of(diff)):
-        found = contrast(diff, **keys, band=band, outcome="all")
+        found = diff.contrast(**keys, band=band)
         if found is None:
             continue
         if found.note:
             lines.append(f"  {band}: {found.note}")
             continue
         counted = f"{found.n_problems} problems, {found.n_left_out} on one side only"
-        lines.append(f"  {band}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q} ({counted})")
+        lines.append(f"  {band}: {_counts(diff, found)} ({counted})")
+        lines += _left(diff.table(discoveries=True, **keys, band=band, outcome="all"))
         lines += _effects(diff.top(n, **keys, band=band, outcome="all"))
     return "\n".join(lines)
 
@@ -128,15 +134,16 @@ def outcome_text(diff: FeatureDiff, n: int) -> str:
     """Success − failure within problem on the base's trajectories, over all problems and per band."""
     base = diff.base
     contrasts = diff.contrasts[(diff.contrasts.kind == "outcome") & (diff.contrasts.checkpoint == base)]
-    lines = [f"Success − failure within problem, read by {base} (mean activation, interval, q)"]
+    lines = [f"Success − failure within problem, read by {base} (Δ, interval, q)"]
     for found in contrasts.itertuples():
         counted = f"{found.n_problems} problems with both outcomes, {found.n_left_out} without"
         if found.note:
             lines.append(f"  {found.band}: {found.note} ({counted})")
             continue
         lines += [
-            f"  {found.band}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q} ({counted})",
-            f"    {power_text(found.n_problems, found.detectable_d)}",
+            f"  {found.band}: {_counts(diff, found)} ({counted})",
+            f"    {power_text(found.n_problems, found.detectable_delta)}",
+            *_left(diff.table(discoveries=True, kind="outcome", checkpoint=base, band=found.band)),
         ]
         lines += _effects(diff.top(n, kind="outcome", checkpoint=base, band=found.band))
     return "\n".join(lines)
@@ -145,13 +152,13 @@ def outcome_text(diff: FeatureDiff, n: int) -> str:
 def family_text(diff: FeatureDiff) -> str:
     """How many features every family has, and what each run did to it."""
     sizes = diff.features.family.value_counts()
-    lines = ["Families of features (features; mean shift in standard deviations, interval, q)"]
+    lines = ["Families of features (features; Δ, interval, q)"]
     for family in sorted(set(diff.features.family) - {"none"}):
         lines.append(f"  {family}: {sizes[family]} features")
         table = diff.families
         table = table[(table.family == family) & (table.band == "all")]
         for row in table.itertuples():
-            shown = row.note or f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+            shown = row.note or f"{_delta(row)} {row.q:.4f}"
             lines.append(f"    {row.checkpoint:<19}{shown}")
     lines.append(f"  none: {sizes.get('none', 0)} features")
     return "\n".join(lines)
@@ -160,15 +167,15 @@ def family_text(diff: FeatureDiff) -> str:
 def interaction_text(diff: FeatureDiff, n: int) -> str:
     """Whether the outcome effect on the base's trajectories is another in one band than in another."""
     contrasts = diff.contrasts[(diff.contrasts.kind == "interaction") & (diff.contrasts.checkpoint == diff.base)]
-    lines = [f"Outcome effect in one band − in another, read by {diff.base} (mean activation, interval, q)"]
+    lines = [f"Outcome effect in one band − in another, read by {diff.base} (Δ, interval, q)"]
     for found in contrasts.itertuples():
         bands = found.band.replace("-", " − ")
         if found.note:
             lines.append(f"  {bands}: {found.note}")
             continue
         lines += [
-            f"  {bands}: {found.n_discoveries} of {found.n_tested} features at q <= {diff.q}",
-            f"    {power_text(found.n_problems, found.detectable_d)}",
+            f"  {bands}: {_counts(diff, found)} ({found.n_problems} problems)",
+            f"    {power_text(found.n_problems, found.detectable_delta)}",
         ]
         lines += _effects(diff.top(n, kind="interaction", checkpoint=diff.base, band=found.band))
     return "\n".join(lines)
@@ -209,7 +216,7 @@ def _effects(top: pd.DataFrame) -> list[str]:
     """One line a feature."""
     lines = []
     for row in top.itertuples():
-        effect = f"{_interval(pd.Series(row._asdict()), 'difference', sign=True)} {row.q:.4f}"
+        effect = f"{_delta(row)} {row.q:.4f}"
         lines.append(f"    {f'{row.feature} {row.group}':<9}{_described(row):<34.33}{_stable(row)}{effect:>32}")
     return lines
 
@@ -231,16 +238,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         )
     if stability_text(diff):
         lines.append(f"  stability: {stability_text(diff)}")
-    lines += survival_lines(diff)
-    null = diff.info["null"]
-    nulls = {"shift": "base against itself", "outcome": "outcomes shuffled within problems"}
-    nulls["interaction"] = "shuffled outcomes between bands"
-    for name, what in nulls.items():
-        if f"{name}_discoveries" in null:
-            lines.append(
-                f"  null, {what}: {null[f'{name}_discoveries']:.1f} discoveries of {null[f'{name}_tested']} features "
-                f"(mean of {null['repeats']:.0f})"
-            )
+    lines += [f"  {sentence}" for sentence in [*survival_sentences(diff), *null_sentences(diff)]]
     lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
     return "\n".join(lines)
 
@@ -295,20 +293,17 @@ def insertion_text(table: pd.DataFrame, strings: Sequence[str] | None = None) ->
     return "\n".join(lines)
 
 
-def survival_lines(diff: FeatureDiff) -> list[str]:
-    """How many discoveries outlive each control, a line a contrast over all problems."""
-    table = diff.table(discoveries=True, band="all", outcome="all")
-    table = table[(table.part == "total") | ((table.kind == "outcome") & (table.checkpoint == diff.base))]
-    lines = []
-    for (kind, checkpoint), found in table.groupby(["kind", "checkpoint"], sort=False):
-        what = "success − failure" if kind == "outcome" else f"shift of {checkpoint}"
-        cells = []
-        for control, name in (("length", "like length"), ("position", "like position"), ("token", "token identity")):
-            verdict = found[f"survives_{control}"]
-            share = "too few problems" if (verdict == TOO_FEW).all() else f"{(verdict == SURVIVES).sum()}"
-            cells.append(f"{name} {share}")
-        lines.append(f"  {what}, of {len(found)} discoveries survive: {', '.join(cells)}")
-    return lines
+def _counts(diff: FeatureDiff, found: Any) -> str:
+    """How many features a contrast found, and how many differ at all."""
+    null = "" if np.isnan(found.n_null) else f", null {found.n_null:.1f}"
+    counts = f"{found.n_discoveries} of {found.n_tested} features, {least_text(diff)}{null}"
+    return f"{counts}; {found.n_differs} differ detectably"
+
+
+def _left(found: pd.DataFrame) -> list[str]:
+    """A line on what the controls leave of some discoveries."""
+    left = survivors_text(found) if len(found) else ""
+    return [f"    {left}"] if left else []
 
 
 def _behaviour_cell(row: pd.Series) -> str:
@@ -324,6 +319,13 @@ def _described(row: Any) -> str:
 def _stable(row: Any) -> str:
     """The matched cosine where other seeds were matched."""
     return f"{row.stability:<8.2f}" if hasattr(row, "stability") else ""
+
+
+def _delta(row: Any) -> str:
+    """Δ and its interval; an en dash where it was not computed."""
+    if np.isnan(row.delta):
+        return "–"
+    return f"{row.delta:+.2f} [{row.delta_low:.2f}, {row.delta_high:.2f}]"
 
 
 def _interval(row: pd.Series, column: str, *, sign: bool = False) -> str:

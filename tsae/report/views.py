@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
-from tsae.report.text import count, percent
+from tsae.report.text import count, interval, number, percent
 from tsae.sae.stability import FOUND_AGAIN
 
 BANDS = ("easy", "medium", "hard")
@@ -50,29 +51,10 @@ def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
     return None
 
 
-def main_part(diff: FeatureDiff, checkpoint: str) -> str | None:
-    """The shift that tells most about a checkpoint: total, or same_trajectories where it sampled nothing itself."""
-    table = diff.contrasts
-    if table.empty:
-        return None
-    parts = set(table[(table.kind == "shift") & (table.checkpoint == checkpoint)].part)
-    return next((part for part in ("total", "same_trajectories") if part in parts), None)
-
-
 def bands_of(diff: FeatureDiff) -> list[str]:
     """Bands that the diff was split by; none where the problems have none."""
     present = set(diff.contrasts.band) if not diff.contrasts.empty else set()
     return [band for band in BANDS if band in present]
-
-
-def contrast(diff: FeatureDiff, **keys: str) -> pd.Series | None:
-    """The one contrast with these keys, or None."""
-    table = diff.contrasts
-    if table.empty:
-        return None
-    for name, value in keys.items():
-        table = table[table[name] == value]
-    return None if table.empty else table.iloc[0]
 
 
 def rows(diff: FeatureDiff, **keys: str) -> pd.DataFrame:
@@ -83,8 +65,7 @@ def rows(diff: FeatureDiff, **keys: str) -> pd.DataFrame:
 
 def main_shift(diff: FeatureDiff, checkpoint: str) -> pd.DataFrame:
     """The shift of a checkpoint over all problems and outcomes, indexed by feature."""
-    part = main_part(diff, checkpoint) or "total"
-    return rows(diff, kind="shift", checkpoint=checkpoint, part=part, band="all", outcome="all")
+    return diff.main_shift(checkpoint).set_index("feature", drop=False)
 
 
 def record(table: pd.DataFrame, feature: int) -> Any:
@@ -98,18 +79,46 @@ def records(table: pd.DataFrame) -> list[Any]:
 
 
 def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
-    """The n discoveries with the largest |d|; ties go to the lower feature."""
+    """The n discoveries with the largest |Δ|; ties go to the lower feature."""
     found = table[table.q <= q]
-    return found.loc[found.d.abs().sort_values(ascending=False, kind="stable").index].head(n)
+    return found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(n)
 
 
 def standardised(row: pd.Series) -> tuple[float, float, float]:
-    """(d, low, high): the shift and its interval in standard deviations over problems.
+    """(Δ, low, high): the effect and its interval in standard deviations over base trajectories."""
+    return float(row.delta), float(row.delta_low), float(row.delta_high)
 
-    The interval is divided by the same standard deviation as the shift; its own uncertainty is not in it.
+
+def effect_text(row: Any) -> str:
+    """“+0.42 [0.31, 0.53]”: Δ and its interval."""
+    return f"{number(row.delta, sign=True)} {interval(row.delta_low, row.delta_high, sign=True, like=row.delta)}"
+
+
+def least_text(diff: FeatureDiff) -> str:
+    """What “moved” asks for: “|Δ| > 0.1, q ≤ 0.05”."""
+    return f"|Δ| > {diff.minimum_effect:g}, q ≤ {diff.q:g}"
+
+
+def survivors(found: pd.DataFrame) -> dict[str, int | None]:
+    """How many of some discoveries are left at like length, at like position and beyond token identity.
+
+    None where that was not measured of any, or no problems could be compared.
     """
-    unit = float(row.d / row.difference) if row.difference else 0.0
-    return float(row.d), float(row.low * unit), float(row.high * unit)
+    told: dict[str, int | None] = {}
+    for control in CONTROLS:
+        verdict = found[f"survives_{control}"]
+        told[control] = int((verdict == SURVIVES).sum()) if verdict.isin([SURVIVES, FAILS]).any() else None
+    return told
+
+
+def survivors_text(found: pd.DataFrame) -> str:
+    """“of these 61 are left at like length, 58 at like position, 40 beyond token identity”; empty if not measured."""
+    names = {"length": "at like length", "position": "at like position", "token": "beyond token identity"}
+    counts = {names[control]: n for control, n in survivors(found).items()}
+    if all(n is None for n in counts.values()):
+        return ""
+    cells = [f"{'not comparable' if n is None else n} {name}" for name, n in counts.items()]
+    return f"of these {', '.join(cells)}"
 
 
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
@@ -120,9 +129,8 @@ def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
     """
     found = []
     for one, other in combinations(final_checkpoints(diff), 2):
-        part = main_part(diff, one)
-        if part is not None and part == main_part(diff, other):
-            both = [(up, down, diff.opposed(up, down, part=part)) for up, down in ((one, other), (other, one))]
+        if diff.main_part(one) and diff.main_part(other):
+            both = [(up, down, diff.opposed(up, down)) for up, down in ((one, other), (other, one))]
             found.append(sorted((item for item in both if len(item[2])), key=lambda item: -len(item[2])))
     found = [both for both in found if both]
     found.sort(

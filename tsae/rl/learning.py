@@ -20,7 +20,7 @@ import torch
 from scipy.sparse.linalg import lsmr
 
 from tsae.diff.result import FeatureDiff
-from tsae.diff.statistics import paired_inference
+from tsae.diff.statistics import Draws, paired_inference
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig
@@ -211,11 +211,11 @@ def _effects(
     table = diff.shifts
     effects = table[(table.kind == "outcome") & (table.checkpoint == info["reader"]) & (table.band == "all")]
     found = effects[effects.q <= config.q]
-    d, n = found.d.to_numpy(), int(diff.contrasts.query("kind == 'outcome' and band == 'all'").n_problems.max() or 0)
-    # Empirical Bayes: the d of all tested features vary by their true spread and by 1/n of sampling.
-    noise = 1 / max(n, 1)
-    spread = max(float(effects.d.var(ddof=0)) - noise, 0.0) if len(effects) else 0.0
-    shrunk = d * (spread / (spread + noise))
+    n = int(diff.contrasts.query("kind == 'outcome' and band == 'all'").n_problems.max() or 0)
+    # Empirical Bayes: the Δ of all tested features vary by their true spread and by their standard errors.
+    noise = float((((effects.delta_high - effects.delta_low) / 4) ** 2).mean()) if len(effects) else 0.0
+    spread = max(float(effects.delta.var(ddof=0)) - noise, 0.0) if len(effects) else 0.0
+    shrunk = found.delta.to_numpy() * (spread / (spread + noise) if spread else 0.0)
     mean = np.asarray(tokens.codes.mean(0)).ravel()
     square = np.asarray(tokens.codes.multiply(tokens.codes).mean(0)).ravel()
     deviation = np.sqrt(np.maximum(square - mean**2, 1e-12))
@@ -249,9 +249,8 @@ def _gated(
     sides = scored.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
     scale = max(float(raw[used].std()), 1e-12)
     differences = (sides[True] - sides[False]).to_numpy()[:, None] / scale
-    inference = paired_inference(
-        differences, n_bootstrap=200, n_permutations=9999, confidence=0.95, seed=credit.config.seed
-    )
+    draws = Draws(n_bootstrap=200, n_permutations=9999, confidence=0.95, seed=credit.config.seed, minimum_effect=0.0)
+    inference = paired_inference(differences, np.ones(1), draws)
     difference, p = float(differences.mean()), float(inference.p[0])
     passed = difference > 0 and p <= credit.config.q
     note = (
