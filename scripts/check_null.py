@@ -10,11 +10,11 @@ random halves within problems, and its outcomes are permuted within problems, --
 is to be expected in at most a twentieth of all contrasts: with every discovery false, the false-discovery rate is the
 chance of any.
 
-With --weights, on the testbed's base and its three runs, with an SAE trained as in the demo: checkpoints of base weights
-and Gaussian noise of 1 %, 10 % and 100 % of each run's update norm, tensor by tensor, --seeds times each. They read the
-base's trajectories (same_trajectories) and sample their own with the base's seed (total). The last line is JSON: ratio,
-the largest share of tested features that 1 % and 10 % noise moves, over runs, seeds and both parts; noise, that share
-for every size and part; real, the features that each run moved in total.
+With --weights, on the testbed's base and its three runs, with an SAE trained as in the demo: checkpoints of base
+weights and Gaussian noise of 1 %, 10 % and 100 % of each run's update norm, tensor by tensor, --seeds times each. They
+read the base's trajectories (same_trajectories) and sample their own with the base's seed (total). The last line is
+JSON: ratio, the largest share of tested features that 1 % and 10 % noise moves, over runs, seeds and both parts; noise,
+that share for every size and part; real, the features that each run moved in total.
 """
 
 from __future__ import annotations
@@ -210,10 +210,9 @@ def changed_weights(options: CheckNull) -> dict[str, Any]:
                 share = SHARES[table.readers.index(contrast.of.checkpoint) - 1]
                 rows.append({"run": checkpoint.run, "seed": number, "share": share, "part": contrast.of.part})
                 rows[-1] |= {"moved": moved, "tested": tested, "ratio": moved / max(tested, 1), "size": size}
+                who = f"{checkpoint.id} + {share:.0%}, {number}"
                 print(
-                    f"{checkpoint.id} + {share:>4.0%}, {number:<4}{contrast.of.part:<20}{moved:>5} of {tested:>4} moved; "
-                    f"median |Δ| {size:.4f}",
-                    flush=True,
+                    f"{who:<22}{contrast.of.part:<20}{moved:>5} of {tested:>4} moved; median |Δ| {size:.4f}", flush=True
                 )
     found = pd.DataFrame(rows)
     largest = found.groupby(["share", "part"]).ratio.max()

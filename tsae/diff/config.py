@@ -39,7 +39,7 @@ class DiffConfig:
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     max_outliers: float = 0.05
-    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. The attention
+    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. Attention
     sinks of language models are about one token a trajectory."""
     noise_draws: int = 3
     """Noisy checkpoints for each checkpoint: the base's weights and Gaussian noise of the norm of its update, tensor by
