@@ -1,5 +1,6 @@
-"""Count discoveries where there is nothing to find: one checkpoint against itself.
+"""Count discoveries where there is nothing to find: one checkpoint against itself, or against itself with noise.
 
+    python scripts/check_null.py --weights
     python scripts/check_null.py --checkpoint MODEL --sae SAE --problems problems.jsonl --to runs/null
     python scripts/check_null.py --checkpoint MODEL --sae SAE --features FEATURES --to runs/null-labels
 
@@ -8,39 +9,64 @@ total shift of again is tested as every other. With --features, what the checkpo
 random halves within problems, and its outcomes are permuted within problems, --repeats times. At q = .05 a discovery
 is to be expected in at most a twentieth of all contrasts: with every discovery false, the false-discovery rate is the
 chance of any.
+
+With --weights, on the testbed's base and its three runs, with an SAE trained as in the demo: checkpoints of base
+weights and Gaussian noise of 1 %, 10 % and 100 % of each run's update norm, tensor by tensor, --seeds times each. They
+read the base's trajectories (same_trajectories) and sample their own with the base's seed (total). The last line is
+JSON: ratio, the largest share of tested features that 1 % and 10 % noise moves, over runs, seeds and both parts; noise,
+that share for every size and part; real, the features that each run moved in total.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import tyro
 
 import tsae
-from tsae.diff.contrasts import Rows, comparisons, draw, shift_comparisons
+from tsae.checkpoints.noise import Update, update_of
+from tsae.demo import DemoConfig
+from tsae.diff.contrasts import Contrast, Rows, comparisons, draw, shift_comparisons
 from tsae.diff.null import null_counts
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
+from tsae.pipeline import claim
+from tsae.provenance import versions, write_json
 from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.problems import read_problems
+from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+
+SHARES = (0.01, 0.1, 1.0)
+LEVEL = 40
 
 
 @dataclass(frozen=True)
 class CheckNull:
     """Count discoveries where there is nothing to find."""
 
-    checkpoint: str
+    checkpoint: str | None = None
     """The model: a folder, a .gguf file or a Hugging Face id."""
-    sae: Path
-    """Folder that `tsae train` wrote."""
-    to: Path
+    sae: Path | None = None
+    """Folder that `tsae train` wrote; with --weights by default one is trained."""
+    to: Path = Path("runs/null")
     """Folder for rollouts, activations and null.json; what is there is not made again."""
-    problems: Path | None = None
-    """JSON lines of id, prompt, answer: answered with different seeds."""
+    problems: int | Path | None = None
+    """JSON lines of id, prompt, answer: answered with different seeds. With --weights, problems of each level; 40 by
+    default."""
+    weights: bool = False
+    """Noise in the weights of the testbed's base."""
+    seed: int = 0
+    """With --weights, of problems, sampling, SAE and noise."""
+    seeds: int = 2
+    """With --weights, noisy checkpoints of every run and size."""
+    samples: int = 6
+    """With --weights, responses per problem and checkpoint."""
     pairs: int = 1
     """Pairs of seeds."""
     features: Path | None = None
@@ -57,8 +83,13 @@ class CheckNull:
 
 def main() -> None:
     options = tyro.cli(CheckNull, description=__doc__)
+    if options.weights:
+        print(json.dumps(changed_weights(options)))
+        return
     if options.problems is None and options.features is None:
-        raise TsaeError("nothing to compare", where="check_null", fix="Give --problems or --features.")
+        raise TsaeError("nothing to compare", where="check_null", fix="Give --weights, --problems or --features.")
+    if options.checkpoint is None or options.sae is None:
+        raise TsaeError("no checkpoint or no SAE", where="check_null", fix="Give --checkpoint and --sae.")
     found: list[dict[str, Any]] = []
     if options.problems is not None:
         for pair in range(options.pairs):
@@ -92,10 +123,9 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     acts = options.to / f"activations-{first}"
     store = tsae.capture(series, rollouts, [sae.site], to=acts, config=tsae.CaptureConfig(plan="own"))
     features = tsae.encode(sae, store)
-    rows = Rows.of(features, options.config)
-    contrast = draw(rows, next(shift_comparisons(features, rows, options.config)), options.config)
-    if contrast.inference is None:
-        raise TsaeError(contrast.note, where="check_null", fix="Give more problems.")
+    contrast = next(drawn_shifts(features, options.config, ("total",)))
+    counted(contrast, options.config)
+    assert contrast.inference is not None
     return {
         "null": "other seed",
         "seeds": list(seeds.values()),
@@ -109,7 +139,7 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
 def sampled(options: CheckNull, checkpoint: tsae.Checkpoint, seed: int) -> tsae.Rollouts:
     path = options.to / f"seed-{seed}.parquet"
     if not path.is_file():
-        assert options.problems is not None
+        assert isinstance(options.problems, Path)
         drawn = tsae.sample(
             checkpoint,
             read_problems(options.problems),
@@ -155,3 +185,117 @@ def relabelled(options: CheckNull) -> list[dict[str, Any]]:
         }
         for of, (mean, any_) in zip(found, counts, strict=True)
     ]
+
+
+def changed_weights(options: CheckNull) -> dict[str, Any]:
+    """What noise in the weights moves, beside what training did."""
+    stamp = {name: getattr(options, name) for name in ("seed", "samples", "sae")}
+    stamp |= {"problems": options.problems or LEVEL, "versions": versions()}
+    claim(options.to, "weights.json", {name: str(value) for name, value in stamp.items()}, "a check")
+    series = tsae.testbed.series().final()
+    sae, features = testbed_features(options, series)
+    config = replace(options.config, seed=options.seed, bands=())
+    real = {}
+    for contrast in drawn_shifts(features, config, ("total",)):
+        moved, tested, size = counted(contrast, config)
+        real[series[contrast.of.checkpoint].run] = moved
+        print(f"{contrast.of.checkpoint:<22}{'total':<20}{moved:>5} of {tested:>4} moved; median |Δ| {size:.4f}")
+    rows: list[dict[str, Any]] = []
+    for checkpoint in list(series)[1:]:
+        update = update_of(checkpoint)
+        for number in range(options.seeds):
+            table = noisy_features(options, series, checkpoint, update, sae, number)
+            for contrast in drawn_shifts(table, config, ("same_trajectories", "total")):
+                moved, tested, size = counted(contrast, config)
+                share = SHARES[table.readers.index(contrast.of.checkpoint) - 1]
+                rows.append({"run": checkpoint.run, "seed": number, "share": share, "part": contrast.of.part})
+                rows[-1] |= {"moved": moved, "tested": tested, "ratio": moved / max(tested, 1), "size": size}
+                who = f"{checkpoint.id} + {share:.0%}, {number}"
+                print(
+                    f"{who:<22}{contrast.of.part:<20}{moved:>5} of {tested:>4} moved; median |Δ| {size:.4f}", flush=True
+                )
+    found = pd.DataFrame(rows)
+    largest = found.groupby(["share", "part"]).ratio.max()
+    result = {
+        "name": "null for changed weights",
+        "ratio": float(largest[largest.index.get_level_values("share") < 1].max()),
+        "noise": {f"{share:.0%}": largest[share].to_dict() for share in SHARES},
+        "real": real,
+        "seed": options.seed,
+        "seeds": options.seeds,
+        "trajectories": len(features.rollouts.where(policy=series.base.id)),
+        "minimum_effect": config.minimum_effect,
+    }
+    write_json(options.to / "null.json", {**result, "rows": rows})
+    return result
+
+
+def testbed_features(options: CheckNull, series: tsae.CheckpointSeries) -> tuple[tsae.TemporalSAE, tsae.FeatureTable]:
+    """An SAE trained as in the demo, and its codes of what the base and the runs sampled."""
+    rollouts = tsae.Rollouts.concat([answers(options, checkpoint, checkpoint.id) for checkpoint in series])
+    folder = options.sae or options.to / "sae"
+    if not (options.to / "features" / "run.json").is_file():
+        store = tsae.capture(series, rollouts, to=options.to / "activations")
+        if options.sae is None:
+            demo = DemoConfig()
+            tsae.train(store, demo.sae, to=folder, training=replace(demo.training, seed=options.seed))
+        tsae.encode(folder, store, to=options.to / "features")
+    return tsae.TemporalSAE.load(folder), tsae.FeatureTable.load(options.to / "features")
+
+
+def noisy_features(
+    options: CheckNull,
+    series: tsae.CheckpointSeries,
+    checkpoint: tsae.Checkpoint,
+    update: Update,
+    sae: tsae.TemporalSAE,
+    number: int,
+) -> tsae.FeatureTable:
+    """What the base with noise of every size reads: the base's trajectories and its own."""
+    folder = options.to / f"{checkpoint.id}-{number}"
+    if (folder / "features.json").is_file():
+        return tsae.FeatureTable.load(folder)
+    seed = 1000 * options.seed + number
+    noisy = [update.noisy(checkpoint, i, share=share, seed=seed) for i, share in enumerate(SHARES, 1)]
+    parts = [answers(options, series.base, series.base.id)]
+    parts += [answers(options, reader, f"{reader.id}-{number}") for reader in noisy]
+    together = tsae.CheckpointSeries((series.base, *noisy))
+    with TemporaryDirectory(dir=options.to) as scratch:
+        store = tsae.capture(
+            together, tsae.Rollouts.concat(parts), [sae.site], to=Path(scratch) / "acts", progress=False
+        )
+        return tsae.encode(sae, store, to=folder, progress=False)
+
+
+def answers(options: CheckNull, checkpoint: tsae.Checkpoint, name: str) -> tsae.Rollouts:
+    """To the testbed's problems; all checkpoints sample with the same seed."""
+    path = options.to / "rollouts" / f"{name}.parquet"
+    if not path.is_file():
+        level = LEVEL if options.problems is None else options.problems
+        assert isinstance(level, int)
+        problems = tsae.testbed.eval_problems(level, seed=options.seed)
+        sampling = tsae.SamplingConfig(
+            n_samples=options.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=options.seed
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tsae.sample(checkpoint, problems, sampling, verify=tsae.testbed.verify, progress=False).write(path)
+    return tsae.Rollouts.read(path)
+
+
+def drawn_shifts(table: tsae.FeatureTable, config: tsae.DiffConfig, parts: tuple[str, ...]) -> Iterator[Contrast]:
+    rows = Rows.of(table, config)
+    for of in shift_comparisons(table, rows, config):
+        if of.part in parts and of.outcome == "all":
+            yield draw(rows, of, config)
+
+
+def counted(contrast: Contrast, config: tsae.DiffConfig) -> tuple[int, int, float]:
+    """Features that moved, features tested, and the median of their |Δ|."""
+    if contrast.inference is None:
+        raise TsaeError(contrast.note, where="check_null", fix="Give more problems.")
+    moved = int((contrast.inference.q <= config.q).sum())
+    return moved, len(contrast.feature), float(np.median(np.abs(contrast.inference.delta)))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import BOS, EOS, feature_table, make_rollouts
+from builders import BOS, EOS, feature_table, make_rollouts, overwrite
 
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
@@ -89,7 +89,7 @@ def test_row_means_against_a_loop(table: FeatureTable, span: Any) -> None:
         picked = []
         for t, token in enumerate([*prompt, *response]):
             inside = span == "all" or (span != "response") == (t < len(prompt))
-            if inside and token not in (BOS, 18, EOS):
+            if inside and (token not in (BOS, 18, EOS) or (span == "last_prompt" and t == len(prompt) - 1)):
                 picked.append(codes[table.row_offsets[row] + t])
         picked = picked[-1:] if span == "last_prompt" else picked
         np.testing.assert_allclose(found[row], np.mean(picked, axis=0), rtol=1e-5, atol=1e-7)
@@ -107,7 +107,7 @@ def test_a_row_without_tokens_of_the_span_has_mean_zero() -> None:
         np.arange(15).reshape(5, 3),
         [("base", np.array([0, 1]))],
     )
-    assert special.row_means("last_prompt").toarray().tolist() == [[0, 0, 0], [6, 7, 8]]
+    assert special.row_means("last_prompt").toarray().tolist() == [[0, 1, 2], [9, 10, 11]]
 
 
 def test_rows_are_of_a_reader_and_a_policy(table: FeatureTable) -> None:
@@ -281,3 +281,78 @@ def test_top_contexts_are_the_strongest_of_different_problems(annotated: Feature
 def test_contexts_of_one_reader(table: FeatureTable) -> None:
     feature = int(np.asarray(table.codes.sum(0)).argmax())
     assert {c.reader for c in top_contexts(table, feature, n=10, reader="easy-10")} == {"easy-10"}
+
+
+@pytest.fixture(scope="module")
+def many(series: Any, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """Forty problems, four responses of base and of the run to each."""
+    import tsae
+
+    rollouts = make_rollouts(("base", "easy-10"), n_problems=40, n_samples=4, seed=3, tokenizer=fingerprint)
+    return tsae.capture(series, rollouts, [SITE], to=tmp_path_factory.mktemp("many") / "acts", progress=False)
+
+
+def spiked(store: ActivationStore, folder: Path, factor: float, share: float = 0.005) -> ActivationStore:
+    """A copy of a store in which a share of all tokens is multiplied."""
+    copy = ActivationStore(shutil.copytree(store.path, folder))
+    for number, shard in enumerate(copy.shards()):
+        values = np.array(shard.read(SITE, slice(None)))
+        tokens = np.random.default_rng(number).permutation(len(values))[: round(share * len(values))]
+        values[tokens] *= factor
+        overwrite(shard, SITE, values)
+    return copy
+
+
+def limited(sae: TemporalSAE, store: ActivationStore, above: float = 3.0) -> TemporalSAE:
+    """The SAE, with an outlier limit of some times the largest norm in a store."""
+    largest = max(float(shard.norms(SITE).max()) for shard in store.shards())
+    made = TemporalSAE(16, sae.config, site=SITE, training={"norms": {"limit": above * largest}})
+    made.load_state_dict(sae.state_dict())
+    return made.requires_grad_(False)
+
+
+def test_outliers_change_no_discovery(sae: TemporalSAE, many: ActivationStore, tmp_path: Path) -> None:
+    """Half a percent of tokens times 100: left out of training, evaluation and edits, so of all means too."""
+    import tsae
+
+    sae = limited(sae, many)
+    config = tsae.DiffConfig(n_bootstrap=100, n_permutations=2000)
+    diffs = []
+    for factor in (1, 100, 10_000):
+        store = many if factor == 1 else spiked(many, tmp_path / str(factor), factor)
+        diffs.append(tsae.feature_diff(encode(sae, store, progress=False), config, progress=False))
+    keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+    both = diffs[0].shifts.merge(diffs[1].shifts, on=keys, suffixes=("", "_spiked"))
+    found, spoilt = both.q <= diffs[0].q, both.q_spiked <= diffs[0].q
+    assert found.sum() > 60
+    # Half a percent fewer tokens move a q-value that lies at the limit.
+    assert (found != spoilt).sum() <= 0.05 * found.sum()
+    # How large outliers are makes no difference at all.
+    assert diffs[1].shifts.equals(diffs[2].shifts)
+    assert diffs[1].features.equals(diffs[2].features)
+
+
+def test_outliers_are_marked_without_codes_and_their_share_is_known(
+    sae: TemporalSAE, many: ActivationStore, tmp_path: Path
+) -> None:
+    import tsae
+
+    store = spiked(many, tmp_path / "acts", 100, share=0.06)
+    table = encode(limited(sae, many), store, to=tmp_path / "features", progress=False)
+    ids = np.concatenate([shard.token_ids for shard in store.shards()])
+    special = np.isin(ids, sorted(store.special_ids))
+    assert table.outlier.mean() == pytest.approx(0.06, abs=1e-3)
+    assert table.codes[np.flatnonzero(table.outlier)].nnz == 0
+    for span in ("all", "response", "prompt", "last_prompt"):
+        assert not (table.span_mask(span) & table.outlier).any()
+    for number, record in enumerate(table.info["readers"]):
+        mine = (table.reader[table.row_of_token] == number) & ~special
+        assert record["outlier_share"] == pytest.approx(table.outlier[mine].mean())
+        assert record["n_tokens"] == (~table.outlier[mine]).sum()
+    loaded = FeatureTable.load(tmp_path / "features")
+    np.testing.assert_array_equal(loaded.outlier, table.outlier)
+    quick = {"n_bootstrap": 100, "n_permutations": 100}
+    for allowed, flagged in ((0.05, True), (0.2, False)):
+        config = tsae.DiffConfig(max_outliers=allowed, min_fve=1e-9, **quick)
+        readers = tsae.feature_diff(table, config, progress=False).info["readers"]
+        assert all(reader["flagged"] == (flagged or reader["fve"] < 1e-9) for reader in readers)

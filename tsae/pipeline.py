@@ -84,6 +84,7 @@ def analyse(
     from tsae.diff.baselines import baselines
     from tsae.features.logits import logit_effects
     from tsae.report import write_report
+    from tsae.report.noise import noise_lines
     from tsae.sae.evaluation import Evaluation
 
     store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)
@@ -136,12 +137,17 @@ def analyse(
             progress=progress,
         )
         diff = replace(diff, baselines=baselines(features, store, diffing))
+        diff = diff.with_noise(
+            tsae.noise_null(series, sae, features, diffing, capturing=capturing, scratch=to / "diff", progress=progress)
+        )
         try:
             diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
         except TsaeError as error:
             diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
         diff.save(to / "diff")
     say("diff", _drawn(diff))
+    if diff.info.get("noise"):
+        say("noise", "; ".join(noise_lines(diff.info["noise"])))
 
     report = to / "report.html"
     if not report.is_file():

@@ -110,7 +110,7 @@ class Shard:
         return mapped(self.path, "logprob")
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
-        """(n_tokens,) bool: tokens of the prompt, the response or both; special tokens never count."""
+        """(n_tokens,) bool: tokens of a span; see `span_mask`."""
         prompt_lengths = rollouts.lengths("prompt_ids")[self.trajectory]
         return span_mask(self.token_ids, self.offsets, prompt_lengths, span, special_ids)
 
@@ -122,25 +122,26 @@ def span_mask(
     span: TokenSpan,
     special_ids: Collection[int],
 ) -> np.ndarray:
-    """(n_tokens,) bool: tokens of a span; special tokens never count.
+    """(n_tokens,) bool: tokens of a span; special tokens never count, but as the last of a prompt.
+
+    The first token of the response is drawn from the prompt's last token, and chat templates may end in a special one.
 
     Args:
         token_ids: (n_tokens,) of whole trajectories after one another.
         offsets: (n_trajectories + 1,) where each begins.
         prompt_lengths: (n_trajectories,) tokens of each prompt.
-        span: response, prompt, last_prompt (the last token of the prompt that is not special) or all.
+        span: response, prompt, last_prompt (the last token before the response, whichever it is) or all.
         special_ids: token ids that never count.
     """
+    if span == "last_prompt":
+        last = np.zeros(len(token_ids), dtype=bool)
+        last[(offsets[:-1] + prompt_lengths - 1)[prompt_lengths > 0]] = True
+        return last
     lengths = np.diff(offsets)
     position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
     in_prompt = position < np.repeat(prompt_lengths, lengths)
     wanted = np.ones_like(in_prompt) if span == "all" else ~in_prompt if span == "response" else in_prompt
-    counted = wanted & ~np.isin(token_ids, list(special_ids))
-    if span == "last_prompt":
-        row, place = np.repeat(np.arange(len(lengths)), lengths)[counted], np.flatnonzero(counted)
-        counted = np.zeros_like(counted)
-        counted[place[np.append(row[1:] != row[:-1], True)[: len(row)]]] = True
-    return counted
+    return wanted & ~np.isin(token_ids, list(special_ids))
 
 
 class ActivationStore(Source):

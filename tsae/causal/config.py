@@ -25,7 +25,7 @@ class InterventionConfig:
     tokens: Where = "predicting"
     """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
     takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
-    are never edited."""
+    are never edited, except the last token, which some chat templates end in."""
     n_random: int = 5
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude."""
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"

@@ -60,11 +60,9 @@ def _edited(features: FeatureTable, response: np.ndarray, tokens: Where) -> np.n
     """(n_tokens,) bool: what an intervention on these tokens would edit."""
     if tokens == "response":
         return response.copy()
+    last = features.span_mask("last_prompt")
     if tokens == "all":
-        return features.span_mask("all")
-    last = np.zeros_like(response)
-    last[features.row_offsets[:-1] + features.rollouts.lengths("prompt_ids")[features.trajectory] - 1] = True
-    last &= features.span_mask("prompt")
+        return features.span_mask("all") | last
     return last if tokens == "first" else last | response
 
 
@@ -120,7 +118,9 @@ def matched_features(
     return sets
 
 
-def mean_difference(store: ActivationStore, site: str, up: str, down: str) -> torch.Tensor:
+def mean_difference(
+    store: ActivationStore, site: str, up: str, down: str, *, norm_limit: float | None = None
+) -> torch.Tensor:
     """The unit direction from what one reader computes on its own responses to what another does on its own.
 
     Args:
@@ -128,6 +128,7 @@ def mean_difference(store: ActivationStore, site: str, up: str, down: str) -> to
         site: where.
         up: reader that the direction points to.
         down: reader that it points from.
+        norm_limit: tokens beyond this norm do not count; that of an SAE is its `norm_limit`.
 
     Returns:
         (d_model,) mean over `up`'s response tokens − mean over `down`'s, scaled to norm 1.
@@ -146,6 +147,8 @@ def mean_difference(store: ActivationStore, site: str, up: str, down: str) -> to
             of_response = span_mask(
                 shard.token_ids, shard.offsets, prompts[shard.trajectory], "response", store.special_ids
             )
+            if norm_limit is not None:
+                own &= shard.norms(site) <= norm_limit
             rows = np.flatnonzero(own & of_response)
             if len(rows):
                 total += shard.read(site, rows).sum(0, dtype=np.float64)

@@ -55,9 +55,7 @@ class FeatureEdit:
     def change(self, hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """(B, T, d_model) edited at `where` (B, T), except tokens beyond the norm limit of the SAE's training."""
         x = hidden.float()
-        limit = self.sae.norm_limit
-        if limit is not None:
-            where = where & (x.norm(dim=-1) <= limit)
+        where = where & ~self.sae.outliers(x)
         edited = hidden.clone()
         picked = x[where]
         edited[where] = (picked + self.delta(picked)).to(hidden.dtype)
@@ -74,11 +72,13 @@ class FeatureEdit:
         Args:
             rewriting: gives a model's way of rewriting its residual stream.
             tokens: see `InterventionConfig.tokens`.
-            special_ids: prompt tokens that are never edited.
+            special_ids: prompt tokens that are never edited, but as the prompt's last, from which the first token of
+                the response is drawn.
         """
 
         def around(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> AbstractContextManager[None]:
             where = mask.bool() & ~torch.isin(ids, ids.new_tensor(special_ids))
+            where[:, -1] = mask[:, -1].bool()
             if tokens in ("predicting", "first"):
                 where[:, :-1] = False  # Prompts are padded on the left.
             elif tokens == "response":

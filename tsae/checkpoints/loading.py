@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +43,21 @@ class ModelLoader:
         """A causal LM in evaluation mode, without gradients; nothing of its weights is folded, centred or merged.
 
         A local path is read without any network call; a Hugging Face id goes through the local cache first. An
-        adapter gives its base's own class, with the adapter's modules in place.
+        adapter gives its base's own class, with the adapter's modules in place. Noise is added to a copy that the next
+        call does not take up again.
 
         Raises:
             TsaeError: where there are no weights, only a pickle, the weights do not fit the configuration, or an
                 adapter is of another base.
         """
         from tsae.checkpoints.adapters import base_of, put_on
+        from tsae.checkpoints.noise import add_noise
 
+        if checkpoint.noise is not None:
+            noisy = self.load(replace(checkpoint, noise=None))
+            self._loaded = None  # What is in memory are no longer the weights of the file.
+            add_noise(noisy, checkpoint.noise)
+            return noisy
         folder = folder_of(checkpoint)
         if is_gguf(folder) or not is_adapter(folder):
             return self._whole(checkpoint, folder)
@@ -157,10 +165,11 @@ def weights_fingerprint(checkpoint: Checkpoint) -> str:
     """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each.
 
     Reading 140 GB to name a checkpoint would cost more than capturing from it; training changes every tensor, so
-    that both ends of a file change with it. For an adapter, its configuration and its base count too.
+    that both ends of a file change with it. For an adapter, its configuration and its base count too; so does
+    noise.
     """
     folder = folder_of(checkpoint)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())
     if is_gguf(folder):
         files = [folder]
     elif is_adapter(folder):

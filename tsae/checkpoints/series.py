@@ -25,6 +25,8 @@ from tsae.errors import TsaeError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tsae.checkpoints.noise import Noise
+
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 
 
@@ -46,6 +48,8 @@ class Checkpoint:
     """Branch, tag or commit, where path is a Hugging Face id."""
     subfolder: str | None = None
     """Folder inside path."""
+    noise: Noise | None = field(default=None, repr=False)
+    """Added to the weights that lie at the path; see `tsae.checkpoints.noise`. It is in no file of a series."""
     base: Checkpoint | None = field(default=None, compare=False, repr=False)
     """The base of the series that it is in, which an adapter is put on; the series sets it."""
 
@@ -180,8 +184,15 @@ class CheckpointSeries:
         return replace(self, checkpoints=tuple(c for c in self.checkpoints if c.is_base or c.id in ids))
 
     def save(self, folder: str | Path) -> Path:
-        """Write series.json into the folder; paths below the folder are written relative to it."""
+        """Write series.json into the folder; paths below the folder are written relative to it.
+
+        Raises:
+            TsaeError: where weights have noise, which no file holds.
+        """
         folder = Path(folder)
+        noisy = [checkpoint.id for checkpoint in self.checkpoints if checkpoint.noise is not None]
+        if noisy:
+            raise TsaeError(f"{noisy[0]} has noise in its weights, which series.json cannot name", where=folder)
         records = []
         for checkpoint in self.checkpoints:
             record = asdict(replace(checkpoint, base=None))
@@ -242,7 +253,7 @@ class CheckpointSeries:
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             records = content["checkpoints"]
             checkpoints = []
-            fields = set(Checkpoint.__dataclass_fields__) - {"base"}
+            fields = set(Checkpoint.__dataclass_fields__) - {"base", "noise"}
             for record in records:
                 checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in fields})
                 local = (file.parent / checkpoint.path).resolve()

@@ -43,13 +43,16 @@ class Diff:
     """Of every checkpoint and of the base's outcome effects this many of the clearest discoveries: does inserting a
     feature's top tokens elsewhere fire it? Runs the models: give --series and --sae."""
     series: tuple[str, ...] = ()
-    """Folder of checkpoints, or several checkpoints, the base first, for --insertion."""
+    """Folder of checkpoints, or several checkpoints, the base first. With --sae, noise as large as each update is read
+    too (--noise-draws): what moves where nothing was learnt. --insertion needs both."""
+    device: str = "cpu"
+    """Torch device that reads with noise: cpu, cuda, cuda:1, …"""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
     sae: Path | None = None
-    """The SAE's folder, for --insertion; with --tokenizer's checkpoint it says which next tokens features promote."""
+    """The SAE's folder, for --series; with --tokenizer's checkpoint it says which next tokens features promote."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -63,6 +66,7 @@ class Diff:
         from tsae.features.annotations import find_annotator
         from tsae.features.logits import logit_effects
         from tsae.report.findings import findings_content
+        from tsae.report.noise import NOT_RUN, noise_lines
         from tsae.report.terminal import baseline_text, insertion_text, print_findings
 
         if self.insertion and not (self.series and self.sae):
@@ -72,8 +76,15 @@ class Diff:
         logits = None
         if self.sae is not None and base is not None and strings is not None:
             logits = logit_effects(tsae.TemporalSAE.load(self.sae), base, strings)
-        elif self.sae is not None and not self.insertion:
-            raise TsaeError("needs the checkpoint whose unembedding is read", where="--sae", fix="Give --tokenizer.")
+        elif self.sae is not None and not self.series:
+            raise TsaeError(
+                "needs checkpoints: one whose unembedding is read, or those that read with noise",
+                where="--sae",
+                fix="Give --tokenizer, or --series.",
+            )
+        if self.series and self.sae is None:
+            raise TsaeError("names checkpoints, of which nothing is read", where="--series", fix="Give --sae too.")
+        series = load_series(*self.series) if self.series else None
         annotator = None if self.annotator is None else find_annotator(self.annotator)
         features = tsae.FeatureTable.load(self.features)
         families = find_families(self.annotator) if self.families else None
@@ -88,16 +99,25 @@ class Diff:
             logits=logits,
             steps=self.steps,
         )
+        if series is not None and self.sae is not None:
+            reading = tsae.CaptureConfig(device=self.device)
+            diff = diff.with_noise(
+                tsae.noise_null(series, self.sae, features, self.config, capturing=reading, scratch=self.to)
+            )
         with as_json(self.json) as write:
             content = findings_content(diff)
             print_findings(diff)
+            if self.config.noise_draws:
+                lines = noise_lines(diff.info["noise"]) if series is not None else [NOT_RUN]
+                print("\n" + "\n".join(lines))
+            content["noise"] = diff.info.get("noise")
             if self.store is not None:
                 found = baselines(features, self.store, self.config)
                 print(f"\n{baseline_text(found)}")
                 diff = replace(diff, baselines=found)
                 content["baselines"] = found
-            if self.sae is not None and self.insertion:
-                inserted = insert_discoveries(diff, load_series(*self.series), self.sae, features, self.insertion)
+            if self.sae is not None and series is not None and self.insertion:
+                inserted = insert_discoveries(diff, series, self.sae, features, self.insertion)
                 print(f"\n{insertion_text(inserted, strings)}")
                 diff = replace(diff, insertion=inserted)
                 content["insertion"] = inserted
@@ -173,7 +193,9 @@ class Causal:
         if self.store is not None:
             if self.raised is None or self.lowered is None:
                 raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
-            direction = mean_difference(tsae.ActivationStore(self.store), sae.site, self.raised, self.lowered)
+            direction = mean_difference(
+                tsae.ActivationStore(self.store), sae.site, self.raised, self.lowered, norm_limit=sae.norm_limit
+            )
         found = tsae.intervene(
             load_series(*self.series)[self.checkpoint],
             sae,

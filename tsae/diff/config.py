@@ -39,6 +39,14 @@ class DiffConfig:
     no p-value is below 2 / 2^8 = .008."""
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
+    max_outliers: float = 0.05
+    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. Attention
+    sinks of language models are about one token a trajectory."""
+    noise_draws: int = 3
+    """Noisy checkpoints for each checkpoint: the base's weights and Gaussian noise of the norm of its update, tensor by
+    tensor (`tsae.noise_null`). 0 leaves this null out."""
+    noise_problems: int = 60
+    """Problems whose trajectories noisy checkpoints read, at most, as many from every band."""
     seed: int = 0
     """Seed of the bootstrap and the permutations."""
     threads: int = 2
@@ -56,6 +64,10 @@ class DiffConfig:
             raise TsaeError(f"minimum_effect={self.minimum_effect} must be at least 0", where="DiffConfig")
         if self.min_problems < 2:
             raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
+        if not 0 <= self.max_outliers <= 1:
+            raise TsaeError(f"max_outliers={self.max_outliers} must be a share, 0 to 1", where="DiffConfig")
+        if self.noise_draws < 0:
+            raise TsaeError(f"noise_draws={self.noise_draws} must not be negative", where="DiffConfig")
         if self.threads < 1:
             raise TsaeError(f"threads={self.threads} must be at least 1", where="DiffConfig")
 

@@ -131,7 +131,7 @@ class Forward:
     def _means(
         self, x: torch.Tensor, ids: torch.Tensor, response: torch.Tensor, columns: torch.Tensor, special: list[int]
     ) -> torch.Tensor:
-        """(B, n_features) mean activation over the response, special tokens aside; differentiable in x."""
+        """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
         import torch
 
         x = x.to(self.sae.W_enc.dtype)
@@ -140,6 +140,7 @@ class Forward:
         linear = x @ self.sae.W_enc[:, columns].detach()
         codes = codes + (codes > 0) * (linear - linear.detach())
         counted = response & ~torch.isin(ids, torch.as_tensor(special, device=ids.device))
+        counted = counted & ~self.sae.outliers(x.detach())
         total = (codes * counted[..., None]).sum(1)
         return total / counted.sum(1).clamp_min(1)[:, None]
 

@@ -144,9 +144,14 @@ def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> Featu
 
 
 def _flagged(features: FeatureTable, config: DiffConfig) -> list[dict[str, Any]]:
-    """The readers, and whether the SAE reconstructs them badly."""
+    """The readers, and whether the SAE reconstructs them badly or leaves out many of their tokens."""
     return [
-        {**reader, "flagged": reader["fve"] is None or reader["fve"] < config.min_fve}
+        {
+            **reader,
+            "flagged": reader["fve"] is None
+            or reader["fve"] < config.min_fve
+            or reader.get("outlier_share", 0) > config.max_outliers,
+        }
         for reader in features.info["readers"]
     ]
 

@@ -19,6 +19,7 @@ from tsae.errors import TsaeError
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
+    from tsae.diff.noise import NoiseNull
     from tsae.diff.reinforcement import Reinforcement
     from tsae.features.table import FeatureTable
     from tsae.report.passages import Feature
@@ -34,6 +35,7 @@ _OPTIONAL = (
     "insertion",
     "reinforcement",
     "predicted",
+    "noise",
 )  # files where known
 
 
@@ -99,9 +101,12 @@ class FeatureDiff:
     """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
     predicted: pd.DataFrame | None = None
     """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
+    noise: pd.DataFrame | None = None
+    """See `tsae.diff.noise.NoiseNull`'s table; set by `with_noise`."""
     info: dict[str, Any] = field(default_factory=dict)
     """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands,
-    tokens; steps, the readers of the dynamics, and why a run has none."""
+    tokens; steps, the readers of the dynamics, and why a run has none; noise, by checkpoint what
+    `tsae.diff.noise.NoiseNull` found, where that null was run."""
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
@@ -290,6 +295,10 @@ class FeatureDiff:
             TsaeError: where that is of other rollouts.
         """
         return replace(self, reinforcement=found.table, predicted=found.compare(self))
+
+    def with_noise(self, found: NoiseNull) -> FeatureDiff:
+        """The diff with its null for changed weights: what noise as large as each update moves."""
+        return replace(self, noise=found.table, info={**self.info, "noise": found.info})
 
     def _repr_html_(self) -> str:
         from tsae.report.cards import card

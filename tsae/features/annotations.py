@@ -44,6 +44,8 @@ class TokenClasses:
 def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings: Sequence[str]) -> TokenClasses:
     """Apply an annotator to every trajectory; prompt tokens and special tokens get classes of their own.
 
+    Outliers, which count as little as special tokens do, have the class of these.
+
     Args:
         features: the table.
         annotator: called once a trajectory.
@@ -67,7 +69,7 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
                 )
             by_trajectory[trajectory] = np.array([names.setdefault(c, len(names)) for c in classes], dtype=np.int32)
         code[start:stop] = by_trajectory[trajectory]
-    code[np.isin(features.token_ids, features.info["special_ids"])] = 1
+    code[~features.span_mask("all")] = 1
     return TokenClasses(list(names), code)
 
 

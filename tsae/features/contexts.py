@@ -19,7 +19,7 @@ class Context:
     token_ids: np.ndarray
     """(n,) of prompt and response."""
     activations: np.ndarray
-    """(n,) of the feature; 0 on special tokens, which never count."""
+    """(n,) of the feature; 0 on special tokens and outliers, which never count."""
     n_prompt: int
     """Tokens of the prompt, which come first."""
     outcome: str
@@ -63,7 +63,7 @@ def context(features: FeatureTable, feature: int, row: int) -> Context:
     trajectory = int(features.trajectory[row])
     record = features.rollouts.table.select(["outcome", "policy", "problem_id"]).slice(trajectory, 1).to_pylist()[0]
     ids = features.token_ids[span]
-    counted = ~np.isin(ids, list(features.info["special_ids"]))
+    counted = ~np.isin(ids, list(features.info["special_ids"]))  # Outliers have no codes.
     return Context(
         reader=features.readers[features.reader[row]],
         trajectory=trajectory,

@@ -29,6 +29,10 @@ def encode(
 ) -> FeatureTable:
     """Sparse codes of everything in a store, or in a subset of it.
 
+    Tokens beyond the norm limit of the SAE's training have none: the SAE never saw such tokens, and one of them may
+    outweigh a thousand others in a mean. `FeatureTable.outlier` marks them; outlier_share is their part of a reader's
+    tokens.
+
     Of a store with token statistics the table's rollouts have the behaviour entropy.
 
     Args:
@@ -49,22 +53,23 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    limit = np.inf if sae.norm_limit is None else sae.norm_limit
     parts: list[sp.csr_array] = []
-    token_ids, lengths, readers, trajectories = [], [], [], []
+    token_ids, lengths, readers, trajectories, outliers = [], [], [], [], []
     records: list[dict[str, Any]] = []
     total = sum(int(np.diff(shard.offsets)[store.rows[shard.trajectory]].sum()) for shard in store.shards())
     if total == 0:
         raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
     with tqdm(total=total, desc="encode", unit="token", unit_scale=True, disable=not progress) as bar:
         for number, reader in enumerate(store.readers):
-            quality = _Reconstruction(sae.d_model, limit)
+            quality = _Reconstruction(sae.d_model)
             for shard in store.shards(reader):
                 kept = store.rows[shard.trajectory]
                 tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
                 for low in range(0, len(tokens), batch_tokens):
                     index = tokens[low : low + batch_tokens]
-                    parts.append(_encode_batch(sae, shard, index, store, quality))
+                    codes, beyond = _encode_batch(sae, shard, index, store, quality)
+                    parts.append(codes)
+                    outliers.append(beyond)
                     bar.update(len(index))
                 token_ids.append(shard.token_ids[tokens])
                 lengths.append(np.diff(shard.offsets)[kept])
@@ -90,6 +95,7 @@ def encode(
             "readers": records,
             "special_ids": sorted(store.special_ids),
         },
+        outlier=np.concatenate(outliers),
         stability=stability,
     )
     if to is not None:
@@ -103,41 +109,48 @@ def encode(
 
 
 class _Reconstruction:
-    """FVE and L0 of one reader over its non-special tokens below the outlier limit."""
+    """FVE and L0 of one reader over its non-special tokens below the outlier limit, and the share beyond it."""
 
-    def __init__(self, d_model: int, limit: float) -> None:
-        self.limit = limit
-        self.n, self.active, self.error, self.square = 0, 0, 0.0, 0.0
+    def __init__(self, d_model: int) -> None:
+        self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
         self.total = torch.zeros(d_model, dtype=torch.float64)
 
-    def add(self, x: torch.Tensor, x_hat: torch.Tensor, codes: torch.Tensor, counted: torch.Tensor) -> None:
-        counted = counted & (x.norm(dim=1) <= self.limit)
-        x, x_hat = x[counted].double(), x_hat[counted].double()
+    def add(self, x: torch.Tensor, x_hat: torch.Tensor, codes: torch.Tensor, beyond: int) -> None:
+        """Tokens that count, and how many more are beyond the limit."""
+        x, x_hat = x.double(), x_hat.double()
         self.n += len(x)
-        self.active += int((codes[counted] > 0).sum())
+        self.n_beyond += beyond
+        self.active += int((codes > 0).sum())
         self.error += (x - x_hat).pow(2).sum().item()
         self.square += x.pow(2).sum().item()
         self.total += x.sum(0)
 
     def summary(self) -> dict[str, float | int | None]:
+        share = self.n_beyond / max(self.n + self.n_beyond, 1)
         if self.n == 0:
-            return {"n_tokens": 0, "fve": None, "l0": None}
+            return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
         variance = self.square - self.total.pow(2).sum().item() / self.n
-        return {"n_tokens": self.n, "fve": 1 - self.error / max(variance, 1e-12), "l0": self.active / self.n}
+        fve = 1 - self.error / max(variance, 1e-12)
+        return {"n_tokens": self.n, "fve": fve, "l0": self.active / self.n, "outlier_share": share}
 
 
 @torch.no_grad()
 def _encode_batch(
     sae: TemporalSAE, shard: Shard, index: np.ndarray, store: ActivationStore, quality: _Reconstruction
-) -> sp.csr_array:
+) -> tuple[sp.csr_array, np.ndarray]:
+    """Codes of some tokens, and which of these are outliers, without codes."""
     x = torch.from_numpy(shard.read(sae.site, index))
+    beyond = sae.outliers(x)
     codes = sae.encode(x.to(sae.W_dec.device))
-    special = np.isin(shard.token_ids[index], list(store.special_ids))
-    quality.add(x, sae.decode(codes).cpu(), codes.cpu(), torch.from_numpy(~special))
-    codes = codes.cpu()
+    codes[beyond] = 0
+    x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
+    special = torch.from_numpy(np.isin(shard.token_ids[index], list(store.special_ids)))
+    counted = ~special & ~beyond
+    quality.add(x[counted], x_hat[counted], codes[counted], int((beyond & ~special).sum()))
     row, column = codes.nonzero(as_tuple=True)
     offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
-    return sp.csr_array(
+    found = sp.csr_array(
         (codes[row, column].numpy(), column.numpy().astype(np.int32), offsets),
         shape=(len(codes), sae.config.d_sae),
     )
+    return found, beyond.numpy()

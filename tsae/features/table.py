@@ -4,7 +4,7 @@ One folder::
 
     features/
       features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
-                         /token_ids (n_tokens,), /row_offsets (n_rows + 1,), /reader (n_rows,), /trajectory (n_rows,)
+                         /token_ids, /outlier (n_tokens,), /row_offsets (n_rows + 1,), /reader, /trajectory (n_rows,)
       features.json      SAE, readers with their reconstruction, special ids
       stability.json     which features other seeds find again, where that was known of the SAE
       rollouts.parquet   the Rollouts table that /trajectory refers to
@@ -32,7 +32,7 @@ from tsae.sae.stability import Stability
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
 
-_ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory")
+_ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory", "outlier")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class FeatureTable:
     """(n_rows,) row ids into `rollouts`."""
     rollouts: Rollouts
     info: dict[str, Any] = field(default_factory=dict)
-    """sae (config, site), readers (id, run, step, trained_on, reconstruction), special_ids."""
+    """sae (config, site), readers (id, run, step, trained_on, reconstruction, outlier_share), special_ids."""
+    outlier: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so that they
+    have no codes and do not count. Empty where none is known."""
     origin: str = "features"
     """The folder it was read from; named in error messages."""
     stability: Stability | None = None
@@ -136,9 +139,10 @@ class FeatureTable:
         return np.repeat(np.arange(self.n_rows), np.diff(self.row_offsets))
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
-        """(n_tokens,) bool: tokens of the response, the prompt or both; special tokens never count."""
+        """(n_tokens,) bool: tokens of a span. Outliers never count, special tokens only as last_prompt."""
         prompt_lengths = self.rollouts.lengths("prompt_ids")[self.trajectory]
-        return span_mask(self.token_ids, self.row_offsets, prompt_lengths, span, self.info["special_ids"])
+        mask = span_mask(self.token_ids, self.row_offsets, prompt_lengths, span, self.info["special_ids"])
+        return mask & ~self.outlier if len(self.outlier) else mask
 
     def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
         """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""
@@ -174,6 +178,7 @@ class FeatureTable:
             "offsets": self.codes.indptr.astype(np.int64),
             **{name: getattr(self, name) for name in _ARRAYS[3:]},
         }
+        arrays["outlier"] = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
         with h5py.File(folder / "features.h5", "w", libver="latest") as file:
             for name, array in arrays.items():
                 file.create_dataset(name, data=array)

@@ -104,7 +104,8 @@ class FeatureCredit:
         for low in range(0, len(ids), at_once):
             part = slice(low, low + at_once)
             read, predicted = self.reader.read_and_predict(ids[part], mask[part])
-            codes = self.sae.encode(read[self.sae.site][:, start:].float())
+            x = read[self.sae.site][:, start:].float()
+            codes = self.sae.encode(x).masked_fill(self.sae.outliers(x)[..., None], 0)  # as in a FeatureTable
             written = batch["completion_ids"][part].to(codes.device)
             found.append(self.credit.token_credit(codes, written, predicted.logprob[:, start + 1 :].to(codes.device)))
         return torch.cat(found).to(batch["completion_ids"].device)

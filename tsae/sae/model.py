@@ -87,6 +87,12 @@ class TemporalSAE(torch.nn.Module):
         limit = self.training_info.get("norms", {}).get("limit")
         return None if limit is None else float(limit)
 
+    def outliers(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, d_model) -> (…) bool: tokens beyond `norm_limit`, of which the SAE saw none and can say nothing."""
+        limit = self.norm_limit
+        norm = x.norm(dim=-1)
+        return torch.zeros_like(norm, dtype=torch.bool) if limit is None else norm > limit
+
     @torch.no_grad()
     def initialize(self, bias: torch.Tensor, generator: torch.Generator) -> None:
         """Random unit decoder rows, the encoder their transpose, and the given decoder bias (d_model,)."""
