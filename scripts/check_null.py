@@ -155,3 +155,7 @@ def relabelled(options: CheckNull) -> list[dict[str, Any]]:
         }
         for of, (mean, any_) in zip(found, counts, strict=True)
     ]
+
+
+if __name__ == "__main__":
+    main()
