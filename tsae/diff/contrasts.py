@@ -78,7 +78,7 @@ class Scale(NamedTuple):
     deviation: np.ndarray
     """(n_features,) standard deviation over base trajectories; where silent, pooled with the checkpoint's."""
     silent: np.ndarray
-    """(n_features,) bool: active in fewer than min_problems problems at base."""
+    """(n_features,) bool: at base active in fewer than min_problems problems, or the same in all trajectories."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _scales(rows: Rows, readers: list[str], config: DiffConfig) -> dict[str, Sca
     base = own[readers[0]]
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
-    silent, variance = active < config.min_problems, {r: _variance(rows.values[own[r]]) for r in readers}
+    variance = {r: _variance(rows.values[own[r]]) for r in readers}
+    silent = (active < config.min_problems) | (variance[readers[0]] == 0)
     found = {}
     for reader in readers:
         freedom = [max(len(own[r]) - 1, 0) for r in (readers[0], reader)]

@@ -67,8 +67,8 @@ class FeatureDiff:
     p, q            of the null |Δ| ≤ minimum_effect; q is Benjamini–Hochberg (or -Yekutieli) over the contrast's
                     features
     p_differs, q_differs  of the null Δ = 0: whether there is any difference, of whatever size
-    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems):
-                    Δ is then in its deviation over the trajectories of base and checkpoint
+    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems, or
+                    the same in all trajectories): Δ is then in its deviation within base and checkpoint
     auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
     """
     contrasts: pd.DataFrame

@@ -332,7 +332,7 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
     for kind, what in names.items():
         mine = whole[whole.kind == kind]
         if len(mine):
-            worst = mine.loc[mine.n_null.idxmax()]
+            worst = mine.iloc[mine.n_null.argmax()]
             clauses.append(f"{what}: at most {number_of(worst.n_null)} of {int(worst.n_tested)}")
     repeats = diff.info.get("null_repeats", 0)
     told = "Discoveries where there is nothing to find, on the same rows and by the same test (mean of"

@@ -83,7 +83,12 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
 def _controls_text(diff: FeatureDiff) -> str:
     if diff.confounds.empty:
         return "Not measured."
-    return " ".join(survival_sentences(diff)) or "Nothing was discovered."
+    if told := " ".join(survival_sentences(diff)):
+        return told
+    main = [len(diff.main_shift(run, discoveries=True)) for run in views.final_checkpoints(diff)]
+    if any(main):
+        return "Both sides of every shift found here read the same text, which no control can tell apart."
+    return "Nothing was found to control."
 
 
 def _causality_text(diff: FeatureDiff) -> str:
