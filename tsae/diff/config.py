@@ -34,8 +34,9 @@ class DiffConfig:
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
     """q-values over the features of a contrast: Benjamini–Hochberg, or Benjamini–Yekutieli (any dependence)."""
-    min_problems: int = 5
-    """A contrast with fewer problems is refused; a feature active in fewer problems of a contrast is not tested."""
+    min_problems: int = 8
+    """A contrast with fewer problems is refused; a feature active in fewer problems of a contrast is not tested. With 8
+    no p-value is below 2 / 2^8 = .008."""
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     max_outliers: float = 0.05

@@ -43,9 +43,11 @@ from tsae.diff.power import detectable_delta
 from tsae.diff.statistics import (
     Draws,
     Inference,
-    interaction_inference,
-    outcome_inference,
-    paired_inference,
+    Tested,
+    infer,
+    interaction,
+    outcomes,
+    paired,
     side_means,
     within_problem_auroc,
 )
@@ -257,9 +259,9 @@ def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
 
 def comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) -> list[Comparison]:
     """All shifts, then all outcome effects, then all interactions."""
-    outcomes = list(outcome_comparisons(features, rows, config))
+    effects = list(outcome_comparisons(features, rows, config))
     shifts = shift_comparisons(features, rows, config)
-    return [*shifts, *outcomes, *interaction_comparisons(outcomes, config)]
+    return [*shifts, *effects, *interaction_comparisons(effects, config)]
 
 
 def main_comparisons(found: Sequence[Comparison], checkpoint: str) -> list[Comparison]:
@@ -383,7 +385,7 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
     feature = tested_features(rows, of, effects, config)
     if not len(feature):
         return replace(empty, note="no feature is active in enough problems")
-    inference = infer(rows, of, effects, feature, draws(config))
+    inference = infer(question(rows, of, effects, feature, config), draws(config))
     if of.bands is None:
         reference = effects[0].b.mean(0)[feature]
         mean = reference + inference.difference
@@ -413,18 +415,18 @@ def tested_features(rows: Rows, of: Comparison, effects: list[Effects], config: 
     return active[rows.scales[of.checkpoint].deviation[active] > 0]
 
 
-def infer(rows: Rows, of: Comparison, effects: list[Effects], feature: np.ndarray, draws: Draws) -> Inference:
-    """Size, interval and p of the given features."""
-    scale = rows.scales[of.checkpoint].deviation[feature]
+def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.ndarray, config: DiffConfig) -> Tested:
+    """What is asked of the given features."""
+    scale, seed = rows.scales[of.checkpoint].deviation[feature], config.seed
     first, *others = ((effect.a - effect.b)[:, feature] for effect in effects)
     if others:
-        return interaction_inference(first, others[0], scale, draws)
+        return interaction(first, others[0], scale, seed)
     if of.kind == "shift":
-        return paired_inference(first, scale, draws)
+        return paired(first, scale, seed)
     picked = np.concatenate([of.a, of.b])
     code = np.searchsorted(of.problems, rows.problem[picked])
     success = np.arange(len(picked)) < len(of.a)
-    return outcome_inference(first, scale, _columns(rows.values[picked], feature), success, code, draws)
+    return outcomes(first, scale, _columns(rows.values[picked], feature), success, code, seed)
 
 
 def draws(config: DiffConfig) -> Draws:

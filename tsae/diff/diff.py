@@ -183,9 +183,7 @@ def _keys(features: FeatureTable, of: Comparison) -> dict[str, Any]:
 
 
 def _contrast_table(features: FeatureTable, rows: Rows, drawn: list[Contrast], config: DiffConfig) -> pd.DataFrame:
-    # Nulls of what is counted in the report; those of successes or failures alone cost as much again.
-    counted = [c.of if c.of.outcome == "all" and not c.note else replace(c.of, note="not counted") for c in drawn]
-    nulls = null_counts(rows, counted, config)
+    nulls = null_counts(rows, [replace(c.of, note=c.note) for c in drawn], config)
     found = [c.inference for c in drawn]
     table = pd.DataFrame([_keys(features, c.of) for c in drawn])
     table = table[["kind", "checkpoint", "run", "step", "part", "band", "outcome"]]

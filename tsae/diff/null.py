@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Comparison, Rows, draws, infer, problem_effects, tested_features
+from tsae.diff.contrasts import Comparison, Rows, draws, problem_effects, question, tested_features
+from tsae.diff.statistics import moved_p, q_values
 from tsae.diff.threads import in_threads
 
 REPEATS = 5
@@ -84,5 +85,5 @@ def _discoveries(rows: Rows, of: Comparison, config: DiffConfig, repeat: int) ->
     feature = tested_features(rows, nothing, effects, config)
     if not len(feature):
         return 0
-    found = infer(rows, nothing, effects, feature, replace(draws(config), differs=False))
-    return int((found.q <= config.q).sum())
+    p = moved_p(question(rows, nothing, effects, feature, config), draws(config))
+    return int((q_values(p, config.fdr) <= config.q).sum())

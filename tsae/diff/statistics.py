@@ -88,8 +88,6 @@ class Draws:
     seed: int
     minimum_effect: float
     """|Δ| up to which a feature did not move."""
-    differs: bool = True
-    """Whether Δ = 0 is tested too; without that p_differs is p."""
     q: float = 0.05
     """False-discovery rate for which draws are to suffice."""
     method: FalseDiscoveries = "bh"
@@ -256,80 +254,72 @@ def problem_aurocs(
     return 0.5 + wins / (2 * pairs)[:, None]
 
 
-def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
-    """Inference on (n_problems, n_features) per-problem differences; p by sign flips.
+@dataclass(frozen=True)
+class Tested:
+    """What is asked of a mean over problems, or of the difference of two groups' means."""
 
-    Args:
-        differences: side a − side b of every problem.
-        scale: (n_features,) standard deviation that Δ is measured in, above 0.
-        draws: how many.
-    """
-    return _infer([differences], scale, lambda offset: sign_flips(differences, draws.seed, offset), 1, draws)
+    groups: Sequence[np.ndarray]
+    """One or two (n_problems, n_features)."""
+    scale: np.ndarray
+    """(n_features,) standard deviation that Δ is measured in, above 0."""
+    tests: Callable[[np.ndarray | None], Count]
+    """Makes the tests for a least size (n_features,) of the difference; for None, for a difference of 0."""
+    n_tests: int
+    """That it makes."""
+
+    @property
+    def difference(self) -> np.ndarray:
+        """(n_features,)."""
+        mean: np.ndarray = self.groups[0].mean(0)
+        return mean - self.groups[1].mean(0) if len(self.groups) > 1 else mean
 
 
-def outcome_inference(
+def paired(differences: np.ndarray, scale: np.ndarray, seed: int) -> Tested:
+    """(n_problems, n_features) per-problem differences, by sign flips."""
+    return Tested([differences], scale, lambda least: sign_flips(differences, seed, least), 1)
+
+
+def outcomes(
     differences: np.ndarray,
     scale: np.ndarray,
     values: sp.csr_array,
     success: np.ndarray,
     problem: np.ndarray,
-    draws: Draws,
-) -> Inference:
-    """Inference on success − failure within problem; p the larger of label permutations within problems and sign flips.
+    seed: int,
+) -> Tested:
+    """Success − failure within problem, by label permutations within problems and by sign flips.
 
     Args:
         differences: (n_problems, n_features) mean over successes − mean over failures.
-        scale: (n_features,) standard deviation that Δ is measured in, above 0.
+        scale: (n_features,).
         values: (n_rows, n_features) of trajectories of problems that have both outcomes.
         success: (n_rows,) bool.
         problem: (n_rows,) codes 0 … n_problems − 1.
-        draws: how many.
+        seed: of the draws.
     """
 
-    def tests(offset: np.ndarray | None) -> Count:
-        labels = label_permutations(values, success, problem, draws.seed, offset)
-        return together(labels, sign_flips(differences, draws.seed, offset))
+    def tests(least: np.ndarray | None) -> Count:
+        return together(label_permutations(values, success, problem, seed, least), sign_flips(differences, seed, least))
 
-    return _infer([differences], scale, tests, 2, draws)
-
-
-def interaction_inference(a: np.ndarray, b: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
-    """Inference on the difference of mean effects between two groups of problems; p by permuting the groups.
-
-    Args:
-        a: (n_problems_a, n_features) per-problem effects.
-        b: (n_problems_b, n_features) per-problem effects.
-        scale: (n_features,) standard deviation that Δ is measured in, above 0.
-        draws: how many.
-    """
-    return _infer([a, b], scale, lambda offset: band_permutations(a, b, draws.seed, offset), 1, draws)
+    return Tested([differences], scale, tests, 2)
 
 
-def _infer(
-    groups: list[np.ndarray],
-    scale: np.ndarray,
-    tests: Callable[[np.ndarray | None], Count],
-    n_tests: int,
-    draws: Draws,
-) -> Inference:
-    """Inference on a mean, or on the difference of two groups' means.
+def interaction(a: np.ndarray, b: np.ndarray, scale: np.ndarray, seed: int) -> Tested:
+    """Effects (n_problems_a, n_features) of one group of problems − (n_problems_b, n_features), by permuting groups."""
+    return Tested([a, b], scale, lambda least: band_permutations(a, b, seed, least), 1)
 
-    Args:
-        groups: one or two (n_problems, n_features).
-        scale: (n_features,).
-        tests: makes the tests for a least size (n_features,) of the difference, or for a difference of 0.
-        n_tests: that it makes.
-        draws: how many.
-    """
-    difference = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
-    n, size, least = len(difference), np.abs(difference), draws.minimum_effect * scale
-    half, error, p_at = _bootstrap(groups, draws.n_bootstrap, draws.confidence, draws.seed, [0 * least, least])
-    common = (n_tests, n, draws.n_permutations, draws.q, draws.method)
-    p = sequential_p(tests(least), *common, among=np.flatnonzero(size > least))
-    p = p_differs = np.where(half >= size - least, np.maximum(p, p_at[1]), p)
-    if draws.differs and draws.minimum_effect > 0:
-        p_differs = sequential_p(tests(None), *common)
-        p_differs = np.where(half >= size, np.maximum(p_differs, p_at[0]), p_differs)
+
+def infer(tested: Tested, draws: Draws) -> Inference:
+    """Size, interval and both tests."""
+    difference, scale = tested.difference, tested.scale
+    half, error, p_at = _bootstrap(
+        tested.groups, draws.n_bootstrap, draws.confidence, draws.seed, np.zeros_like(difference)
+    )
+    p = p_differs = moved_p(tested, draws)
+    if draws.minimum_effect > 0:
+        common = (tested.n_tests, len(difference), draws.n_permutations, draws.q, draws.method)
+        p_differs = sequential_p(tested.tests(None), *common)
+        p_differs = np.where(half >= np.abs(difference), np.maximum(p_differs, p_at), p_differs)
         p = np.maximum(p, p_differs)  # What moved differs.
     return Inference(
         difference=difference,
@@ -344,6 +334,41 @@ def _infer(
         q_differs=q_values(p_differs, draws.method),
         error=error / scale,
     )
+
+
+def moved_p(tested: Tested, draws: Draws) -> np.ndarray:
+    """(n_features,) p of |Δ| ≤ minimum_effect; 1 where Δ lies there."""
+    size, least = np.abs(tested.difference), draws.minimum_effect * tested.scale
+    beyond = np.flatnonzero(size > least)
+    common = (tested.n_tests, len(size), draws.n_permutations, draws.q, draws.method)
+    p = sequential_p(tested.tests(least), *common, among=beyond)
+    groups = [group[:, beyond] for group in tested.groups]
+    half, _, p_at = _bootstrap(groups, draws.n_bootstrap, draws.confidence, draws.seed, least[beyond])
+    # The interval reaches the null.
+    p[beyond] = np.where(half >= size[beyond] - least[beyond], np.maximum(p[beyond], p_at), p[beyond])
+    return p
+
+
+def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
+    """`infer` of `paired`."""
+    return infer(paired(differences, scale, draws.seed), draws)
+
+
+def outcome_inference(
+    differences: np.ndarray,
+    scale: np.ndarray,
+    values: sp.csr_array,
+    success: np.ndarray,
+    problem: np.ndarray,
+    draws: Draws,
+) -> Inference:
+    """`infer` of `outcomes`."""
+    return infer(outcomes(differences, scale, values, success, problem, draws.seed), draws)
+
+
+def interaction_inference(a: np.ndarray, b: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
+    """`infer` of `interaction`."""
+    return infer(interaction(a, b, scale, draws.seed), draws)
 
 
 def bootstrap_interval(
@@ -366,7 +391,7 @@ def group_interval(
         seed: of the draws.
     """
     mean = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
-    half, _, _ = _bootstrap(groups, n_bootstrap, confidence, seed, [])
+    half, _, _ = _bootstrap(groups, n_bootstrap, confidence, seed, np.zeros_like(mean))
     return mean, mean - half, mean + half
 
 
@@ -378,21 +403,20 @@ def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.nda
 
 
 def _bootstrap(
-    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int, least: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Of a mean or of a difference of two means: half the interval, standard error, and p-values.
+    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int, least: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of a mean or of a difference of two means: half the interval, standard error, and p of a size up to `least`.
 
     Args:
         groups: one or two (n_problems, n_features).
         n_bootstrap: draws of problems within each group.
         confidence: of the interval.
         seed: of the draws.
-        least: sizes (n_features,) for each of which there is a p-value that the size is no larger.
+        least: (n_features,).
     """
     n_features = groups[0].shape[1]
     weights = _weights(tuple(len(group) for group in groups), n_bootstrap, seed)
-    half, error = np.empty(n_features), np.empty(n_features)
-    p = [np.empty(n_features) for _ in least]
+    half, error, p = np.empty(n_features), np.empty(n_features), np.empty(n_features)
     for start in range(0, n_features, _WIDE):
         part = slice(start, start + _WIDE)
         shift: np.ndarray | float = 0.0
@@ -413,8 +437,6 @@ def _bootstrap(
         t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
         error[part] = np.sqrt(se_squared)
         half[part] = np.quantile(t, confidence, axis=1) * error[part]
-        for found, edge in zip(p, least, strict=True):
-            beyond = np.abs(observed) - edge[part]
-            extreme = (t * error[part][:, None] >= beyond[:, None]).sum(1)
-            found[part] = (1 + extreme) / (1 + n_bootstrap)
+        beyond = np.abs(observed) - least[part]
+        p[part] = (1 + (t * error[part][:, None] >= beyond[:, None]).sum(1)) / (1 + n_bootstrap)
     return half, error, p

@@ -13,6 +13,7 @@ import pandas as pd
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
+from tsae.report.noise import noise_sentence
 from tsae.report.text import count, interval, listed, number, percent
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
@@ -166,11 +167,12 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
             row = views.strongest(side, diff.q, 1).iloc[0]
             clearest.append(f"{word} {views.named(diff, int(row.feature))} Δ {views.effect_text(row)}")
     left = views.survivors_text(moved)
-    controls = f" {left[0].upper()}{left[1:]}." if left else ""
+    controls = f" {left}" if left else ""
     if part == "same_trajectories":
         controls = " Both read the same text: length, position and tokens cannot explain it."
+    noise = noise_sentence(diff, checkpoint)
     return [
-        f"{counts}: {len(up)} raised, {len(down)} lowered; {detectable}.{controls}",
+        f"{counts}: {len(up)} raised, {len(down)} lowered; {detectable}.{f' {noise}' if noise else ''}{controls}",
         f"Largest: {'; '.join(clearest)}.",
     ]
 
@@ -217,7 +219,7 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
         )
         found = views.rows(diff, kind="outcome", checkpoint=base, band=band)
         left = views.survivors_text(found[found.moved]) if found.moved.any() else ""
-        text += f"; {left}." if left else "."
+        text += f". {left}" if left else "."
         for row in views.records(views.strongest(found, diff.q, 1)):
             text += f" Largest: {views.named(diff, int(row.feature))} Δ {views.effect_text(row)} in successes."
         sentences.append(text)
@@ -309,7 +311,7 @@ def survival_sentences(diff: FeatureDiff) -> list[str]:
     table = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
     found.append(("Success − failure", table))
     return [
-        f"{what}: {count(len(table), 'feature')} found; {left}."
+        f"{what}: {count(len(table), 'feature')} found. {left}"
         for what, table in found
         if len(table) and (left := views.survivors_text(table))
     ]

@@ -23,6 +23,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import evidence, evidence_figures, figures, sections, views
 from tsae.report.explorer import explorer
 from tsae.report.findings import Finding, findings, lead
+from tsae.report.noise import noise_caption, noise_figure, noise_html
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import packed_plotly
 from tsae.report.steps_figure import steps_figure
@@ -90,7 +91,13 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
         "Mean over problems with intervals; colour and shape mark the band. The table below has the numbers.",
     )
     parts = [
-        ("gates", "Before you believe it", sections.gates(diff, _written_with())),
+        (
+            "gates",
+            "Before you believe it",
+            sections.gates(diff, _written_with())
+            + figure_block(drawn, "noise-figure", noise_figure(diff), noise_caption(diff))
+            + (noise_html(diff) if runs else ""),
+        ),
         (
             "behaviours",
             "Behaviour by band",

@@ -99,26 +99,17 @@ def least_text(diff: FeatureDiff) -> str:
     return f"|Δ| > {diff.minimum_effect:g}, q ≤ {diff.q:g}"
 
 
-def survivors(found: pd.DataFrame) -> dict[str, int | None]:
-    """How many of some discoveries are left at like length, at like position and beyond token identity.
-
-    None where that was not measured of any, or no problems could be compared.
-    """
-    told: dict[str, int | None] = {}
+def survivors_text(found: pd.DataFrame) -> str:
+    """“Left of these: 61 at like length, 58 at like position, 40 given the token.”; empty if nothing was measured."""
+    names = {"length": "at like length", "position": "at like position", "token": "given the token"}
+    cells = []
     for control in CONTROLS:
         verdict = found[f"survives_{control}"]
-        told[control] = int((verdict == SURVIVES).sum()) if verdict.isin([SURVIVES, FAILS]).any() else None
-    return told
-
-
-def survivors_text(found: pd.DataFrame) -> str:
-    """“of these 61 are left at like length, 58 at like position, 40 beyond token identity”; empty if not measured."""
-    names = {"length": "at like length", "position": "at like position", "token": "beyond token identity"}
-    counts = {names[control]: n for control, n in survivors(found).items()}
-    if all(n is None for n in counts.values()):
-        return ""
-    cells = [f"{'not comparable' if n is None else n} {name}" for name, n in counts.items()]
-    return f"of these {', '.join(cells)}"
+        comparable = int(verdict.isin([SURVIVES, FAILS]).sum())
+        part = "" if comparable == len(found) else f" of {comparable} comparable"
+        cells.append(f"{(verdict == SURVIVES).sum()}{part} {names[control]}")
+    measured = any(found[f"survives_{control}"].isin([SURVIVES, FAILS]).any() for control in CONTROLS)
+    return f"Left of these: {', '.join(cells)}." if measured else ""
 
 
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
