@@ -234,11 +234,11 @@ def test_problems_come_from_every_band(
     from tsae.diff.noise import _choose
 
     _, features, _ = read
-    config = replace(QUICK, noise_problems=6)
+    config = replace(QUICK, noise_problems=9)
     rows = _choose(features, "easy-10", "base", config)
     chosen = features.rollouts.frame.iloc[rows]
     assert set(chosen.policy) == {"base"}
-    assert chosen.drop_duplicates("problem_id").band.value_counts().tolist() == [2, 2, 2]
+    assert chosen.drop_duplicates("problem_id").band.value_counts().tolist() == [3, 3, 3]
     others = _choose(features, "easy-10", "base", replace(config, seed=1))
     assert set(features.rollouts.frame.iloc[others].problem_id) != set(chosen.problem_id)
 
