@@ -286,6 +286,19 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
     assert "flagged (below 0.5)" in Page(render(made)).text
 
 
+def test_tokens_that_are_left_out_are_said() -> None:
+    from tsae.report.terminal import gates_text
+
+    made = make()
+    assert "norm limit" not in gates_text(made, None)
+    made.info["config"]["max_outliers"] = 0.05
+    made.info["readers"][1]["outlier_share"] = 0.005
+    made.info["readers"][2] |= {"outlier_share": 0.08, "flagged": True}
+    assert "norm limit, left out of every mean: base 0 %, up-run 0.5 %, down-run 8 %" in gates_text(made, None)
+    assert "does not see much of this checkpoint" in sentences(made, "down-run")
+    assert "flagged (more than 5 % of tokens left out)" in Page(render(made)).text
+
+
 def test_no_bands() -> None:
     made = make(bands=())
     assert "Accuracy rose (50 → 80 %, +30.0 [+24.5, +35.5])." in sentences(made, "up-run")

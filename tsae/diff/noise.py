@@ -122,7 +122,7 @@ def noise_null(
             )
             tables.append(found)
         except TsaeError as error:
-            info[checkpoint.id] = {"note": str(error)}
+            info[checkpoint.id] = {"note": str(error).rstrip(".")}
     together = [table for table in tables if len(table)]
     return NoiseNull(pd.concat(together, ignore_index=True) if together else _empty(), info)
 

@@ -87,7 +87,9 @@ def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
     band = views.trained_on(diff, checkpoint)
     reader = next(r for r in diff.info["readers"] if r["id"] == checkpoint)
     if reader.get("flagged"):
-        sentences.append("The SAE reconstructs this checkpoint badly: its feature shifts are not to be trusted.")
+        why = views.flag_reason(diff, reader)
+        why = "does not see much of this checkpoint" if "left out" in why else "reconstructs this checkpoint badly"
+        sentences.append(f"The SAE {why}: its feature shifts are not to be trusted.")
     return Finding(
         heading=checkpoint,
         note=f"trained on {band}" if band else "",
@@ -292,7 +294,7 @@ def _belief(diff: FeatureDiff) -> Finding:
         )
         sentences.append(f"The SAE explains {spread} of the variance of {count(len(readers), 'reader')}.")
     if flagged:
-        sentences.append(f"Flagged for bad reconstruction: {listed(flagged)}.")
+        sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(flagged)}.")
     sentences += null_sentences(diff)
     tested = {feature for test in diff.info.get("causally_tested") or [] for feature in test["features"]}
     sentences.append(

@@ -42,10 +42,10 @@ def _numeric(column: int, numeric_from: int) -> str:
 
 def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
     """Reconstruction, nulls, bands, SAE, versions."""
-    config, info = diff.info["config"], diff.info
+    info = diff.info
     readers = table(
         "Reconstruction per reader",
-        ["reader", "run", "step", "trained on", "tokens", "variance explained", "active per token", "gate"],
+        ["reader", "run", "step", "trained on", "tokens", "left out", "variance explained", "active per token", "gate"],
         (
             [
                 html_text(r["id"]),
@@ -53,9 +53,10 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
                 html_text(r.get("step") if r.get("step") is not None else "–"),
                 html_text(r.get("trained_on") or "–"),
                 f"{r['n_tokens']:,}" if r.get("n_tokens") is not None else "–",
+                f"{percent(r.get('outlier_share', 0.0))} %",
                 "none" if r["fve"] is None else f"{r['fve']:.3f}",
                 "–" if r.get("l0") is None else f"{r['l0']:.1f}",
-                f'<strong class="warn">flagged (below {config["min_fve"]:g})</strong>' if r["flagged"] else "passed",
+                f'<strong class="warn">flagged ({why})</strong>' if (why := views.flag_reason(diff, r)) else "passed",
             ]
             for r in info["readers"]
         ),

