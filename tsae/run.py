@@ -296,6 +296,7 @@ def _log(config: RunConfig) -> Path:
 def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
     """Which reward means success, where the log leaves a choice: the only one that is named for it."""
     from tsae.rollouts.logs.entry import Entry
+    from tsae.rollouts.outcomes import outcome_reward
 
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"
@@ -308,14 +309,8 @@ def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[Imp
     names = tuple(importing.rewards or first.rewards)
     if first.decides or len(names) <= 1:
         return importing, f"{first.decides or ''.join(names) or 'the reward'} {above} (the log's only reward)"
-    telling = [name for name in names if re.search("accura|correct", name.lower())]
-    if len(telling) != 1:
-        raise TsaeError(
-            f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
-            where=log,
-            fix="Name it (--outcome), or check the answers anew (--verifier).",
-        )
-    return replace(importing, outcome=telling[0]), f"{telling[0]} {above} (of {', '.join(names)}, by its name)"
+    telling = outcome_reward(names, where=log)
+    return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"
 
 
 def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
