@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.difficulty import wilson_interval
@@ -82,16 +84,17 @@ class Intervention:
     info: dict[str, Any] = field(default_factory=dict)
     """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match."""
 
-    def table(self, **keys: str) -> pd.DataFrame:
-        """Rows of `outcomes`, such as behaviour="direct_answer", band="all"."""
+    def table(self, **keys: str | Sequence[str]) -> pd.DataFrame:
+        """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
         table = self.outcomes
         for name, value in keys.items():
             if name not in _KEYS:
                 raise TsaeError(f"no key {name!r}; there are {', '.join(_KEYS)}", where="Intervention.table")
-            if value not in set(self.outcomes[name]):
+            wanted = several(value)
+            if absent := [one for one in wanted if one not in set(self.outcomes[name])]:
                 there = ", ".join(dict.fromkeys(self.outcomes[name]))
-                raise TsaeError(f"no {name} {value!r}; there are {there}", where="Intervention.table")
-            table = table[table[name] == value]
+                raise TsaeError(f"no {name} {absent[0]!r}; there are {there}", where="Intervention.table")
+            table = table[table[name].isin(wanted)]
         return table.reset_index(drop=True)
 
     def summary(self, behaviour: str = "direct_answer", band: str = "all") -> str:

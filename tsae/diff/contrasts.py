@@ -71,6 +71,8 @@ class Rows:
     """Rows of (reader, policy); of all policies under (reader, None)."""
     pooled: bool
     """Whether who sampled a trajectory makes no difference: readers share no problems, only what they read."""
+    bands_refused: str = ""
+    """Why bands are not compared; empty where they are (``rollouts.info["bands"]["refused"]``)."""
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
@@ -91,6 +93,7 @@ class Rows:
             outcome=frame.outcome.to_numpy(dtype=object),
             by_reader=by_reader,
             pooled=_is_pooled(features, by_reader, problem, config),
+            bands_refused=(features.rollouts.info.get("bands") or {}).get("refused", ""),
         )
 
     def own(self, reader: str) -> str | None:
@@ -203,6 +206,8 @@ def _paired(
     empty = Contrast("shift", checkpoint, part, band, outcome, len(both), left_out, np.empty(0, dtype=int))
     if config.within_prompt and part == "policy":
         return _refused(empty, _SAME_PROMPTS)
+    if rows.bands_refused and band != "all":
+        return _refused(empty, rows.bands_refused)
     if len(both) < config.min_problems:
         return _refused(
             empty,
@@ -255,6 +260,8 @@ def outcome_contrast(
     )
     if config.within_prompt:
         return _refused(empty, _SAME_PROMPTS)
+    if rows.bands_refused and band != "all":
+        return _refused(empty, rows.bands_refused)
     if len(both) < config.min_problems:
         return _refused(empty, f"{len(both)} problems have both outcomes; {config.min_problems} are needed")
     keep = np.isin(problem, both)
@@ -310,6 +317,8 @@ def _interaction(
     )
     if config.within_prompt:
         return _refused(empty, _SAME_PROMPTS)
+    if rows.bands_refused:
+        return _refused(empty, rows.bands_refused)
     for band, size in zip((harder, easier), sizes, strict=True):
         if size < config.min_problems:
             return _refused(

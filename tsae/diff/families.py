@@ -196,9 +196,10 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
             both = np.intersect1d(rows.problem[a], rows.problem[b])
             keys = {"checkpoint": checkpoint, "band": band, "n_problems": len(both)}
             table = pd.DataFrame({**keys, "family": names, "n_features": counts})
-            if len(both) < config.min_problems:
+            refused = rows.bands_refused if band != "all" else ""
+            if refused or len(both) < config.min_problems:
                 table[["difference", "low", "high", "d", "p", "q"]] = np.nan
-                table["note"] = f"{len(both)} problems; {config.min_problems} are needed"
+                table["note"] = refused or f"{len(both)} problems; {config.min_problems} are needed"
             else:
                 found = paired_inference(
                     group_difference(scores, a, b, rows.problem, both),

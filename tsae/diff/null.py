@@ -30,7 +30,7 @@ def null_contrasts(features: FeatureTable, rows: Rows, config: DiffConfig, repea
     own = rows.pick(base, rows.own(base), "all", "all")
     own = own[np.argsort(rows.problem[own], kind="stable")]
     rng = np.random.default_rng([config.seed, 4])
-    bands = contrast_bands(features, config)[1:][-2:]
+    bands = [] if rows.bands_refused else contrast_bands(features, config)[1:][-2:]
     found: dict[str, list[int]] = {"shift": [], "outcome": [], "interaction": []}
     result: dict[str, float] = {"repeats": repeats}
     jobs: list[tuple[str, Callable[[], _Test | None]]] = []

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from tsae.diff.confounds import survival
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
@@ -93,20 +94,21 @@ class FeatureDiff:
     source: FeatureTable | None = None
     """The table that it was computed from, for examples; None after loading without it."""
 
-    def table(self, *, discoveries: bool = False, **keys: str) -> pd.DataFrame:
+    def table(self, *, discoveries: bool = False, **keys: Any) -> pd.DataFrame:
         """Shifts and outcome effects with what became of them under the controls, and the features' descriptions.
 
         Args:
             discoveries: only rows with q at most the config's.
-            keys: select rows, such as kind="shift", part="total", band="all", outcome="all".
+            keys: select rows, such as kind="shift", part="total", band="all", outcome="all"; one value or several.
         """
-        contrast = {name: value for name, value in keys.items() if name in CONTRAST}
+        chosen = {name: several(value) for name, value in keys.items()}
+        contrast = {name: values for name, values in chosen.items() if name in CONTRAST}
         table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
-        for name, value in keys.items():
+        for name, values in chosen.items():
             if name not in table.columns:
                 raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
             if name not in contrast:
-                table = table[table[name] == value]
+                table = table[table[name].isin(values)]
         if discoveries:
             table = table[table.q <= self.q]
         table = table.reset_index(drop=True)
@@ -119,13 +121,13 @@ class FeatureDiff:
         tables = {"shifts": self.shifts, "confounds": self.confounds}
         return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
 
-    def _of_contrasts(self, name: str, keys: dict[str, str]) -> pd.DataFrame:
-        """Rows of the shifts or confounds whose contrast has these keys, in their order."""
+    def _of_contrasts(self, name: str, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
+        """Rows of the shifts or confounds whose contrast has one of these values of every key, in their order."""
         table: pd.DataFrame = getattr(self, name)
         if not keys or not len(table):
             return table
-        wanted = [(CONTRAST.index(key), value) for key, value in keys.items()]
-        found = [rows for of, rows in self._places[name].items() if all(of[i] == value for i, value in wanted)]
+        wanted = [(CONTRAST.index(key), values) for key, values in keys.items()]
+        found = [rows for of, rows in self._places[name].items() if all(of[i] in values for i, values in wanted)]
         return table.iloc[np.sort(np.concatenate(found)) if found else []]
 
     @property
@@ -143,7 +145,7 @@ class FeatureDiff:
         """Checkpoints compared with the base."""
         return [reader["id"] for reader in self.info["readers"][1:]]
 
-    def top(self, n: int = 10, **keys: str) -> pd.DataFrame:
+    def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
         """The n discoveries with the largest |d| of the selected contrast.
 
         By default of all total shifts, or of those on the same trajectories where nothing else could be drawn.

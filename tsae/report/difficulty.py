@@ -9,6 +9,7 @@ import pandas as pd
 
 from tsae.report.text import count, html_text, percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
+from tsae.rollouts.difficulty import found_how
 from tsae.rollouts.table import BANDS
 
 if TYPE_CHECKING:
@@ -91,15 +92,16 @@ def lead(difficulty: Difficulty) -> str:
 
 def measured_text(difficulty: Difficulty) -> str:
     """Where the bands of pass@k and of groups come from."""
-    bands, reference = difficulty.info["bands"], difficulty.info["reference"]
-    if bands and bands.get("separate"):
-        return f"Bands were measured on separate rollouts of {bands.get('reference') or 'all policies'}."
-    who = (bands or {}).get("reference") or reference
-    return (
-        f"Bands were measured on these same rollouts of {who}, whose luck decides which of its problems are called "
-        "hard: its own numbers by band are off, and so are differences from it. Measure bands on separate rollouts "
-        "(tsae rollouts bands, measured-on) to compare by band."
-    )
+    bands = difficulty.info["bands"]
+    how = found_how(bands)
+    text = f"{how[0].upper()}{how[1:]}."
+    if bands and not bands["separate"]:
+        # A group is whole, so that its own outcomes take part in its band.
+        text += (
+            " Groups are shown whole, with the responses that their band was measured on: hard ones look a little "
+            "harder, easy ones easier than they are."
+        )
+    return text
 
 
 def moved_lines(difficulty: Difficulty) -> list[str]:

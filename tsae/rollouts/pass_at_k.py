@@ -34,7 +34,7 @@ def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
 
 def pass_at_k(
     rates: pd.DataFrame,
-    band: pd.Series,
+    banded: pd.DataFrame,
     *,
     reference: str,
     k: Sequence[int] = (),
@@ -46,7 +46,7 @@ def pass_at_k(
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.
-        band: of every problem, indexed by problem_id.
+        banded: the same, with a column band, of the trajectories that are in their problem's band.
         reference: the policy that others are compared with, problem by problem.
         k: by default powers of two up to the median number of responses to a problem.
         confidence: of the intervals.
@@ -62,16 +62,16 @@ def pass_at_k(
     policies = list(dict.fromkeys(rates.policy))
     rows: list[dict[str, Any]] = []
     for size in chosen:
-        wide = (
-            rates.assign(value=estimate(rates.n.to_numpy(), rates.successes.to_numpy(), size))
-            .pivot(index="problem_id", columns="policy", values="value")
-            .sort_index()
-        )
-        here = band.reindex(wide.index)
-        for name in ("all", *(b for b in BANDS if (here == b).any())):
-            inside = wide if name == "all" else wide[here == name]
+        for name in ("all", *(b for b in BANDS if len(banded) and (banded.band == b).any())):
+            mine = rates if name == "all" else banded[banded.band == name]
+            inside = (
+                mine.assign(value=estimate(mine.n.to_numpy(), mine.successes.to_numpy(), size))
+                .pivot(index="problem_id", columns="policy", values="value")
+                .reindex(columns=policies)
+                .sort_index()
+            )
             for policy in policies:
-                measured = int(rates[(rates.policy == policy) & rates.problem_id.isin(inside.index)].shape[0])
+                measured = int((mine.policy == policy).sum())
                 values = inside[policy].dropna().to_numpy()
                 if not len(values):
                     continue
