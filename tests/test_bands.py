@@ -160,7 +160,7 @@ def test_share_of_splits_with_a_feature_that_moves_in_a_band() -> None:
     share = {cross: np.mean([found_in_bands(null_table(s, cross)) for s in range(200)]) for cross in (True, False)}
     print(share)
     assert share[True] <= 0.1 + 2 * 0.021
-    assert share[False] > 0.5
+    assert share[False] > 0.3
 
 
 # --- steps

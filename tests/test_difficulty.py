@@ -266,8 +266,8 @@ def test_the_paired_interval_is_that_of_differences() -> None:
     base = found.pass_at_k.set_index(["policy", "band"]).loc["base", "all"]
     assert row.low < base.high  # the two overlap
     assert 0.05 < row.difference_low < row.difference < row.difference_high
-    again = pass_at_k(found.rates, pd.DataFrame(), reference="base", k=[1], seed=1)
-    assert again.set_index("policy").difference_low["run"] == pytest.approx(row.difference_low, abs=0.01)
+    again = pass_at_k(found.rates, pd.DataFrame(), reference="base", k=[1])
+    assert again.set_index("policy").difference_low["run"] == pytest.approx(row.difference_low)
 
 
 def test_differences_where_there_are_none() -> None:
@@ -277,7 +277,7 @@ def test_differences_where_there_are_none() -> None:
     for seed in range(150):
         rate = rng.beta(0.7, 0.7, size=40)
         rates = counted({"base": rate, "run": rate}, 8, seed + 1000)
-        table = pass_at_k(rates, pd.DataFrame(), reference="base", k=[4], n_draws=400, seed=seed)
+        table = pass_at_k(rates, pd.DataFrame(), reference="base", k=[4])
         row = table.set_index("policy").loc["run"]
         missed += not row.difference_low <= 0 <= row.difference_high
     assert 1 <= missed <= 18

@@ -17,6 +17,7 @@ from tsae.keys import several
 from tsae.provenance import write_json
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.difficulty import wilson_interval
+from tsae.rollouts.intervals import too_few
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def outcome_table(rollouts: Rollouts, *, confidence: float, seed: int) -> pd.Dat
     """See `Intervention.outcomes`; policies of the rollouts are the conditions, "none" among them."""
     policies = rollouts.table["policy"].to_pylist()
     pooled = rollouts.with_column("policy", [_SET.sub("", name) for name in policies])
-    every = behaviour_table(rollouts, reference="none", confidence=confidence, seed=seed)
+    every = behaviour_table(rollouts, reference="none", confidence=confidence)
     # In the order of the conditions, the pooled random sets before the single ones.
-    table = behaviour_table(pooled, reference="none", confidence=confidence, seed=seed)
+    table = behaviour_table(pooled, reference="none", confidence=confidence)
     table = pd.concat([table, every[every.policy.str.contains(_SET)]], ignore_index=True)
-    beyond = behaviour_table(pooled, reference="random", confidence=confidence, seed=seed)
+    beyond = behaviour_table(pooled, reference="random", confidence=confidence)
     beyond = beyond[~beyond.policy.isin(["none", "no_op", "random"])]
     columns = {"change": "beyond_random", "change_low": "beyond_low", "change_high": "beyond_high"}
     beyond = beyond[["policy", "band", "behaviour", *columns]].rename(columns=columns)
@@ -121,7 +122,9 @@ class Intervention:
         ]
         if "mean_difference" in rows.index:
             controls.append(f"mean difference, same norm: {_change(rows.loc['mean_difference'])}")
-        beyond = f"beyond random {main.beyond_random:+.3g} [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
+        beyond = f"beyond random {main.beyond_random:+.3g}"
+        if pd.notna(main.beyond_low):
+            beyond += f" [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
         text = (
             f"{self._done()} {named} in {self.info['checkpoint']} {verb} {behaviour.replace('_', ' ')}{where}: "
             f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)} "
@@ -236,4 +239,6 @@ class Intervention:
 
 
 def _change(row: pd.Series) -> str:
+    if pd.isna(row.change_low):
+        return f"{row.change:+.3g}, {too_few(int(row.n_paired))}"
     return f"{row.change:+.3g} [{row.change_low:+.3g}, {row.change_high:+.3g}]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import visible
 from tsae.report.views import PART_NAMES, bands_of, contrast, has_stability, main_part, stability_text
+from tsae.rollouts.intervals import FEWEST
 from tsae.sae.evaluation import Evaluation
 
 
@@ -57,6 +58,8 @@ def behaviour_text(table: pd.DataFrame) -> str:
     """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals."""
     bands = [band for band in ("easy", "medium", "hard") if (table.band == band).any()] or ["all"]
     lines = ["Behaviour on each band (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
+    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
+        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
     for behaviour in table.behaviour.unique():
         lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))
         for policy in table.policy.unique():
@@ -71,11 +74,12 @@ def behaviour_text(table: pd.DataFrame) -> str:
 def format_text(table: pd.DataFrame) -> str:
     """One line a policy and band of `format_table`."""
     lines = ["Formats (entropy in bits, interval; ↑ ↓ where its paired change is clear; the most frequent format)"]
+    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
+        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
     for row in table.to_dict("records"):
         ends = "" if pd.isna(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-        mark = "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
         lines.append(
-            f"    {row['policy']:<19}{row['band']:<8}{row['entropy']:>6.2f}{ends:<14} {mark}  "
+            f"    {row['policy']:<19}{row['band']:<8}{row['entropy']:>6.2f}{ends:<14} {_mark(row)}  "
             f"{row['n_formats']} formats, {row['top_share']:.0%} {visible(str(row['top_format']))}"
         )
     return "\n".join(lines)
@@ -313,7 +317,14 @@ def survival_lines(diff: FeatureDiff) -> list[str]:
 
 def _behaviour_cell(row: pd.Series) -> str:
     text = _interval(row, "mean") if pd.notna(row.low) else f"{row['mean']:.2f}"
-    return text + (" ↑" if row.change_low > 0 else " ↓" if row.change_high < 0 else "  ")
+    return f"{text} {_mark(row)}"
+
+
+def _mark(row: Mapping[str, Any] | pd.Series) -> str:
+    """Which way a paired change goes; a question mark where too few problems were answered by both."""
+    if 0 < row["n_paired"] < FEWEST:
+        return "?"
+    return "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
 
 
 def _described(row: Any) -> str:

@@ -151,8 +151,6 @@ def difficulty(
             reference=reference,
             k=config.k,
             confidence=config.confidence,
-            n_draws=config.n_draws,
-            seed=config.seed,
         ),
         groups=groups,
         paths=ways,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.bootstrap import bootstrap_mean
+from tsae.rollouts.intervals import change_interval, mean_interval
 from tsae.rollouts.table import BANDS
 
 
@@ -39,10 +39,8 @@ def pass_at_k(
     reference: str,
     k: Sequence[int] = (),
     confidence: float = 0.95,
-    n_draws: int = 2000,
-    seed: int = 0,
 ) -> pd.DataFrame:
-    """pass@k by policy and band, with bootstrap intervals over problems.
+    """pass@k by policy and band, with intervals over problems (`tsae.rollouts.intervals`).
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.
@@ -50,13 +48,11 @@ def pass_at_k(
         reference: the policy that others are compared with, problem by problem.
         k: by default powers of two up to the median number of responses to a problem.
         confidence: of the intervals.
-        n_draws: of the bootstrap.
-        seed: of the bootstrap.
 
     Returns:
         tidy: policy, band ("all" and every band present), k, pass_at_k, low, high, n_problems, n_left_out (problems
         with fewer than k responses), and difference, difference_low, difference_high against the reference on the
-        n_paired problems that both have, NaN for the reference itself.
+        n_paired problems that both have, NaN for the reference itself; without an interval for fewer than 8.
     """
     chosen = sorted(set(k)) if k else _powers(int(rates.n.median()))
     policies = list(dict.fromkeys(rates.policy))
@@ -75,7 +71,7 @@ def pass_at_k(
                 values = inside[policy].dropna().to_numpy()
                 if not len(values):
                     continue
-                low, high = bootstrap_mean(values, confidence, n_draws, seed)
+                low, high = mean_interval(values, confidence)
                 row = {"policy": policy, "band": name, "k": size, "pass_at_k": values.mean(), "low": low, "high": high}
                 row |= {"n_problems": len(values), "n_left_out": measured - len(values)}
                 paired = (
@@ -84,8 +80,7 @@ def pass_at_k(
                 row["n_paired"] = len(paired)
                 if len(paired):
                     row["difference"] = paired.mean()
-                    ends = bootstrap_mean(paired, confidence, n_draws, seed)
-                    row["difference_low"], row["difference_high"] = ends
+                    row["difference_low"], row["difference_high"] = change_interval(paired, confidence)
                 rows.append(row)
     return pd.DataFrame(rows, columns=_COLUMNS)
 
