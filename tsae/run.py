@@ -259,8 +259,13 @@ def _rollouts(
         drawn = bands.select(rows).put_on(drawn)
     logged = drawn.info["log"]
     left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
-    if not (drawn.frame.outcome == "success").any():
-        success += " (there is not one, so that successes and failures are not compared)"
+    for outcome, other in (("success", "failure"), ("failure", "success")):
+        if set(outline.outcome) - {"unknown"} == {other}:
+            success += f" (there is no {outcome}, so that successes and failures are not compared)"
+    rewards = [name for name in outline.columns if name.startswith("reward/")]
+    for name in rewards if len(rewards) > 1 else ():
+        if outline[name].nunique() == 1:
+            success += f"; {name[7:]} is {outline[name].dropna().iloc[0]:g} for every response, and says nothing"
     part = "all of them are read"
     if not rows.all():
         part = (

@@ -1,7 +1,7 @@
 """Intervals over problems: trajectories of a problem are not independent, so problems are what varies.
 
-Student's t, since the percentile bootstrap is too narrow for few problems: of two equal policies it calls 20 % changed
-over two problems, 12 to 17 % over five, 5 to 6 % over sixty (`scripts/check_changes.py`). Numbers that are no means,
+Student's t, since the percentile bootstrap is too narrow for few problems. Of changes that are none it calls up to 52 %
+changes over two problems, 17 % over five and 6 % over sixty (`scripts/check_changes.py`). Numbers that are no means,
 as entropies, go through the jackknife: their pseudo-values are averaged like measurements (Tukey 1958).
 """
 
