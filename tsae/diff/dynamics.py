@@ -248,7 +248,7 @@ def _behaviours(features: FeatureTable, runs: dict[str, list[str]], rows: Rows, 
     base = features.readers[0]
     if rows.own(base) is None:
         return pd.DataFrame(columns=list(BEHAVIOUR_COLUMNS))
-    measured = behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed)
+    measured = behaviour_table(features.rollouts, confidence=config.confidence)
     parts = [
         measured[measured.policy == reader].assign(run=run, step=_step(features, reader))
         for run, readers in runs.items()
