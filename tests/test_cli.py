@@ -146,6 +146,7 @@ FAMILIES = {"numbers": ("digit",)}
 """Beside the annotator `classes`, for --families."""
 
 
+@pytest.mark.slow
 def test_a_diff_says_more_where_it_is_asked(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("diff", "--features", pipeline / "features", "--to", tmp_path / "diff", "--tokenizer", pipeline / "series",
         "--annotator", "test_cli:classes", "--families", "--store", pipeline / "acts", "--compare", pipeline / "diff",
