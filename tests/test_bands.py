@@ -11,7 +11,7 @@ from builders import BOS, EOS, feature_table
 
 import tsae
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, interaction_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Rows, comparisons, draw
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.confounding import confounding
@@ -281,10 +281,10 @@ def test_contrasts_of_refused_bands_say_why() -> None:
     why = "bands are steps"
     table.rollouts.info["bands"]["refused"] = why
     rows = Rows.of(table, config)
-    for kind in (shift_contrasts, outcome_contrasts, interaction_contrasts):
-        for contrast in (draw() for draw in kind(table, rows, config)):
-            if contrast.band == "all":
-                assert contrast.note != why
-            else:
-                assert contrast.note == why
-                assert contrast.inference is None
+    for of in comparisons(table, rows, config):
+        contrast = draw(rows, of, config)
+        if of.band == "all":
+            assert contrast.note != why
+        else:
+            assert contrast.note == why
+            assert contrast.inference is None

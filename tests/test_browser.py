@@ -328,7 +328,7 @@ def test_hostile_text_is_shown_as_text(browser: Any, attacked: Path) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.slow), 400])
 def test_nothing_is_wider_than_the_screen(browser: Any, tested: Path, width: int) -> None:
     tab = Tab(browser, tested, viewport={"width": width, "height": 900})
     tab.page.wait_for_selector("article mark")
@@ -361,7 +361,7 @@ def test_paper_is_light_and_whole(browser: Any, tested: Path) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_no_serious_violation(browser: Any, tested: Path, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

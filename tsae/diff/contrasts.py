@@ -311,13 +311,20 @@ def outcome_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) 
         policy = rows.own(reader)
         for band in contrast_bands(features, config):
             a, b = (rows.pick(reader, policy, band, outcome) for outcome in ("success", "failure"))
-            found = _compare(rows, "outcome", reader, OUTCOME_PART, band, "all", a, b)
-            if config.within_prompt:
-                found = replace(found, note=_SAME_PROMPTS)
-            elif found.n_problems < config.min_problems:
-                have = f"{found.n_problems} problems have both outcomes"
-                found = replace(found, note=f"{have}; {config.min_problems} are needed")
-            yield _unless_refused(features, found)
+            yield _unless_refused(features, outcome_comparison(rows, a, b, reader, band, config))
+
+
+def outcome_comparison(
+    rows: Rows, success: np.ndarray, failure: np.ndarray, checkpoint: str, band: str, config: DiffConfig
+) -> Comparison:
+    """Successes against failures of the same problems, both rows of the checkpoint."""
+    found = _compare(rows, "outcome", checkpoint, OUTCOME_PART, band, "all", success, failure)
+    if config.within_prompt:
+        return replace(found, note=_SAME_PROMPTS)
+    if found.n_problems < config.min_problems:
+        have = f"{found.n_problems} problems have both outcomes"
+        return replace(found, note=f"{have}; {config.min_problems} are needed")
+    return found
 
 
 def interaction_comparisons(outcomes: list[Comparison], config: DiffConfig) -> Iterator[Comparison]:
