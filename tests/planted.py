@@ -16,7 +16,7 @@ from builders import EOS, feature_table
 from scipy.stats import norm, ttest_ind
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, interaction_contrasts, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Contrast, Rows, draw, interaction_comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.statistics import q_values
 from tsae.rollouts.table import Rollouts
 
@@ -96,12 +96,13 @@ def planted(*, n_problems: int, n_samples: int = 8, effect: float = 0.6, seed: i
 def contrasts_of(world: Planted, config: DiffConfig) -> dict[str, Contrast]:
     """The total shift, the base's outcome effect in medium and hard problems, and the latter's interaction."""
     rows = Rows.of(world.table, config)
-    outcome = outcome_contrasts(world.table, rows, config)
-    return {
-        "shift": next(shift_contrasts(world.table, rows, config))(),
-        "outcome": next(c for c in (draw() for draw in outcome) if c.band == "medium"),
-        "interaction": next(interaction_contrasts(world.table, rows, config))(),
+    outcomes = list(outcome_comparisons(world.table, rows, config))
+    chosen = {
+        "shift": next(shift_comparisons(world.table, rows, config)),
+        "outcome": next(of for of in outcomes if of.band == "medium"),
+        "interaction": next(interaction_comparisons(outcomes, config)),
     }
+    return {name: draw(rows, of, config) for name, of in chosen.items()}
 
 
 def token_level_q(world: Planted, name: str) -> np.ndarray:

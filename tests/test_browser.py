@@ -137,11 +137,12 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make()
     runs = ["up-run", "down-run"]
     q = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01}
+    delta = {"delta": 0.5, "delta_low": -0.3, "delta_high": 0.9}
     families = pd.DataFrame(
         [
             {
                 "checkpoint": run, "band": band, "family": family, "n_features": 3, "n_problems": 30,
-                "difference": 0.1, "d": 0.5, "note": "", **q,
+                "difference": 0.1, "note": "", **delta, **q,
             }
             for run in runs for band in ("all", "easy", "hard") for family in ("computing", "answering")
         ]
@@ -158,7 +159,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     reinforced = pd.DataFrame(
         [
-            {"by": "all", "part": "all", "n_problems": 30, "feature": f, "reinforcement": 0.1, "d": 0.5, **q}
+            {"by": "all", "part": "all", "n_problems": 30, "feature": f, "reinforcement": 0.1, **delta, **q}
             for f in range(6)
         ]
     )
@@ -166,7 +167,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             {
                 "run": run, "step": step, "feature": feature, "mean": 1 + step / 10, "shift": step / 10,
-                "low": step / 10 - 0.1, "high": step / 10 + 0.1, "d": step / 10, "p": 0.01, "q": 0.01,
+                "low": step / 10 - 0.1, "high": step / 10 + 0.1, "delta": step / 10, "p": 0.01, "q": 0.01,
                 "kind": "growing" if feature else "flat", "onset": 5.0, "onset_low": 5.0, "onset_high": 10.0,
                 "part": "total",
             }
@@ -327,7 +328,7 @@ def test_hostile_text_is_shown_as_text(browser: Any, attacked: Path) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.slow), 400])
 def test_nothing_is_wider_than_the_screen(browser: Any, tested: Path, width: int) -> None:
     tab = Tab(browser, tested, viewport={"width": width, "height": 900})
     tab.page.wait_for_selector("article mark")
@@ -360,7 +361,7 @@ def test_paper_is_light_and_whole(browser: Any, tested: Path) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_no_serious_violation(browser: Any, tested: Path, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -397,7 +398,7 @@ def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -
     moved = diff.table(discoveries=True, kind="shift", checkpoint="hard-150", part="total", band="all", outcome="all")
     options = page.locator("select[name=contrast] optgroup[label='Shift of hard-150'] option")
     page.locator(".filters").get_by_label("Effect in").select_option(options.first.get_attribute("value"))
-    strongest = moved.loc[moved.d.abs().sort_values(ascending=False, kind="stable").index].feature
+    strongest = moved.loc[moved.delta.abs().sort_values(ascending=False, kind="stable").index].feature
     assert tab.rows() == [str(feature) for feature in strongest.head(20)]
     feature = int(strongest.iloc[0])
     tab.close()

@@ -240,6 +240,7 @@ tsae.capture(tsae.CheckpointSeries.load(folder), tsae.Rollouts.read(rollouts),
 """
 
 
+@pytest.mark.slow
 def test_a_killed_capture_goes_on_to_the_same_bytes(
     store: ActivationStore, series: CheckpointSeries, series_folder: Path, rollouts: Rollouts, tmp_path: Path
 ) -> None:

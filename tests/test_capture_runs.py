@@ -82,6 +82,7 @@ def entered(folder: Path) -> int:
 # --- killed and resumed
 
 
+@pytest.mark.slow
 def test_a_capture_killed_at_random_moments_ends_with_the_same_bytes(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path
 ) -> None:

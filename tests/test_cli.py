@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +78,34 @@ def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     return paragraphs[0]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_is_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "--help"])
-    assert stopped.value.code == 0
-    assert f"usage: {' '.join(['tsae', *command])}" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What --help prints of every command, on lines of up to 400 characters."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "400")
+        for command in COMMANDS:
+            with redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as stopped:
+                main([*command, "--help"])
+            assert stopped.value.code == 0, command
+            found[" ".join(command)] = said.getvalue()
+    return found
 
 
-def test_help_is_wrapped_for_the_terminal_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_is_there(helps: dict[str, str]) -> None:
+    for command, said in helps.items():
+        assert f"usage: {' '.join(['tsae', *command.split()])}" in said
+
+
+def test_help_is_wrapped_for_the_terminal_alone(helps: dict[str, str]) -> None:
     """Lines end where the terminal does, not where the source does."""
-    monkeypatch.setenv("COLUMNS", "400")
-    for command in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([*command, "--help"])
-        inside = [line.strip("│ ") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    for command, said in helps.items():
+        inside = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]
         broken = [line for line in inside if line and line[0].islower()]
         assert broken == [], command
 
 
-def test_options_that_errors_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_errors_name_exist(helps: dict[str, str]) -> None:
     named = {
         option
         for file in Path(tsae.__file__).parent.rglob("*.py")
@@ -106,12 +114,7 @@ def test_options_that_errors_name_exist(capsys: pytest.CaptureFixture[str]) -> N
         if option
     }
     assert "--dtype" in named
-    helps = ""
-    for command in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([*command, "--help"])
-        helps += capsys.readouterr().out
-    offered = set(re.findall(r"--[a-z][a-z.-]*", helps))
+    offered = set(re.findall(r"--[a-z][a-z.-]*", "".join(helps.values())))
     assert named <= offered
 
 
@@ -143,6 +146,7 @@ FAMILIES = {"numbers": ("digit",)}
 """Beside the annotator `classes`, for --families."""
 
 
+@pytest.mark.slow
 def test_a_diff_says_more_where_it_is_asked(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("diff", "--features", pipeline / "features", "--to", tmp_path / "diff", "--tokenizer", pipeline / "series",
         "--annotator", "test_cli:classes", "--families", "--store", pipeline / "acts", "--compare", pipeline / "diff",

@@ -176,6 +176,15 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> N
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
 
 
+@pytest.fixture(scope="module")
+def bash_completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tsae completion bash` writes."""
+    to = tmp_path_factory.mktemp("completion") / "tsae.bash"
+    with to.open("w") as file:
+        subprocess.run([sys.executable, "-m", "tsae", "completion", "bash"], stdout=file, check=True, timeout=60)
+    return to
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("typed", "offered"),
@@ -187,12 +196,10 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> N
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bash_completes(typed: list[str], offered: set[str], tmp_path: Path) -> None:
-    with (tmp_path / "tsae.bash").open("w") as file:
-        subprocess.run([sys.executable, "-m", "tsae", "completion", "bash"], stdout=file, check=True, timeout=60)
+def test_bash_completes(typed: list[str], offered: set[str], bash_completion: Path) -> None:
     words = " ".join(f"'{word}'" for word in ["tsae", *typed])
     asked = f"""
-        source {tmp_path}/tsae.bash
+        source {bash_completion}
         function_name=$(complete -p tsae | sed -E 's/.*-F ([^ ]+).*/\\1/')
         COMP_WORDS=({words}); COMP_CWORD={len(typed)}; COMP_LINE="tsae {" ".join(typed)}"; COMP_POINT=${{#COMP_LINE}}
         $function_name
@@ -213,16 +220,26 @@ def test_exit_statuses(tmp_path: Path) -> None:
     assert tsae_process("store", "show").returncode == 2
 
 
+_SLOW = pytest.mark.slow
+"""Of the eight combinations, each command and each way of buffering is tried once in the fast tests."""
+
+
 @pytest.mark.parametrize(
-    ("command", "status"),
+    ("command", "status", "unbuffered"),
     [
-        (["completion", "zsh"], 141),  # more than a buffer holds: fails while it is printed
-        (["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141),  # a few lines, flushed last
-        (["rollouts", "--help"], 141),
-        (["store", "show", "nothing"], 2),  # what went wrong is said all the same
+        # More than a buffer holds: fails while it is printed.
+        (["completion", "zsh"], 141, False),
+        pytest.param(["completion", "zsh"], 141, True, marks=_SLOW),
+        # A few lines, flushed last.
+        pytest.param(["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, False, marks=_SLOW),
+        (["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, True),
+        (["rollouts", "--help"], 141, False),
+        pytest.param(["rollouts", "--help"], 141, True, marks=_SLOW),
+        # What went wrong is said all the same.
+        (["store", "show", "nothing"], 2, False),
+        pytest.param(["store", "show", "nothing"], 2, True, marks=_SLOW),
     ],
 )
-@pytest.mark.parametrize("unbuffered", [False, True])
 def test_a_reader_that_goes_away_ends_it_quietly(
     command: list[str], status: int, unbuffered: bool, tmp_path: Path
 ) -> None:

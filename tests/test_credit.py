@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import EOS, feature_table
+from planted_credit import draw, planted_credit
 
 from tsae.cli import main
-from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit import Credit
 from tsae.rl.exporting import write_credit
-from tsae.rl.learning import fit_credit
+from tsae.rl.learning import ResponseTokens, _split, fit_credit
 from tsae.rl.shaping import plausibility, rebalanced, shape_advantages, token_weights
 from tsae.rollouts.table import Rollouts
 
 N_FEATURES, IDLE = 6, 5
 
 
-def world(*, n_problems: int = 40, n_samples: int = 8, tie: float = 1.0, seed: int = 0, **reward: Any) -> Any:
+def world(*, n_problems: int = 40, n_samples: int = 8, tie: float = 1.0, seed: int = 0, **columns: Any) -> Any:
     """Feature j < 4 says that token j is due next; a response is right if every token was due, else now and then.
 
     Feature 4 fires on the last token of failures, feature 5 anywhere. With tie = 0 rewards are drawn anew, tied to
@@ -45,9 +45,9 @@ def world(*, n_problems: int = 40, n_samples: int = 8, tie: float = 1.0, seed: i
             codes.append(states)
             ids = {"prompt_ids": [9], "response_ids": [*written.tolist(), EOS]}
             outcome = {"reward": float(right), "outcome": "success" if right else "failure"}
-            records.append({"problem_id": f"p{problem}", "policy": "base", **ids, **outcome, **reward})
+            records.append({"problem_id": f"p{problem}", "policy": "base", **ids, **outcome, **columns})
     table = feature_table(
-        Rollouts.from_records(records).with_advantages() if not reward else Rollouts.from_records(records),
+        Rollouts.from_records(records).with_advantages(),
         np.concatenate(codes),
         [("base", np.arange(len(records)))],
     )
@@ -148,46 +148,104 @@ def test_shuffled_features_keep_their_entries_and_lose_their_meaning() -> None:
 def test_problems_beyond_the_reference_do_not_count() -> None:
     table = world()
     rates = table.rollouts.frame.groupby("problem_id").reward.mean()
-    credit = fit_credit(table, CreditConfig(pass_rates=(0.4, 0.9)))
-    assert credit.info["n_problems"] == int(rates.between(0.4, 0.9).sum())
-    with pytest.raises(TsaeError, match=r"0 problems have successes and failures and a pass rate of 0\.98 to 0\.99"):
+    info = fit_credit(table, CreditConfig(pass_rates=(0.4, 0.9))).info
+    assert info["n_learned"] + info["n_held_out"] == int(rates.between(0.4, 0.9).sum())
+    with pytest.raises(TsaeError, match=r"0 problems have successes and failures and a pass rate of 0\.98 to 0"):
         fit_credit(table, CreditConfig(pass_rates=(0.98, 0.99)))
 
 
-def test_rewards_that_cannot_be_checked_are_refused() -> None:
-    with pytest.raises(TsaeError, match="320 of 320 rollouts of the reference have no finite reward"):
-        fit_credit(world(reward=None))
+def test_outcomes_that_nobody_checked_are_refused() -> None:
+    with pytest.raises(TsaeError, match=r"of 320 of 320 rollouts of the reference nothing says.*--outcome"):
+        fit_credit(world(outcome="unknown"))
 
 
-def effects_diff(table: Any, d: list[float], q: list[float], weights: str = "abc") -> FeatureDiff:
-    """A diff whose outcome effects are given."""
-    n = len(d)
-    keys = {"kind": "outcome", "checkpoint": "base", "band": "all", "outcome": "all"}
-    shifts = pd.DataFrame({**keys, "feature": range(n), "d": d, "q": q})
-    contrasts = pd.DataFrame([{**keys, "n_problems": 100}])
-    empty = pd.DataFrame()
-    return FeatureDiff(shifts, contrasts, empty, empty, info={"sae": {"weights": weights}})
+@pytest.mark.parametrize("estimator", ["action", "value", "effects"])
+def test_a_reward_for_the_format_makes_no_success(estimator: Any) -> None:
+    """The rollouts' reward is a sum of two: 1 for a well-formed wrong answer, 2 for a right one."""
+    table, config = world(), CreditConfig(estimator=estimator)
+    reward = table.rollouts.table["reward"].to_numpy()
+    formatted = replace(table, rollouts=table.rollouts.with_column("reward", reward + 1.0))
+    plain, summed = fit_credit(table, config), fit_credit(formatted, config)
+    assert summed.info == plain.info
+    assert torch.equal(summed.feature, plain.feature)
 
 
-def test_effects_of_a_diff_are_filtered_and_shrunk() -> None:
-    table = world()
-    d, q = [1.0, -1.0, 0.5, 0.0, -0.5, 0.9], [0.01, 0.02, 0.5, 1.0, 0.04, 0.3]
-    credit = fit_credit(table, CreditConfig(estimator="effects"), diff=effects_diff(table, d, q))
-    spread = np.var(d) - 0.01
-    tokens = table.codes[np.flatnonzero(table.token_ids != 9)].toarray()
-    deviation = tokens.std(0)
-    expected = np.where(np.array(q) <= 0.05, d, 0) * spread / (spread + 0.01) / deviation
-    np.testing.assert_allclose(credit.feature.numpy(), expected, rtol=1e-4)
-    raw = tokens @ expected - tokens.mean(0) @ expected
-    assert credit.scale == pytest.approx(raw.std(), rel=1e-4)
+def swapped(table: Any, problems: set[str]) -> Any:
+    """The table with success and failure exchanged in some problems."""
+    frame = table.rollouts.frame
+    other = {"success": "failure", "failure": "success"}
+    outcome = [other[o] if p in problems else o for o, p in zip(frame.outcome, frame.problem_id, strict=True)]
+    return replace(table, rollouts=table.rollouts.with_column("outcome", outcome))
 
-    none = fit_credit(table, CreditConfig(estimator="effects"), diff=effects_diff(table, d, [1.0] * 6))
+
+@pytest.mark.parametrize("estimator", ["action", "value", "effects"])
+def test_what_is_held_out_is_learned_from_by_nothing(estimator: Any) -> None:
+    """Success and failure exchanged in the held-out problems: the same tables, the opposite verdict."""
+    effect, config = 0.4 if estimator == "action" else 0.8, CreditConfig(estimator=estimator, pass_rates=(0.0, 1.0))
+    table = planted_credit(0, effect, estimator, n_problems=30)
+    credit = fit_credit(table, config)
+    assert credit.significant
+    frame = ResponseTokens.of(table, np.arange(240)).frame
+    learning, testing = _split(frame, config, "base")
+    held_out = set(frame.problem_id[testing])
+    assert not held_out & set(frame.problem_id[learning])
+    assert credit.info["n_learned"] == frame.problem_id[learning].nunique()
+    assert credit.info["n_held_out"] == len(held_out)
+    assert f"learned on {credit.info['n_learned']} problems" in repr(credit)
+    assert f"on {len(held_out)} others" in repr(credit)
+    assert credit.info["low"] > 0
+
+    opposite = fit_credit(swapped(table, held_out), config)
+    for name in ("feature", "pair_keys", "pair_values", "token"):
+        assert torch.equal(getattr(opposite, name), getattr(credit, name))
+    assert opposite.info["difference"] == pytest.approx(-credit.info["difference"])
+    assert not opposite.significant
+
+
+def test_effects_are_chosen_and_shrunk_on_the_problems_learned_from() -> None:
+    table, config = planted_credit(0, 0.5, "effects"), CreditConfig(estimator="effects")
+    credit = fit_credit(table, config)
+    assert credit.info["n_features"] == int((credit.feature != 0).sum()) > 0
+    tokens = ResponseTokens.of(table, np.arange(table.n_rows))
+    learning, _ = _split(tokens.frame, config, "base")
+    # By hand: the mean difference over problems and its standard error, over the trajectories' spread.
+    means = table.row_means().toarray()
+    differences = np.array(
+        [
+            means[(of := tokens.frame.code == code) & tokens.frame.success].mean(0)
+            - means[of & ~tokens.frame.success].mean(0)
+            for code in tokens.frame.code[learning].unique()
+        ]
+    )
+    deviation = means[learning].std(0)
+    size = differences.mean(0) / deviation
+    error = differences.std(0, ddof=1) / np.sqrt(len(differences)) / deviation
+    spread = (size**2 - error**2).mean()
+    expected = size * spread / (spread + error**2) / tokens.codes[tokens.of_rows(learning)].toarray().std(0)
+    chosen = credit.feature.numpy() != 0
+    assert chosen[:10].sum() > 5
+    # The contrast's interval is a bootstrap's, the error by hand is not.
+    np.testing.assert_allclose(credit.feature.numpy()[chosen], expected[chosen], rtol=0.05)
+    none = fit_credit(planted_credit(1, 0.0, "effects"), config)
     assert not none.significant
-    assert "no outcome effect at q <= 0.05: all weights are 1" in repr(none)
-    with pytest.raises(TsaeError, match="the diff is of the SAE other, the features of abc"):
-        fit_credit(table, CreditConfig(estimator="effects"), diff=effects_diff(table, d, q, "other"))
-    with pytest.raises(TsaeError, match='"effects" needs a diff'):
-        fit_credit(table, CreditConfig(estimator="effects"))
+    assert f"no outcome effect at q <= 0.05 in {none.info['n_learned']} problems: all weights are 1" in repr(none)
+
+
+@pytest.mark.parametrize("estimator", ["action", "value", "effects"])
+def test_credit_finds_what_is_planted_and_nothing_else(estimator: Any) -> None:
+    effect = 0.4 if estimator == "action" else 0.8
+    assert sum(draw(seed, effect, estimator) for seed in range(5)) == 5
+    # At most 5 % of false statements are promised: more than three of 20 have a chance of .016.
+    assert sum(draw(seed, 0.0, estimator, n_problems=24) for seed in range(20)) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["action", "value", "effects"])
+def test_how_often_credit_errs_and_finds(estimator: Any) -> None:
+    false = np.mean([draw(seed, 0.0, estimator, n_problems=24) for seed in range(400)])
+    assert false <= 0.06
+    found = np.mean([draw(seed, 0.3 if estimator == "action" else 0.5, estimator) for seed in range(200)])
+    assert found >= 0.8
 
 
 def test_token_weights_by_hand() -> None:

@@ -44,6 +44,12 @@ def test_estimates_forget() -> None:
     assert history.mixed.tolist() == [True, False]
 
 
+def test_success_begins_above_a_reward() -> None:
+    curriculum = Curriculum(["a"], 4, CurriculumConfig(success_above=0.5))
+    curriculum.update(["a"] * 4, [0.1, 0.5, 0.6, 1.0])
+    assert curriculum.history().successes.tolist() == [2]
+
+
 @pytest.mark.parametrize("guess", [0.0, 0.2])
 def test_weights_are_what_rewards_can_teach(guess: float) -> None:
     config = CurriculumConfig(forgetting=1.0, guess=guess, **PLAIN)

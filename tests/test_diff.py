@@ -21,12 +21,13 @@ from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, outcome_contrasts, shift_contrasts
+from tsae.diff.contrasts import Rows, comparisons, draw, outcome_comparisons, shift_comparisons
 from tsae.diff.diff import feature_diff
-from tsae.diff.null import null_contrasts
+from tsae.diff.null import null_counts
 from tsae.diff.permutations import sign_flips
 from tsae.diff.result import FeatureDiff
 from tsae.diff.statistics import (
+    Draws,
     bootstrap_interval,
     group_difference,
     outcome_inference,
@@ -39,7 +40,7 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
-KINDS = {"n_bootstrap": 200, "n_permutations": 1000, "confidence": 0.95, "seed": 0}
+DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 # --- statistics
@@ -75,8 +76,8 @@ def test_no_discovery_has_an_interval_with_0_in_it() -> None:
     rng = np.random.default_rng(0)
     differences = rng.normal(0.2, 1, size=(60, 200))
     differences[:, ::4] = rng.exponential(size=(60, 50)) ** 6  # of one sign, most of it in a few problems
-    found = paired_inference(differences, **KINDS)
-    flips = sequential_p(sign_flips(differences, KINDS["seed"]), 1, 200, KINDS["n_permutations"], 0.05, "bh")
+    found = paired_inference(differences, np.ones(200), DRAWS)
+    flips = sequential_p(sign_flips(differences, 0), 1, 200, 1000, 0.05, "bh")
     crossing = (found.low <= 0) & (found.high >= 0)
     assert (crossing & (flips < 0.001)).sum() >= 10
     assert found.p[crossing].min() > 0.04
@@ -118,18 +119,20 @@ def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.Monkey
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
     monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)
+    scale = rng.uniform(0.5, 2, size=10)
     found = outcome_inference(
         three,
+        scale,
         sp.csr_array(values[shuffled]),
         success[shuffled],
         problem[shuffled],
-        **{**KINDS, "n_permutations": draws},
+        replace(DRAWS, n_permutations=draws),
     )
     np.testing.assert_allclose(found.difference, statistic(success))
     assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
-    # d over the three problems' differences.
-    each = np.array([statistic_of(values, success, problem == i) for i in range(3)])
-    np.testing.assert_allclose(found.d, each.mean(0) / np.where(each.std(0, ddof=1) > 0, each.std(0, ddof=1), np.inf))
+    for of_delta, of_difference in (("delta", "difference"), ("delta_low", "low"), ("delta_high", "high")):
+        np.testing.assert_allclose(getattr(found, of_delta), getattr(found, of_difference) / scale)
+    np.testing.assert_allclose(found.error, three.std(0, ddof=1) / np.sqrt(3) / scale, rtol=1e-5, atol=1e-7)
 
 
 def statistic_of(values: np.ndarray, success: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -138,12 +141,14 @@ def statistic_of(values: np.ndarray, success: np.ndarray, rows: np.ndarray) -> n
 
 def test_p_is_never_zero_and_never_nan() -> None:
     differences = np.stack([np.full(40, 3.0), np.zeros(40), np.r_[1e-30, np.zeros(39)]], axis=1)
-    found = paired_inference(differences, **KINDS)
-    assert found.p[0] == 1 / 1001
-    assert found.p[1] == 1
-    for name in ("difference", "low", "high", "d", "p", "q"):
-        assert np.isfinite(getattr(found, name)).all(), name
-    assert found.d[:2].tolist() == [0, 0]  # nothing varies: no standardised effect
+    for least in (0.0, 0.1, 4.0):
+        found = paired_inference(differences, np.ones(3), replace(DRAWS, minimum_effect=least))
+        assert found.p_differs[0] == 1 / 1001
+        assert found.p[0] == (1 if least == 4 else 1 / 1001)
+        assert found.p_differs[1] == found.p[1] == 1
+        for name, values in vars(found).items():
+            assert np.isfinite(values).all(), name
+        assert found.delta[:2].tolist() == [3, 0]
 
 
 def test_bootstrap_intervals_cover() -> None:
@@ -231,8 +236,8 @@ QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000)
 
 def drawn(table: FeatureTable, config: DiffConfig = QUICK) -> dict[tuple[str, str, str, str], Any]:
     rows = Rows.of(table, config)
-    both = itertools.chain(shift_contrasts(table, rows, config), outcome_contrasts(table, rows, config))
-    return {(c.checkpoint, c.part, c.band, c.outcome): c for c in (draw() for draw in both)}
+    both = itertools.chain(shift_comparisons(table, rows, config), outcome_comparisons(table, rows, config))
+    return {(of.checkpoint, of.part, of.band, of.outcome): draw(rows, of, config) for of in both}
 
 
 def mean_of(table: FeatureTable, reader: str, policy: str, band: str = "all", outcome: str = "all") -> dict[str, Any]:
@@ -269,9 +274,9 @@ def test_shifts_against_a_loop_and_their_parts_add_up(band: str, outcome: str) -
         contrast = contrasts["run", part, band, outcome]
         left, right = mean_of(table, *a, band, outcome), mean_of(table, *b, band, outcome)
         problems = sorted((left.keys() & right.keys()) if part == "same_trajectories" else ours)
-        assert contrast.n_problems == len(problems)
+        assert contrast.of.n_problems == len(problems)
         if part != "same_trajectories":
-            assert contrast.n_left_out == len((left.keys() | right.keys()) - set(problems))
+            assert contrast.of.n_left_out == len((left.keys() | right.keys()) - set(problems))
         np.testing.assert_allclose(contrast.mean_a, np.mean([left[p] for p in problems], axis=0), rtol=1e-5)
         np.testing.assert_allclose(contrast.mean_b, np.mean([right[p] for p in problems], axis=0), rtol=1e-5)
         assert contrast.feature.tolist() == list(range(6))
@@ -284,8 +289,8 @@ def test_outcome_contrasts_count_problems_that_carry_none() -> None:
     contrast = drawn(table)["run", "success_minus_failure", "all", "all"]
     frame = table.rollouts.frame
     mixed = frame[frame.policy == "run"].groupby("problem_id").outcome.nunique() == 2
-    assert contrast.n_problems == mixed.sum() > 5
-    assert contrast.n_left_out == (~mixed).sum() > 0
+    assert contrast.of.n_problems == mixed.sum() > 5
+    assert contrast.of.n_left_out == (~mixed).sum() > 0
     right, wrong = (mean_of(table, "run", "run", outcome=o) for o in ("success", "failure"))
     expected = np.mean([right[p] - wrong[p] for p in mixed[mixed].index], axis=0)
     np.testing.assert_allclose(contrast.inference.difference, expected, rtol=1e-5)
@@ -300,7 +305,7 @@ def test_unknown_outcomes_are_left_out() -> None:
     right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
     both = sorted(right.keys() & wrong.keys())
     contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
-    assert contrast.n_problems == len(both)
+    assert contrast.of.n_problems == len(both)
     np.testing.assert_allclose(
         contrast.inference.difference, np.mean([right[p] - wrong[p] for p in both], axis=0), rtol=1e-5
     )
@@ -314,11 +319,11 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
     assert {part for _, part, _, _ in contrasts} == {"same_trajectories", "success_minus_failure"}
     found = contrasts["run", "same_trajectories", "all", "all"]
     means = {reader: mean_of(table, reader, "base") | mean_of(table, reader, "run") for reader in ("base", "run")}
-    assert found.n_problems == len(means["base"]) == 30
+    assert found.of.n_problems == len(means["base"]) == 30
     expected = np.mean([means["run"][p] - means["base"][p] for p in means["base"]], axis=0)
     np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
     outcome = contrasts["base", "success_minus_failure", "all", "all"]
-    assert outcome.n_problems + outcome.n_left_out == 30
+    assert outcome.of.n_problems + outcome.of.n_left_out == 30
 
     # Nor is the base's half all there is where other checkpoints, which read nothing, sampled the rest.
     others = np.where(table.rollouts.frame.policy == "run", "step 7", "base")
@@ -328,7 +333,7 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
 
     # With enough problems in common, each side has its own trajectories again.
     shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 5)
-    assert drawn(shared)["run", "total", "all", "all"].n_problems == 5
+    assert drawn(shared)["run", "total", "all", "all"].of.n_problems == 5
 
 
 def test_special_and_prompt_tokens_do_not_count() -> None:
@@ -394,6 +399,9 @@ def test_an_empty_band_is_refused_by_name() -> None:
         {"confidence": 1.0},
         {"min_problems": 1},
         {"threads": 0},
+        {"minimum_effect": -0.1},
+        {"minimum_effect": float("nan")},
+        {"minimum_effect": float("inf")},
     ],
 )
 def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
@@ -408,11 +416,12 @@ def false_share(found: np.ndarray, planted: np.ndarray) -> float:
     return float((found & ~planted).sum() / max(found.sum(), 1))
 
 
-def error_rates(repeats: int, **effects: Any) -> dict[str, dict[str, float]]:
-    """Mean share of false discoveries and of planted features found, over repeats, of shifts and outcome effects."""
+def error_rates(repeats: int, **effects: Any) -> dict[tuple[str, str], dict[str, float]]:
+    """Mean share of false discoveries and of planted features found, over repeats, of shifts and outcome effects:
+    of those that differ, and of those that moved."""
     planted = np.zeros(40, dtype=bool)
     planted[:10] = True
-    shares: dict[str, list[tuple[float, float]]] = {"shift": [], "outcome": []}
+    shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in range(repeats):
         table = world(
             n_problems=20,
@@ -421,46 +430,52 @@ def error_rates(repeats: int, **effects: Any) -> dict[str, dict[str, float]]:
         )
         config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
         rows = Rows.of(table, config)
-        shift = next(c for c in (draw() for draw in shift_contrasts(table, rows, config)) if c.part == "total")
-        outcome = next(c for c in (draw() for draw in outcome_contrasts(table, rows, config)) if c.checkpoint == "run")
-        for name, contrast in (("shift", shift), ("outcome", outcome)):
+        shift = next(of for of in shift_comparisons(table, rows, config) if of.part == "total")
+        outcome = next(of for of in outcome_comparisons(table, rows, config) if of.checkpoint == "run")
+        for name, of in (("shift", shift), ("outcome", outcome)):
+            contrast = draw(rows, of, config)
             assert contrast.inference is not None
-            found = np.zeros(40, dtype=bool)
-            found[contrast.feature] = contrast.inference.q <= 0.05
-            assert contrast.inference.p.min() >= 1 / 1001
-            assert np.isfinite(contrast.inference.p).all()
             truth = planted if name in effects else np.zeros(40, dtype=bool)
-            shares[name].append((false_share(found, truth), float(found[truth].mean()) if truth.any() else 0.0))
+            for what, p, q in (
+                ("differs", contrast.inference.p_differs, contrast.inference.q_differs),
+                ("moved", contrast.inference.p, contrast.inference.q),
+            ):
+                found = np.zeros(40, dtype=bool)
+                found[contrast.feature] = q <= 0.05
+                assert p.min() >= 1 / 1001
+                assert np.isfinite(p).all()
+                rates = (false_share(found, truth), float(found[truth].mean()) if truth.any() else 0.0)
+                shares.setdefault((name, what), []).append(rates)
     return {
-        name: {
+        key: {
             "false": float(np.mean([s[0] for s in pairs])),
             "error": float(np.std([s[0] for s in pairs]) / np.sqrt(repeats)),
             "found": float(np.mean([s[1] for s in pairs])),
         }
-        for name, pairs in shares.items()
+        for key, pairs in shares.items()
     }
 
 
 def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
     found = error_rates(100, shift=0.8, outcome=1.0)
-    for name in ("shift", "outcome"):
-        assert found[name]["false"] <= 0.05 + 2 * found[name]["error"], (name, found)
-        assert found[name]["found"] > 0.6, (name, found)
+    for (name, what), rates in found.items():
+        assert rates["false"] <= 0.05 + 2 * rates["error"], (name, what, rates)
+        assert rates["found"] > (0.6 if what == "differs" else 0.5), (name, what, rates)
 
 
 def test_nothing_is_found_where_there_is_nothing() -> None:
     """The false share of a null world is the chance of finding anything at all."""
     found = error_rates(100)
-    for name in ("shift", "outcome"):
-        assert found[name]["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 100), (name, found)
+    for key, rates in found.items():
+        assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 100), (key, rates)
 
 
 @pytest.mark.slow
 def test_error_rates_over_many_worlds() -> None:
     planted, null = error_rates(300, shift=0.8, outcome=1.0), error_rates(300)
     for found in (planted, null):
-        for name in ("shift", "outcome"):
-            assert found[name]["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 300), (name, found)
+        for key, rates in found.items():
+            assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 300), (key, rates)
 
 
 def test_trajectories_are_not_taken_for_independent() -> None:
@@ -470,7 +485,7 @@ def test_trajectories_are_not_taken_for_independent() -> None:
     for _ in range(40):
         # Ten problems, whose differences all eight trajectories share.
         differences = rng.normal(size=(10, 25))
-        p.append(paired_inference(differences, **KINDS).p)
+        p.append(paired_inference(differences, np.ones(25), DRAWS).p)
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 
@@ -493,16 +508,15 @@ def test_prompts_tell_of_reading_alone() -> None:
     assert set(diff.shifts.kind) == {"shift"}
 
 
-def test_the_null_is_measured_on_the_base() -> None:
+def test_every_contrast_has_its_own_null() -> None:
+    """On its own rows: those of its second side, or of its own band."""
     table = world(shift=2.0, outcome=1.5, n_samples=6, bands=True)
-    config = DiffConfig(n_bootstrap=100, n_permutations=1000)
-    null = null_contrasts(table, Rows.of(table, config), config, repeats=6)
-    assert null["shift_tested"] == null["outcome_tested"] == 40
-    assert null["shift_discoveries"] < 3
-    assert null["outcome_discoveries"] < 3
-    assert null["interaction_tested"] == 40
-    assert null["interaction_discoveries"] < 3
-    assert null["shift_any"] <= null["shift_discoveries"]
+    rows, repeats = Rows.of(table, QUICK), 6
+    found = [of for of in comparisons(table, rows, QUICK) if of.outcome == "all"]
+    assert {of.kind for of in found} == {"shift", "outcome", "interaction"}
+    for of, (mean, any_) in zip(found, null_counts(rows, found, QUICK, repeats), strict=True):
+        assert mean < 3, of.key
+        assert any_ <= mean
     contrasts = drawn(table)
     assert (contrasts["base", "success_minus_failure", "all", "all"].inference.q < 0.05).sum() == 40
 
@@ -556,10 +570,13 @@ def test_threads_keep_order_and_pass_errors_on() -> None:
 
 
 def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
-    numbers = diff.shifts[["mean", "reference", "difference", "low", "high", "d", "auroc", "p", "q"]]
-    assert np.isfinite(numbers.to_numpy()).all()
-    assert (diff.shifts.p > 0).all()
-    assert (diff.shifts.q >= diff.shifts.p - 1e-12).all()
+    numbers = ["mean", "reference", "difference", "low", "high", "delta", "delta_low", "delta_high", "auroc"]
+    assert np.isfinite(diff.shifts[[*numbers, "p", "q", "p_differs", "q_differs"]].to_numpy()).all()
+    assert "d" not in diff.shifts
+    assert (diff.shifts.p_differs > 0).all()
+    assert (diff.shifts.p >= diff.shifts.p_differs).all()  # what moved differs
+    for p, q in (("p", "q"), ("p_differs", "q_differs")):
+        assert (diff.shifts[q] >= diff.shifts[p] - 1e-12).all()
     inside = (diff.shifts.low <= diff.shifts.difference) & (diff.shifts.difference <= diff.shifts.high)
     assert inside.mean() > 0.99
     np.testing.assert_allclose(diff.shifts["mean"] - diff.shifts.reference, diff.shifts.difference, atol=1e-6)
@@ -567,7 +584,9 @@ def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
         np.testing.assert_allclose(group.q, false_discovery_control(group.p))
         contrast = diff.contrasts.set_index(["kind", "checkpoint", "part", "band", "outcome"]).loc[keys]
         assert contrast.n_tested == len(group)
+        np.testing.assert_allclose(group.q_differs, false_discovery_control(group.p_differs))
         assert contrast.n_discoveries == (group.q <= 0.05).sum()
+        assert contrast.n_differs == (group.q_differs <= 0.05).sum() >= contrast.n_discoveries
     plain = diff.contrasts[diff.contrasts.kind != "interaction"]
     assert set(plain.band) == {"all", "easy", "medium", "hard"}
     assert set(diff.contrasts.band) - set(plain.band) == {"medium-easy", "hard-easy", "hard-medium"}
@@ -580,7 +599,8 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     assert total.feature.tolist() == list(range(10))
     assert (total.difference.to_numpy()[[0, 9]] * [-1, 1] > 0.5).all()
     top = diff.top(3)
-    assert top.d.abs().tolist() == sorted(total[total.q <= 0.05].d.abs(), reverse=True)[:3]
+    assert top.delta.abs().tolist() == sorted(total[total.q <= 0.05].delta.abs(), reverse=True)[:3]
+    assert (total.moved == (total.q <= 0.05)).all()
     assert (diff.table(discoveries=True).q <= 0.05).all()
     assert set(diff.feature(4).table().feature) == {4}
     with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
@@ -590,8 +610,12 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
 
 
 def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
-    other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference)
-    both = replace(diff, shifts=pd.concat([diff.shifts, other], ignore_index=True))
+    other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference, delta=-diff.shifts.delta)
+    both = replace(
+        diff,
+        shifts=pd.concat([diff.shifts, other], ignore_index=True),
+        contrasts=pd.concat([diff.contrasts, diff.contrasts.assign(checkpoint="other")], ignore_index=True),
+    )
     raised = diff.table(discoveries=True, kind="shift", part="total", band="all", outcome="all")
     raised = raised[raised.difference > 0]
     found = both.opposed("run", "other")
@@ -668,7 +692,7 @@ def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
     contrasts = drawn(foreign)
     assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
     contrast = contrasts["run", "same_trajectories", "all", "all"]
-    assert contrast.n_problems == 30
+    assert contrast.of.n_problems == 30
     assert (contrast.inference.q > 0.05).sum() >= 3
 
 
@@ -694,7 +718,7 @@ def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
     lines = replace(diff, features=described).to_markdown(3).splitlines()
     assert len(lines) == 5
     for line in lines:
-        assert line.replace("\\|", "").count("|") == 16
+        assert line.replace("\\|", "").count("|") == 18
     assert "a\\|b⏎\\[x\\](y) &lt;img&gt; \\`c\\`" in lines[2]
     top = diff.top(3)
     assert [line.split(" | ")[4] for line in lines[2:]] == [str(f) for f in top.feature]

@@ -101,7 +101,7 @@ def test_planted_trajectories_get_their_kind_and_onset(planted: FeatureTable) ->
             assert set(rows.onset) == {onset}
             assert ((rows.onset_low <= onset) & (onset <= rows.onset_high)).all()
     base = found.table[found.table.step == 0]
-    assert (base[["shift", "low", "high", "d"]] == 0).all(axis=None)
+    assert (base[["shift", "low", "high", "delta"]] == 0).all(axis=None)
     assert (base[["p", "q"]] == 1).all(axis=None)
 
 
@@ -112,7 +112,7 @@ def test_steps_are_shifts_of_the_diff(planted: FeatureTable) -> None:
     both = diff.dynamics.merge(shifts, on=["run", "step", "feature"], suffixes=("", "_diff"))
     # Emerging features are nowhere active at the first step: the diff does not test them there.
     assert len(both) == len(shifts) == len(STEPS) * 20 - 4
-    names = {"shift": "difference"} | {name: f"{name}_diff" for name in ("mean", "low", "high", "d", "p")}
+    names = {"shift": "difference"} | {name: f"{name}_diff" for name in ("mean", "low", "high", "delta", "p")}
     for ours, theirs in names.items():
         np.testing.assert_allclose(both[ours], both[theirs], rtol=1e-6, atol=1e-9, err_msg=ours)
     # q over the steps and features of the run.

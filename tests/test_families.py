@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,8 +15,9 @@ from builders import BOS, EOS, SHARED, feature_table
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.diff import feature_diff
-from tsae.diff.families import find_families
+from tsae.diff.families import Families, assign_families, find_families
 from tsae.errors import TsaeError
+from tsae.features.annotations import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
 from tsae.report.terminal import family_text
 from tsae.rollouts.table import Rollouts
@@ -141,9 +143,18 @@ def story(*, n_problems: int = 30, seed: int = 0):
     return feature_table(rollouts, np.concatenate([*codes, again]), [("base", rows), ("run", rows[half:])])
 
 
+STRINGS = [str(i) for i in range(20)]
+
+
+def families_of(table: Any, families: Families = KINDS) -> pd.DataFrame:
+    """What a diff says of the features' families, without the diff."""
+    return assign_families(table, annotate_tokens(table, by_token, STRINGS), families, QUICK)
+
+
 def test_planted_families_are_found_counted_and_tested() -> None:
-    strings = [str(i) for i in range(20)]
-    diff = feature_diff(story(), QUICK, annotator=by_token, families=KINDS, token_strings=strings, progress=False)
+    table = story()
+    diff = feature_diff(table, QUICK, annotator=by_token, families=KINDS, token_strings=STRINGS, progress=False)
+    pd.testing.assert_frame_equal(diff.features[list(families_of(table))], families_of(table))
     found = diff.features
     assert found.family.tolist() == ["direct-answer", "basic-computation", "deliberation", "none", "none", "none"]
     assert (found.family_p[:3] <= 0.002).all()
@@ -158,25 +169,22 @@ def test_planted_families_are_found_counted_and_tested() -> None:
 
 def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
     """Its lift cannot be 2: of 70 % of the tokens the share has to be half way to 1."""
-    table, strings = story(), [str(i) for i in range(20)]
-    wide = {"most": ("sum", "filler", "answer"), "deliberation": ("plan",)}
-    diff = feature_diff(table, QUICK, annotator=by_token, families=wide, token_strings=strings, progress=False)
-    assert diff.features.family.tolist() == ["most", "most", "deliberation", "none", "none", "none"]
-    assert (diff.features.family_lift[:2] < 2).all()
-    assert (diff.features.family_share[:2] > 0.85).all()
+    found = families_of(story(), {"most": ("sum", "filler", "answer"), "deliberation": ("plan",)})
+    assert found.family.tolist() == ["most", "most", "deliberation", "none", "none", "none"]
+    assert (found.family_lift[:2] < 2).all()
+    assert (found.family_share[:2] > 0.85).all()
 
 
 def test_a_feature_of_few_problems_has_no_family() -> None:
-    table, strings = story(), [str(i) for i in range(20)]
+    table = story()
     problem = table.rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.trajectory[table.row_of_token]]
     for n, expected in ((4, "none"), (5, "direct-answer")):
         codes = table.codes.toarray()
         codes[problem >= n, 0] = 0
         codes[:, 0] *= codes[:, 0] > 0.02  # on its class alone
-        few = replace(table, codes=sp.csr_array(codes))
-        diff = feature_diff(few, QUICK, annotator=by_token, families=KINDS, token_strings=strings, progress=False)
-        assert diff.features.family[0] == expected
-        assert diff.features.family[1] == "basic-computation"
+        found = families_of(replace(table, codes=sp.csr_array(codes)))
+        assert found.family[0] == expected
+        assert found.family[1] == "basic-computation"
 
 
 def test_families_of_noise_are_few() -> None:
@@ -187,11 +195,9 @@ def test_families_of_noise_are_few() -> None:
     bursts = np.repeat(rng.random((len(table.token_ids) // 3 + 1, 120)) < 0.3, 3, axis=0)[: len(table.token_ids)]
     codes = bursts * rng.exponential(size=(20, 120))[problem]
     rows = [(name, table.trajectory[table.reader == i]) for i, name in enumerate(table.readers)]
-    noise = feature_table(table.rollouts, codes, rows)
-    strings = [str(i) for i in range(20)]
-    diff = feature_diff(noise, QUICK, annotator=by_token, families=KINDS, token_strings=strings, progress=False)
-    assert (diff.features.family != "none").sum() <= 4
-    assert (diff.features.family_p <= 0.05).mean() < 0.12
+    found = families_of(feature_table(table.rollouts, codes, rows))
+    assert (found.family != "none").sum() <= 4
+    assert (found.family_p <= 0.05).mean() < 0.12
 
 
 def test_families_need_classes() -> None:
@@ -203,7 +209,7 @@ def test_families_need_classes() -> None:
             QUICK,
             annotator=by_token,
             families={"x": ("y",)},
-            token_strings=[str(i) for i in range(20)],
+            token_strings=STRINGS,
             progress=False,
         )
     assert find_families("tsae.features.mathematics:math_classes") is FAMILIES

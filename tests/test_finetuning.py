@@ -302,6 +302,7 @@ def test_a_fine_tuning_that_was_killed_ends_with_the_same_bits(
 # --- on the testbed
 
 
+@pytest.mark.slow
 def test_a_series_of_saes_on_the_testbed(tmp_path: Path) -> None:
     """From the base's SAE to that of a GRPO run: better from the beginning, and latents stay what they were."""
     import tsae

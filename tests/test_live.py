@@ -244,6 +244,7 @@ def test_a_subset_runs_no_other_reader(source: LiveSource, series: CheckpointSer
 # --- training
 
 
+@pytest.mark.slow
 def test_live_and_stored_trainings_explain_as_much(source: LiveSource, store: ActivationStore) -> None:
     training = replace(TRAINING, tokens=40_000, site=SITE)
     live = tsae.train(source, SAE, training=training, progress=False)
@@ -292,6 +293,7 @@ def live_run(series: Path, rollouts: Path, folder: Path) -> None:
     tsae.train(source, SAE, to=folder, training=TRAINING, progress=False)
 
 
+@pytest.mark.slow
 def test_a_live_training_that_is_killed_ends_with_the_same_bits(
     series_folder: Path, rollouts: Any, tmp_path: Path
 ) -> None:

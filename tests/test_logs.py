@@ -448,6 +448,7 @@ for rows in (1_000, 8_000):
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path), str(llama)],

@@ -110,6 +110,7 @@ def interrupted(
 # --- killed and resumed
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
     folder = tmp_path / "sae"
     start(run, store.path, tmp_path / "whole", TRAINING).join()

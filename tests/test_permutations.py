@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tsae.diff.contrasts import Rows
 from tsae.diff.diff import _length_correlation
 from tsae.diff.permutations import Count, label_permutations, weight_permutations
 from tsae.diff.statistics import (
+    Draws,
     interaction_inference,
     most_draws,
     paired_inference,
@@ -23,7 +25,7 @@ from tsae.diff.statistics import (
 )
 from tsae.features.sums import active_counts, grouped_sums
 
-DRAWS = {"n_bootstrap": 100, "n_permutations": 1000, "confidence": 0.95, "seed": 0}
+DRAWS = Draws(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 def counted(chance: np.ndarray, rng: np.random.Generator, made: np.ndarray | None = None) -> Count:
@@ -75,13 +77,13 @@ def test_a_single_effect_among_many_features_is_found() -> None:
     rng = np.random.default_rng(0)
     differences = rng.normal(size=(60, 2000))
     differences[:, 7] += 2
-    found = paired_inference(differences, **DRAWS)
+    found = paired_inference(differences, np.ones(2000), DRAWS)
     assert most_draws(2000, 1000, 0.05, "bh") == 40_000
     assert found.p.min() == found.p[7] == 1 / 40_001
     assert np.flatnonzero(found.q <= 0.05).tolist() == [7]
-    np.testing.assert_array_equal(paired_inference(differences, **DRAWS).p, found.p)
+    np.testing.assert_array_equal(paired_inference(differences, np.ones(2000), DRAWS).p, found.p)
     # Features are drawn together, but none changes what another gets.
-    alone = paired_inference(differences[:, :8], **DRAWS)
+    alone = paired_inference(differences[:, :8], np.ones(8), DRAWS)
     settled = found.p[:7] > 0.101
     np.testing.assert_array_equal(alone.p[:7][settled], found.p[:7][settled])
 
@@ -150,7 +152,7 @@ def test_interactions_with_equal_arrangements_against_enumeration() -> None:
     variance = (mean_a - mean_a**2) / 9 + (mean_b - mean_b**2) / 14
     t = np.abs(mean_a - mean_b) / np.sqrt(variance)
     exact = hypergeom.pmf(k, 25, 5, 10)[t >= t[5] - 1e-9].sum()
-    p = interaction_inference(a, b, **{**DRAWS, "n_permutations": 40_000}).p[0]
+    p = interaction_inference(a, b, np.ones(1), replace(DRAWS, n_permutations=40_000)).p[0]
     assert p == pytest.approx(exact, rel=0.4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from scipy.stats import false_discovery_control, mannwhitneyu
 from scipy.stats import t as student
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.power import detectable_d, power, power_text
+from tsae.diff.power import detectable_delta, power, power_text
 from tsae.diff.statistics import (
+    Draws,
     bootstrap_interval,
     group_difference,
     interaction_inference,
@@ -24,11 +26,14 @@ from tsae.diff.statistics import (
 )
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
-DRAWS = {"n_bootstrap": 200, "n_permutations": 1000, "confidence": 0.95, "seed": 0}
+DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 def measure(repeats: int, n_problems: int, tokens: bool = False) -> dict[str, dict[str, float]]:
-    """Mean false-discovery proportion with its Monte-Carlo error, coverage and power of every contrast."""
+    """Mean false-discovery proportion with its Monte-Carlo error, coverage and power of every contrast.
+
+    Of what differs at all (false, found), and of what moved (moved_false, moved_found).
+    """
     rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in CONTRASTS}
     for seed in range(repeats):
         world = planted(n_problems=n_problems, seed=seed)
@@ -38,30 +43,37 @@ def measure(repeats: int, n_problems: int, tokens: bool = False) -> dict[str, di
                 assert "are needed" in contrast.note
                 continue
             assert inference.p.min() >= 1 / (QUICK["n_permutations"] + 1)
-            false, share = proportions(inference.q, truth)
+            differs = proportions(inference.q_differs, truth != 0)
+            large = np.abs(truth * inference.delta / inference.difference) > 0.1
+            moved = proportions(inference.q, large)
             covered = ((inference.low <= truth) & (truth <= inference.high)).mean()
             naive = (
-                proportions(token_level_q(world, name), world.truth[name])[0] if tokens and name != "interaction" else 0
+                proportions(token_level_q(world, name), world.truth[name] != 0)[0]
+                if tokens and name != "interaction"
+                else 0
             )
-            rates[name].append((false, share, covered, naive))
+            rates[name].append((*differs, *moved, covered, naive))
+    names = ("false", "found", "moved_false", "moved_found", "covered", "token_level_false")
     return {
         name: {
-            **dict(zip(("false", "found", "covered", "token_level_false"), np.mean(found, axis=0), strict=True)),
+            **dict(zip(names, np.mean(found, axis=0), strict=True)),
             "error": float(np.std([f[0] for f in found]) / math.sqrt(len(found))),
+            "moved_error": float(np.std([f[2] for f in found]) / math.sqrt(len(found))),
         }
         for name, found in rates.items()
     }
 
 
-def proportions(q: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+def proportions(q: np.ndarray, planted: np.ndarray) -> tuple[float, float]:
     """(false discoveries / discoveries, share of planted effects that are found)."""
     found = q <= 0.05
-    return float((found & (truth == 0)).sum() / max(found.sum(), 1)), float(found[truth != 0].mean())
+    return float((found & ~planted).sum() / max(found.sum(), 1)), float(found[planted].mean())
 
 
 def check(rates: dict[str, dict[str, float]]) -> None:
     for name, rate in rates.items():
         assert rate["false"] <= 0.05 + 2.5 * rate["error"], (name, rate)
+        assert rate["moved_false"] <= 0.05 + 2.5 * rate["moved_error"], (name, rate)
         assert 0.93 <= rate["covered"] <= 0.97, (name, rate)
 
 
@@ -70,6 +82,7 @@ def test_planted_effects_are_found_and_little_else() -> None:
     check(rates)
     assert rates["shift"]["found"] > 0.8
     assert rates["outcome"]["found"] > 0.2
+    assert rates["shift"]["moved_found"] > 0.5
     # The same check, which a test over tokens fails.
     for name in ("shift", "outcome"):
         assert rates[name]["token_level_false"] > 0.15, rates[name]
@@ -100,9 +113,11 @@ def test_benjamini_yekutieli_finds_less() -> None:
     assert plain.inference is not None
     assert strict.inference is not None
     np.testing.assert_array_equal(plain.inference.p, strict.inference.p)
+    np.testing.assert_array_equal(plain.inference.p_differs, strict.inference.p_differs)
     harmonic = sum(1 / k for k in range(1, 41))
     np.testing.assert_allclose(strict.inference.q, np.minimum(plain.inference.q * harmonic, 1))
-    assert strict.detectable_d > plain.detectable_d
+    np.testing.assert_allclose(strict.inference.q_differs, np.minimum(plain.inference.q_differs * harmonic, 1))
+    assert strict.detectable_delta > plain.detectable_delta
 
 
 def test_effects_that_average_to_nothing_are_no_discovery() -> None:
@@ -116,7 +131,7 @@ def test_effects_that_average_to_nothing_are_no_discovery() -> None:
         values = sp.csr_array(rng.normal(size=effect.shape) + success[:, None] * effect)
         sides = np.flatnonzero(success), np.flatnonzero(~success)
         differences = group_difference(values, *sides, problem, np.arange(n_problems))
-        p.append(outcome_inference(differences, values, success, problem, **DRAWS).p)
+        p.append(outcome_inference(differences, np.ones(30), values, success, problem, DRAWS).p)
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 
@@ -174,16 +189,16 @@ def test_interactions_keep_their_level_where_bands_vary_differently() -> None:
     rng = np.random.default_rng(0)
     p, covered = [], []
     for _ in range(20):
-        found = interaction_inference(3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50)), **DRAWS)
+        found = interaction_inference(3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50)), np.ones(50), DRAWS)
         p.append(found.p)
         covered.append((found.low <= 0) & (found.high >= 0))
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.025)
     assert np.mean(covered) == pytest.approx(0.95, abs=0.025)
     same = np.full((6, 1), 2.0)
-    nothing = interaction_inference(same, same, **DRAWS)
+    nothing = interaction_inference(same, same, np.ones(1), DRAWS)
     assert nothing.p.tolist() == [1]
-    assert nothing.difference.tolist() == nothing.low.tolist() == nothing.high.tolist() == nothing.d.tolist() == [0]
-    apart = interaction_inference(np.full((9, 1), 2.0), np.zeros((9, 1)), **DRAWS)
+    assert nothing.difference.tolist() == nothing.low.tolist() == nothing.high.tolist() == nothing.delta.tolist() == [0]
+    apart = interaction_inference(np.full((9, 1), 2.0), np.zeros((9, 1)), np.ones(1), DRAWS)
     assert 1 / 1001 <= apart.p[0] < 0.01
 
 
@@ -201,24 +216,34 @@ def test_power_is_what_a_t_test_has() -> None:
     assert power(0.5, (34,), 0.05) == pytest.approx(0.81, abs=0.01)
 
 
-def test_the_detectable_effect_is_found_eight_times_in_ten() -> None:
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.5])
+def test_the_detectable_effect_is_found_eight_times_in_ten(least: float) -> None:
     """Ten of forty features carry the effect that an earlier diff with ten discoveries called detectable."""
-    n, rng = 60, np.random.default_rng(0)
-    d = detectable_d((n,), q=0.05, n_tested=40, n_discoveries=10)
+    n, scale, rng = 60, 2.0, np.random.default_rng(0)
+    delta = detectable_delta(
+        (n,), 1.3 / math.sqrt(n) / scale, minimum_effect=least, q=0.05, n_tested=40, n_discoveries=10
+    )
     level, found = 0.05 * 10 / 40, []
     for seed in range(20):
-        p = paired_inference(rng.normal(d, 1, size=(n, 40)), **{**DRAWS, "seed": seed}).p
+        draws = replace(DRAWS, seed=seed, minimum_effect=least)
+        p = paired_inference(rng.normal(delta * scale, 1.3, size=(n, 40)), np.full(40, scale), draws).p
         found.append((p <= level).mean())
     assert np.mean(found) == pytest.approx(0.8, abs=0.04)
 
 
 def test_more_problems_and_more_discoveries_find_smaller_effects() -> None:
-    common = {"q": 0.05, "n_tested": 100}
-    few, many = (detectable_d((n,), n_discoveries=0, **common) for n in (20, 180))
-    assert many < few < math.inf
-    assert detectable_d((180,), n_discoveries=50, **common) < many
-    assert detectable_d((180, 20), n_discoveries=0, **common) > detectable_d((180, 180), n_discoveries=0, **common)
+    def least(n_problems: tuple[int, ...], n_discoveries: int = 0, **more: float) -> float:
+        """Where a feature varies between problems by one standard deviation over trajectories."""
+        error = math.sqrt(sum(1 / n for n in n_problems))
+        settings = {"minimum_effect": 0.1, "q": 0.05, "n_tested": 100, **more}
+        return detectable_delta(n_problems, error, n_discoveries=n_discoveries, **settings)
+
+    few, many = least((20,)), least((180,))
+    assert 0.1 < many < few < math.inf
+    assert least((180,), 50) < many
+    assert least((180, 20)) > least((180, 180))
+    assert least((180,), minimum_effect=0.0) < many < least((180,), minimum_effect=0.3)
     # Five problems have 32 sign patterns.
-    assert math.isinf(detectable_d((5,), n_discoveries=0, **common))
-    assert power_text(180, 0.251) == "with these 180 problems an effect of d = 0.25 is found 8 times in 10"
+    assert math.isinf(least((5,)))
+    assert power_text(180, 0.251) == "with these 180 problems Δ = 0.25 is found 8 times in 10"
     assert "no p-value is small enough" in power_text(5, math.inf)

@@ -52,20 +52,28 @@ def reader(id: str, run: str | None, fve: float | None = 0.9) -> dict[str, Any]:
 
 
 def contrast(kind: str, checkpoint: str, part: str, band: str, outcome: str = "all", **more: Any) -> dict[str, Any]:
-    counts = {"n_problems": 30, "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "detectable_d": 0.4, "note": ""}
+    counts = {
+        "n_problems": 30, "n_trajectories": 240, "n_tokens": 4000, "rows": f"{kind}-{part}-{band}-{outcome}",
+        "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "n_differs": 5, "n_null": 0.4, "null_any": 0.2,
+        "detectable_delta": 0.4, "note": "",
+    }  # fmt: skip
     keys = {"kind": kind, "checkpoint": checkpoint, "run": checkpoint, "step": 10, "part": part, "band": band}
     return {**keys, "outcome": outcome, **counts, **more}
 
 
 def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, Any]]:
-    """One row a feature; the difference has the standard deviation 0.5, and 0 is no discovery."""
+    """One row a feature; features have the standard deviation 0.5 at base, and a difference of 0 is no discovery."""
     names = ("kind", "checkpoint", "run", "step", "part", "band", "outcome")
     return [
         {
             **{name: keys[name] for name in names}, "feature": feature, "mean": 1 + x, "reference": 1.0,
-            "difference": x, "low": x - 0.1, "high": x + 0.1, "d": 2 * x, "auroc": 0.5,
+            "difference": x, "low": x - 0.1, "high": x + 0.1,
+            "delta": 2 * x, "delta_low": 2 * x - 0.2, "delta_high": 2 * x + 0.2, "auroc": 0.5,
             "p": 0.001 if x else 0.9,
             "q": 0.004 if x else 0.95,
+            "p_differs": 0.0005 if x else 0.8,
+            "q_differs": 0.002 if x else 0.85,
+            "scale": "base",
         }
         for feature, x in enumerate(differences)
     ]  # fmt: skip
@@ -132,11 +140,11 @@ def make(bands: tuple[str, ...] = ("easy", "hard"), *, runs: bool = True, **chan
     info = {
         "config": {
             "span": "response", "n_bootstrap": 1000, "n_permutations": 10_000, "confidence": 0.95, "q": 0.05,
-            "min_problems": 5, "min_fve": 0.5,
+            "min_problems": 5, "min_fve": 0.5, "minimum_effect": 0.1,
         },
         "sae": {"d_sae": 6, "d_high": 2, "k": 2, "site": "blocks.1.hook_resid_post", "aux_weight": 0.03125},
         "readers": [reader("base", None), *(reader(id, id) for id in ids[1:])],
-        "null": {"repeats": 5, "shift_discoveries": 0.4, "shift_tested": 6},
+        "null_repeats": 5,
         "bands": {"easy": 0.75, "hard": 0.25, "reference": "base", "separate": True} if bands else None,
         "rollouts": "0123456789abcdef",
         "causally_tested": False,
@@ -224,8 +232,8 @@ def test_a_run_is_told_with_its_numbers() -> None:
         "Accuracy rose on easy (50 → 80 %, +30.0 [+24.5, +35.5]) and on hard (50 → 80 %, +30.0 [+24.5, +35.5])." in told
     )
     assert "Response length rose (20.0 → 38.0 tokens, +18.0 [+17.0, +19.0])." in told
-    assert "4 of 6 tested features moved (q ≤ 0.05): 3 raised, 1 lowered." in told
-    assert "raised 0 “operand” +0.90 [+0.80, +1.00]; lowered 2 “answer” −0.70 [−0.80, −0.60]." in told
+    assert "4 of 6 tested features moved (|Δ| > 0.1, q ≤ 0.05): 3 raised, 1 lowered; 5 differ detectably." in told
+    assert "raised 0 “operand” Δ +1.80 [+1.60, +2.00]; lowered 2 “answer” Δ −1.40 [−1.60, −1.20]." in told
 
 
 def link(feature: int) -> str:
@@ -234,7 +242,7 @@ def link(feature: int) -> str:
 
 def test_findings_link_the_features_that_they_name() -> None:
     page = render(make())
-    assert f"raised {link(0)} “operand” +0.90 [+0.80, +1.00]; lowered {link(2)} “answer” −0.70" in page
+    assert f"raised {link(0)} “operand” Δ +1.80 [+1.60, +2.00]; lowered {link(2)} “answer” Δ −1.40" in page
     assert f"lowered 2 features, most clearly {link(0)} “operand”" in page
     assert "4 of 6 tested features moved" in page
 
@@ -265,7 +273,8 @@ def test_runs_in_opposition_and_the_gates() -> None:
     assert "down-run raised and up-run lowered 1 feature, most clearly 2 “answer”" in opposed
     belief = sentences(make(), "How far to believe it")
     assert "explains 0.90 of the variance of 3 readers" in belief
-    assert "base against itself 0.4 of 6" in belief
+    assert "on the same rows and by the same test (mean of 5)" in belief
+    assert "trajectories split at random within problem: at most 0.4 of 6; outcomes shuffled" in belief
     assert "not causally tested" in belief
 
 
@@ -304,7 +313,7 @@ def test_no_runs() -> None:
     told = sentences(made, "Success against failure")
     assert "Hard problems: 4 of 6 tested features differ" in told
     assert "30 problems with both outcomes, 4 left out" in told
-    assert "Clearest: 2 “answer” −0.40 [−0.50, −0.30] in successes." in told
+    assert "Largest: 2 “answer” Δ −0.80 [−1.00, −0.60] in successes." in told
     assert lead(made).startswith("Successes against failures of the same problem, as base reads them")
     page = Page(render(made))
     assert "overview" in page.drawn
@@ -437,7 +446,7 @@ def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
     for contrast, effect in zip(shown[keys].to_dict("records"), data["effects"], strict=True):
         rows = made.table(**contrast)
         assert effect["feature"] == rows.feature.tolist()
-        for name in ("difference", "low", "high", "d", "q"):
+        for name in ("delta", "delta_low", "delta_high", "q"):
             np.testing.assert_allclose(effect[name], rows[name], rtol=5e-3)
     assert data["info"]["q"] == 0.05
     # Raised or lowered by most first; the feature that never moved last.

@@ -180,10 +180,13 @@ def make_credit(sae: tsae.TemporalSAE) -> Credit:
     info = {
         "sae": {"weights": sae.fingerprint, "site": SITE, "d_model": 32, "d_sae": sae.config.d_sae},
         "reader": "base",
-        "n_problems": 9,
+        "n_learned": 9,
+        "n_held_out": 6,
         "significant": True,
         "note": "",
         "difference": 1.0,
+        "low": 0.5,
+        "high": 1.5,
         "p": 0.01,
     }
     keys = torch.tensor([5 * sae.config.d_sae + 2])
@@ -229,6 +232,47 @@ def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_p
             assert scores[number, place].item() == pytest.approx(float(expected), abs=1e-4)
     advantages = rule(batch["rows"], batch, GROUP)
     assert advantages.shape == batch["completion_ids"].shape
+
+
+def accuracy_reward(completions: list[str], **_: Any) -> list[float]:
+    """Right every fourth time."""
+    return [float(number % GROUP == 0) for number in range(len(completions))]
+
+
+def format_reward(completions: list[str], **_: Any) -> list[float]:
+    """Everything is well-formed."""
+    return [1.0] * len(completions)
+
+
+def style(completions: list[str], **_: Any) -> list[float]:
+    """Nothing has any."""
+    return [0.0] * len(completions)
+
+
+def test_a_curriculum_counts_the_reward_that_says_what_is_right(tmp_path: Path) -> None:
+    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
+
+    def successes(rewards: list[Any], **config: Any) -> set[int]:
+        curriculum = Curriculum(ids, GROUP, CurriculumConfig(**config))
+        gradients(make_trainer(tmp_path, reward=rewards, curriculum=curriculum))
+        return set(curriculum.history().successes)
+
+    assert successes([format_reward, accuracy_reward]) == {1}  # by its name
+    assert successes([format_reward, style], outcome="style") == {0}
+    with pytest.raises(TsaeError, match=r"has the rewards format_reward, style, and .*CurriculumConfig\(outcome="):
+        successes([format_reward, style])
+    with pytest.raises(TsaeError, match="has no reward 'accuracy'; there are format_reward, style"):
+        successes([format_reward, style], outcome="accuracy")
+
+
+def test_a_response_of_which_nothing_says_whether_it_is_right_is_refused(tmp_path: Path) -> None:
+    def accuracy(completions: list[str], **_: Any) -> list[float | None]:
+        return [None] * len(completions)
+
+    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
+    trainer = make_trainer(tmp_path, reward=[accuracy, format_reward], curriculum=Curriculum(ids, GROUP))
+    with pytest.raises(TsaeError, match="accuracy gives a completion no finite reward"):
+        trainer.train()
 
 
 def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) -> None:

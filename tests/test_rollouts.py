@@ -302,7 +302,7 @@ def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
 
 def test_bands_follow_the_cutoffs() -> None:
     rates = {"a": (4, 0), "b": (3, 1), "c": (2, 2), "d": (1, 3), "e": (0, 4)}
-    banded = graded(rates).with_bands("base")
+    banded = graded(rates).with_bands("base", measured_on=graded(rates))
     assert banded.frame.groupby("problem_id").band.first().to_dict() == {
         "a": "easy",
         "b": "easy",
@@ -310,10 +310,13 @@ def test_bands_follow_the_cutoffs() -> None:
         "d": "hard",
         "e": "hard",
     }
-    strict = graded(rates).with_bands("base", cutoffs=BandCutoffs(easy=1.0, hard=0.0))
+    strict = graded(rates).with_bands("base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=graded(rates))
     assert strict.frame.groupby("problem_id").band.first().tolist() == ["easy", "medium", "medium", "medium", "hard"]
     assert strict.frame.pass_rate.tolist() == [1.0] * 4 + [0.75] * 4 + [0.5] * 4 + [0.25] * 4 + [0.0] * 4
-    assert strict.info["bands"] == {"reference": "base", "easy": 1.0, "hard": 0.0, "separate": False}
+    assert strict.info["bands"] == {
+        "reference": "base", "easy": 1.0, "hard": 0.0, "separate": True, "cross_fitted": False, "halved": 0,
+        "unbanded": 0,
+    }  # fmt: skip
 
 
 def test_bands_are_the_references_and_not_the_rows_own() -> None:

@@ -30,8 +30,10 @@ import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.drawing import band_problems, draw_problems
+from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.table import problem_bands
 from tsae.run import RunConfig, analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()
@@ -85,12 +87,11 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert "compared with it: hard-00150 (the last step of every run)" in said["series"]
     assert "TRL completions, 1,792 trajectories of 112 problems" in said["rollouts"]
     assert "correct is above 0 (the log's only reward)" in said["rollouts"]
-    assert "easy 10, medium 12, hard 90" in said["bands"]
-    assert "that of the policy of its step (16 responses; easy >= 0.75" in said["bands"]
+    assert said["bands"].startswith("problems: easy 10, medium 10, hard 92; a response's band is measured on the other")
+    assert "(easy >= 0.75, hard <= 0.25); the training step explains" in said["bands"]
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
-    # Of the base's own rollouts too few problems are drawn.
-    assert said["diff"].endswith("; reinforcement not computed (has one problem only, which tells nothing of others)")
+    assert "contrasts drawn" in said["diff"]
     for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
         assert any((out / name).iterdir())
     page = (out / "report.html").read_text()
@@ -351,12 +352,15 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     lines: list[str] = []
     analyze_run(config, progress=False, say=lines.append)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
-    part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet").frame.drop_duplicates("problem_id")
+    found_part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    part = found_part.frame.drop_duplicates("problem_id")
     assert (
         f" trajectories of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
     )
-    counts = ", ".join(f"{band} {(part.band == band).sum()}" for band in ("easy", "medium", "hard"))
+    bands = problem_bands(found_part.frame)
+    counts = ", ".join(f"{band} {(bands == band).sum()}" for band in ("easy", "medium", "hard"))
     assert lines[2].endswith(f"; of those that are read: {counts}")
+    assert "; think_format_reward is 0 for every response, and says nothing" in lines[1]
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
     np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
 
@@ -369,6 +373,54 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     assert "quality is above 0 (as asked)" in lines[1]
 
 
+def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
+    """The medium run solves from step 25 on what it did not at step 1; each problem is asked at one step."""
+    run, logged = tmp_path / "medium", SHIPPED / "logs" / "medium" / "completions"
+    for step in (25, 150):
+        shutil.copytree(SHIPPED / f"medium-{step:03d}", run / f"checkpoint-{step}")
+    shutil.copytree(logged, run / "completions")
+    config = replace(tiny, path=run, to=tmp_path / "out")
+    lines: list[str] = []
+    diff = analyze_run(config, progress=False, say=lines.append)
+    refused = diff.info["bands"]["refused"]
+    assert lines[2].startswith(
+        "bands:       bands and training steps cannot be told apart: the training step explains 7"
+    )
+    assert "Give the base's own pass rates on these problems (--bands-from)" in lines[2]
+    assert diff.info["bands"]["confounded_with_step"]["table"].keys() == {"easy", "medium", "hard"}
+    of_bands = diff.contrasts[diff.contrasts.band != "all"]
+    assert len(of_bands)
+    assert set(of_bands.note) == {refused}
+    assert "of bands not (bands are steps)" in lines[7]
+
+    # With the base's own pass rates, measured elsewhere.
+    whole = tmp_path / "out" / "rollouts" / "log.parquet"
+    log = tsae.Rollouts.read(whole)
+    first = log.frame.drop_duplicates("problem_id").index
+    rng = np.random.default_rng(0)
+    rate = rng.permutation(np.tile([0.05, 0.5, 0.95], len(first))[: len(first)])
+    rows = np.repeat(first, 16)
+    right = rng.random(len(rows)) < np.repeat(rate, 16)
+    other = log.select(np.asarray(rows)).with_column("outcome", np.where(right, "success", "failure"))
+    # Ids of their own: problems are known by their prompts.
+    other = other.with_column("policy", ["base"] * len(rows)).with_column("problem_id", [f"q{row}" for row in rows])
+    rows_of_base = separate_rollouts(other.write(tmp_path / "base.parquet"), whole, "base")
+    assert rows_of_base.problem_id.tolist() == np.repeat(log.frame.problem_id[first], 16).tolist()
+    bands, line = band_problems(read_outline(whole), whole, base="base", measured_on=rows_of_base)
+    assert "bands were measured on separate rollouts of base" in line
+    assert "refused" not in bands.info
+
+    alien = other.with_column("policy", ["another"] * len(rows)).write(tmp_path / "another.parquet")
+    with pytest.raises(TsaeError, match=r"another\.parquet: holds nothing that base sampled; policies are another"):
+        separate_rollouts(alien, whole, "base")
+    alien = other.with_column("prompt_ids", [[1, 2, 3]] * len(rows)).write(tmp_path / "elsewhere.parquet")
+    with pytest.raises(TsaeError, match=r"elsewhere\.parquet: asks none of the problems of log\.parquet"):
+        separate_rollouts(alien, whole, "base")
+    # The option says the same, before anything is read.
+    with pytest.raises(TsaeError, match="asks none of the problems"):
+        analyze_run(replace(config, to=tmp_path / "no", bands_from=alien), progress=False)
+
+
 def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00001.parquet")
     place = source.column_names.index("correct")
@@ -378,8 +430,8 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     lines: list[str] = []
     config = replace(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
     diff = analyze_run(config, progress=False, say=lines.append)
-    assert "there is not one" in lines[1]
-    assert lines[2].startswith("bands:       none: 100% of the problems have the pass rate 0")
+    assert "there is no success" in lines[1]
+    assert lines[2].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
     outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
     assert set(outcome.note) == {"0 problems have both outcomes; 5 are needed"}
     assert "not (too few problems): all, all success" in lines[7]
@@ -410,29 +462,28 @@ def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
 
 
 def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:
-    outline = make_rollouts(n_problems=18, n_samples=20).frame
+    outline = make_rollouts(n_problems=36, n_samples=40).frame
     problem = outline.problem_id.str[1:].astype(int).to_numpy()
-    nth = np.arange(len(outline)) % 20
+    nth = np.arange(len(outline)) % 40 // 2  # Both halves of a problem have the same pass rate.
 
-    def even(successes: Any, fewest: int) -> tuple[Any, str]:
+    def even(successes: Any) -> tuple[Any, str]:
         outcome = np.where(nth < successes[problem], "success", "failure")
-        return band_problems(outline.assign(outcome=outcome), "log", fewest)
+        return band_problems(outline.assign(outcome=outcome), "log")
 
-    rates = np.arange(18) + 1  # pass rates .05, .10, … .90
-    by_cutoffs = even(rates, 4)[1]
-    assert by_cutoffs.startswith("problems: easy 4, medium 9, hard 5")
+    by_cutoffs = even(np.repeat(np.arange(18) + 1, 2))[1]  # pass rates .05, .10, … .90
+    assert by_cutoffs.startswith("problems: easy 8, medium 18, hard 10")
     assert "easy >= 0.75, hard <= 0.25)" in by_cutoffs
-    assert even(rates, 5)[1].startswith("problems: easy 6, medium 6, hard 6")
-    bands, line = even(np.arange(18) // 3 + 7, 5)  # .35 to .60, three of each
-    assert line.startswith("problems: easy 6, medium 6, hard 6")
-    assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 5" in line
-    assert set(bands.problems.index[bands.problems.band == "easy"]) == {f"p{i:03d}" for i in range(12, 18)}
+    bands, line = even(np.arange(36) // 6 + 7)  # .35 to .60, six of each
+    assert line.startswith("problems: easy 12, medium 12, hard 12")
+    assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 8" in line
+    band = problem_bands(bands.rows)
+    assert set(band.index[band == "easy"]) == {f"p{i:03d}" for i in range(24, 36)}
 
 
 def test_bands_of_one_response_each_are_none() -> None:
-    bands, line = band_problems(make_rollouts(n_problems=12, n_samples=1).frame, "log", 5)
+    bands, line = band_problems(make_rollouts(n_problems=12, n_samples=1).frame, "log")
     assert bands is None
-    assert line.startswith("none: ")
+    assert line.startswith("none: no problem falls into the band easy or medium or hard: no problem has two responses")
 
 
 def test_the_sae_by_what_there_is(store: Any) -> None:

@@ -211,7 +211,7 @@ def test_a_volcano_shows_every_tested_feature(diff: tsae.FeatureDiff) -> None:
     figure = diff.plot.volcano()
     runs = views.final_checkpoints(diff)
     points = [(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)]
-    wanted = [(d, q) for run in runs for d, q in views.main_shift(diff, run)[["d", "q"]].itertuples(index=False)]
+    wanted = [(d, q) for run in runs for d, q in views.main_shift(diff, run)[["delta", "q"]].itertuples(index=False)]
     assert sorted(points) == sorted(wanted)
     raised = [x for trace in figure.data if trace.name == "raised" for x in trace.x]
     assert raised
@@ -223,8 +223,8 @@ def test_a_feature_is_drawn_where_it_was_measured(diff: tsae.FeatureDiff) -> Non
     run = views.final_checkpoints(diff)[0]
     row = views.main_shift(diff, run).loc[1]
     everything = next(trace for trace in figure.data if trace.name == "all problems")
-    assert everything.x[0] == pytest.approx(row.d)
-    assert everything.error_x.array[0] == pytest.approx((row.high - row.difference) * row.d / row.difference)
+    assert everything.x[0] == pytest.approx(row.delta)
+    assert everything.error_x.array[0] == pytest.approx(row.delta_high - row.delta)
 
 
 def test_a_name_from_a_file_cannot_leave_a_figure() -> None:

@@ -198,8 +198,13 @@ def _drawn(diff: FeatureDiff) -> str:
     refused = table[table.note.astype(bool)]
     text = f"{len(table) - len(refused)} contrasts drawn"
     if len(refused):
-        cells = refused.band + refused.outcome.where(refused.outcome != "all", "").radd(" ").str.rstrip()
-        text += f", {len(refused)} not (too few problems): {', '.join(dict.fromkeys(cells))}"
+        told = (diff.info["bands"] or {}).get("refused")
+        few = refused[refused.note != told] if told else refused
+        if len(few) < len(refused):
+            text += f", {len(refused) - len(few)} of bands not (bands are steps)"
+        if len(few):
+            cells = few.band + few.outcome.where(few.outcome != "all", "").radd(" ").str.rstrip()
+            text += f", {len(few)} not (too few problems): {', '.join(dict.fromkeys(cells))}"
     if "no_reinforcement" in diff.info:
         text += f"; reinforcement not computed ({diff.info['no_reinforcement']})"
     return text

@@ -4,8 +4,9 @@ What nobody says is decided here, and said: which checkpoints are compared, whic
 begin, how much is read, how wide the SAE is. Everything decided is an option.
 
 1. series: the checkpoints of the folder, and the model that training started from.
-2. rollouts: the log is imported; problems get bands by the pass rates that the log shows; of a log beyond the token
-   budget whole problems are drawn, as many from every band, since the unit of all statistics is the problem.
+2. rollouts: the log is imported; problems get bands by the base's pass rates where these are known, else by those that
+   the log shows (`tsae.rollouts.drawing.band_problems`); of a log beyond the token budget whole problems are drawn, as
+   many from every band, since the unit of all statistics is the problem.
 3. From there `tsae.pipeline.analyse`.
 """
 
@@ -53,6 +54,9 @@ class RunConfig:
     """The rollout log; by default the folder completions of the run, or else what the folder holds."""
     checkpoints: tuple[str, ...] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
+    bands_from: Path | None = None
+    """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure their bands on. By
+    default bands are read off the log, and not compared where the run learns and each problem is asked at one step."""
     site: str | None = None
     """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
     tokens: int = 1_000_000
@@ -75,7 +79,7 @@ class RunConfig:
     """Which contrasts are drawn; its seed is the run's."""
 
     def __post_init__(self) -> None:
-        for name in ("path", "to", "log"):
+        for name in ("path", "to", "log", "bands_from"):
             if getattr(self, name) is not None:  # Python callers may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("tokens", "d_sae", "k", "training_tokens"):
@@ -232,9 +236,11 @@ def _rollouts(
     Of the whole log memory holds an outline; token ids and texts only of what is drawn.
     """
     import tsae
-    from tsae.rollouts.drawing import band_counts, band_problems, draw_problems
+    from tsae.rollouts.difficulty import band_counts
+    from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
     from tsae.rollouts.importing import import_log
     from tsae.rollouts.parquet import read_outline
+    from tsae.rollouts.table import problem_bands
 
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
@@ -243,16 +249,23 @@ def _rollouts(
     if not whole.is_file():
         import_log(log, whole, series, importing, progress=progress)
     outline = read_outline(whole)
-    bands, told = band_problems(outline, whole, config.diff.min_problems)
-    outline["band"] = None if bands is None else outline.problem_id.map(bands.problems.band)
+    base = series.base.id
+    measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
+    bands, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
+    outline["band"] = None if bands is None else bands.rows.band.to_numpy()
     rows = draw_problems(outline, config.tokens, config.seed, whole)
     drawn = tsae.Rollouts.read_rows(whole, rows)
     if bands is not None:
-        drawn = bands.put_on(drawn)
+        drawn = bands.select(rows).put_on(drawn)
     logged = drawn.info["log"]
     left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
-    if not (drawn.frame.outcome == "success").any():
-        success += " (there is not one, so that successes and failures are not compared)"
+    for outcome, other in (("success", "failure"), ("failure", "success")):
+        if set(outline.outcome) - {"unknown"} == {other}:
+            success += f" (there is no {outcome}, so that successes and failures are not compared)"
+    rewards = [name for name in outline.columns if name.startswith("reward/")]
+    for name in rewards if len(rewards) > 1 else ():
+        if outline[name].nunique() == 1:
+            success += f"; {name[7:]} is {outline[name].dropna().iloc[0]:g} for every response, and says nothing"
     part = "all of them are read"
     if not rows.all():
         part = (
@@ -260,7 +273,7 @@ def _rollouts(
             f"to {config.tokens:,} tokens"
         )
         if bands is not None:
-            told += f"; of those that are read: {band_counts(drawn.frame.drop_duplicates('problem_id').band)}"
+            told += f"; of those that are read: {band_counts(problem_bands(drawn.frame))}"
     drawn.info["stages"] = {
         "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} problems"
         f"{left}; {part}; success: {success}",
@@ -296,6 +309,7 @@ def _log(config: RunConfig) -> Path:
 def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
     """Which reward means success, where the log leaves a choice: the only one that is named for it."""
     from tsae.rollouts.logs.entry import Entry
+    from tsae.rollouts.outcomes import outcome_reward
 
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"
@@ -308,14 +322,8 @@ def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[Imp
     names = tuple(importing.rewards or first.rewards)
     if first.decides or len(names) <= 1:
         return importing, f"{first.decides or ''.join(names) or 'the reward'} {above} (the log's only reward)"
-    telling = [name for name in names if re.search("accura|correct", name.lower())]
-    if len(telling) != 1:
-        raise TsaeError(
-            f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
-            where=log,
-            fix="Name it (--outcome), or check the answers anew (--verifier).",
-        )
-    return replace(importing, outcome=telling[0]), f"{telling[0]} {above} (of {', '.join(names)}, by its name)"
+    telling = outcome_reward(names, where=log)
+    return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"
 
 
 def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:

@@ -24,7 +24,7 @@ from tsae.activations.config import Axis
 from tsae.activations.source import Source
 from tsae.activations.store import Shard
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, OUTCOMES
+from tsae.rollouts.table import BANDS, OUTCOMES, problem_bands
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,11 @@ def rows_of(shards: Sequence[Shard], segments: np.ndarray) -> np.ndarray:
 def _column(store: Source, axis: str, names: Sequence[str]) -> np.ndarray:
     """(n_trajectories,) index of each value; −1 for one that is unknown."""
     known = {name: i for i, name in enumerate(names)}
-    return np.array([known.get(value, -1) for value in store.rollouts.table[axis].to_pylist()])
+    values = store.rollouts.frame[axis]
+    if axis == "band":  # A response that is left out of its problem's band, to compare bands, is still of that problem.
+        frame = store.rollouts.frame
+        values = frame.problem_id.map(problem_bands(frame))
+    return np.array([known.get(value, -1) for value in values.tolist()])
 
 
 def _check_known(store: Source, axis: str, unknown: np.ndarray) -> None:

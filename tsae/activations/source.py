@@ -18,6 +18,7 @@ import numpy as np
 
 from tsae.activations.config import Axis, Subset
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.rollouts.table import BANDS, OUTCOMES, Rollouts
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Source:
         Raises:
             TsaeError: for names that do not occur, or where nothing is left.
         """
-        wanted = selection or Subset(**{axis: (v,) if isinstance(v, str) else tuple(v) for axis, v in axes.items()})
+        wanted = selection or Subset(**{axis: several(names) for axis, names in axes.items()})
         known: dict[str, Collection[str]] = {
             "readers": [record["id"] for record in self.manifest["readers"]],
             "runs": list(dict.fromkeys(map(_run, self.manifest["readers"]))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,11 @@ import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.difficulty import wilson_interval
+from tsae.rollouts.intervals import too_few
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -30,11 +33,11 @@ def outcome_table(rollouts: Rollouts, *, confidence: float, seed: int) -> pd.Dat
     """See `Intervention.outcomes`; policies of the rollouts are the conditions, "none" among them."""
     policies = rollouts.table["policy"].to_pylist()
     pooled = rollouts.with_column("policy", [_SET.sub("", name) for name in policies])
-    every = behaviour_table(rollouts, reference="none", confidence=confidence, seed=seed)
+    every = behaviour_table(rollouts, reference="none", confidence=confidence)
     # In the order of the conditions, the pooled random sets before the single ones.
-    table = behaviour_table(pooled, reference="none", confidence=confidence, seed=seed)
+    table = behaviour_table(pooled, reference="none", confidence=confidence)
     table = pd.concat([table, every[every.policy.str.contains(_SET)]], ignore_index=True)
-    beyond = behaviour_table(pooled, reference="random", confidence=confidence, seed=seed)
+    beyond = behaviour_table(pooled, reference="random", confidence=confidence)
     beyond = beyond[~beyond.policy.isin(["none", "no_op", "random"])]
     columns = {"change": "beyond_random", "change_low": "beyond_low", "change_high": "beyond_high"}
     beyond = beyond[["policy", "band", "behaviour", *columns]].rename(columns=columns)
@@ -82,16 +85,17 @@ class Intervention:
     info: dict[str, Any] = field(default_factory=dict)
     """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match."""
 
-    def table(self, **keys: str) -> pd.DataFrame:
-        """Rows of `outcomes`, such as behaviour="direct_answer", band="all"."""
+    def table(self, **keys: str | Sequence[str]) -> pd.DataFrame:
+        """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
         table = self.outcomes
         for name, value in keys.items():
             if name not in _KEYS:
                 raise TsaeError(f"no key {name!r}; there are {', '.join(_KEYS)}", where="Intervention.table")
-            if value not in set(self.outcomes[name]):
+            wanted = several(value)
+            if absent := [one for one in wanted if one not in set(self.outcomes[name])]:
                 there = ", ".join(dict.fromkeys(self.outcomes[name]))
-                raise TsaeError(f"no {name} {value!r}; there are {there}", where="Intervention.table")
-            table = table[table[name] == value]
+                raise TsaeError(f"no {name} {absent[0]!r}; there are {there}", where="Intervention.table")
+            table = table[table[name].isin(wanted)]
         return table.reset_index(drop=True)
 
     def summary(self, behaviour: str = "direct_answer", band: str = "all") -> str:
@@ -118,7 +122,9 @@ class Intervention:
         ]
         if "mean_difference" in rows.index:
             controls.append(f"mean difference, same norm: {_change(rows.loc['mean_difference'])}")
-        beyond = f"beyond random {main.beyond_random:+.3g} [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
+        beyond = f"beyond random {main.beyond_random:+.3g}"
+        if pd.notna(main.beyond_low):
+            beyond += f" [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
         text = (
             f"{self._done()} {named} in {self.info['checkpoint']} {verb} {behaviour.replace('_', ' ')}{where}: "
             f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)} "
@@ -233,4 +239,6 @@ class Intervention:
 
 
 def _change(row: pd.Series) -> str:
+    if pd.isna(row.change_low):
+        return f"{row.change:+.3g}, {too_few(int(row.n_paired))}"
     return f"{row.change:+.3g} [{row.change_low:+.3g}, {row.change_high:+.3g}]"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.checkpoints.files import is_hub_id
 from tsae.errors import TsaeError
+from tsae.keys import several
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,8 +178,9 @@ class CheckpointSeries:
         """The base and the last step of every run."""
         return replace(self, checkpoints=(self.base, *(self.last(run) for run in self.runs)))
 
-    def select(self, ids: Sequence[str]) -> CheckpointSeries:
+    def select(self, ids: str | Sequence[str]) -> CheckpointSeries:
         """The base and the named checkpoints, in the order of the series."""
+        ids = several(ids)
         for id in ids:
             self[id]
         return replace(self, checkpoints=tuple(c for c in self.checkpoints if c.is_base or c.id in ids))

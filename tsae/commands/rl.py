@@ -72,19 +72,15 @@ class Fit:
     """Learn from a reference's rollouts which features, in which tokens, go with success; gives token scores."""
 
     features: Path
-    """Folder that `tsae encode` wrote of rollouts that the reference sampled and read, with rewards."""
+    """Folder that `tsae encode` wrote of rollouts that the reference sampled and read, with outcomes."""
     to: Path
     """Folder of the credit."""
-    diff: Path | None = None
-    """Folder that `tsae diff` wrote from them; needed for estimator "effects"."""
     config: OmitArgPrefixes[CreditConfig] = field(default_factory=CreditConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.rl.learning import fit_credit
 
-        diff = None if self.diff is None else tsae.FeatureDiff.load(self.diff)
-        credit = fit_credit(self.features, self.config, diff=diff)
+        credit = fit_credit(self.features, self.config)
         say_wrote(credit.save(self.to), credit)
 
 

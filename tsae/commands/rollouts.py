@@ -82,21 +82,24 @@ class Bands:
     reference: str | None = None
     """Policy whose pass rate counts; by default all policies together."""
     measured_on: Path | None = None
-    """Other rollouts of the same problems to measure on; avoids regression to the mean."""
+    """Separate rollouts of the same problems to measure on. By default a response's band is measured on the other half
+    of its problem's responses, so that problems are not called hard for bad luck."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
 
     def run(self) -> None:
         import tsae
+        from tsae.rollouts.difficulty import band_counts, found_how
+        from tsae.rollouts.table import problem_bands
 
         rollouts = tsae.Rollouts.read(self.rollouts)
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
         cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
         banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
         say_wrote(banded.write(self.to), banded)
-        problems = banded.frame.drop_duplicates("problem_id").band.value_counts()
-        print("problems: " + ", ".join(f"{band} {problems.get(band, 0)}" for band in ("easy", "medium", "hard")))
+        print(f"problems: {band_counts(problem_bands(banded.frame))}")
+        print(found_how(banded.info["bands"]))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Scale(NamedTuple):
     deviation: np.ndarray
     """(n_features,) standard deviation over base trajectories; where silent, pooled with the checkpoint's."""
     silent: np.ndarray
-    """(n_features,) bool: active in fewer than min_problems problems at base."""
+    """(n_features,) bool: at base active in fewer than min_problems problems, or the same in all trajectories."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _scales(rows: Rows, readers: list[str], config: DiffConfig) -> dict[str, Sca
     base = own[readers[0]]
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
-    silent, variance = active < config.min_problems, {r: _variance(rows.values[own[r]]) for r in readers}
+    variance = {r: _variance(rows.values[own[r]]) for r in readers}
+    silent = (active < config.min_problems) | (variance[readers[0]] == 0)
     found = {}
     for reader in readers:
         freedom = [max(len(own[r]) - 1, 0) for r in (readers[0], reader)]
@@ -310,13 +311,20 @@ def outcome_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) 
         policy = rows.own(reader)
         for band in contrast_bands(features, config):
             a, b = (rows.pick(reader, policy, band, outcome) for outcome in ("success", "failure"))
-            found = _compare(rows, "outcome", reader, OUTCOME_PART, band, "all", a, b)
-            if config.within_prompt:
-                found = replace(found, note=_SAME_PROMPTS)
-            elif found.n_problems < config.min_problems:
-                have = f"{found.n_problems} problems have both outcomes"
-                found = replace(found, note=f"{have}; {config.min_problems} are needed")
-            yield _unless_refused(features, found)
+            yield _unless_refused(features, outcome_comparison(rows, a, b, reader, band, config))
+
+
+def outcome_comparison(
+    rows: Rows, success: np.ndarray, failure: np.ndarray, checkpoint: str, band: str, config: DiffConfig
+) -> Comparison:
+    """Successes against failures of the same problems, both rows of the checkpoint."""
+    found = _compare(rows, "outcome", checkpoint, OUTCOME_PART, band, "all", success, failure)
+    if config.within_prompt:
+        return replace(found, note=_SAME_PROMPTS)
+    if found.n_problems < config.min_problems:
+        have = f"{found.n_problems} problems have both outcomes"
+        return replace(found, note=f"{have}; {config.min_problems} are needed")
+    return found
 
 
 def interaction_comparisons(outcomes: list[Comparison], config: DiffConfig) -> Iterator[Comparison]:

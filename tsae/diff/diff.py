@@ -91,7 +91,6 @@ def feature_diff(
             features.rollouts,
             reference=features.info["readers"][0]["id"],
             confidence=config.confidence,
-            seed=config.seed,
         ),
         confounds=confound_table(features, rows, drawn, config),
         families=by_family,

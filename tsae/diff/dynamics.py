@@ -149,7 +149,10 @@ def _along(
         return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
     reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
     tested = active_features(config, reference, *means)
-    tested = tested[np.all([rows.scales[reader].deviation[tested] > 0 for reader in readers], axis=0)]
+    # An emerging feature is silent at the base and at early steps, which then differ by nothing in whatever unit.
+    deviation = np.stack([rows.scales[reader].deviation for reader in readers])
+    deviation = np.where(deviation > 0, deviation, deviation.max(0))
+    tested = tested[deviation[0, tested] > 0]
     if not len(tested):
         return "no feature is active in enough problems"
     reference = reference[:, tested]
@@ -157,8 +160,7 @@ def _along(
     shifts = [mean[:, tested] - reference for mean in means]
     steps = np.array([_step(features, reader) for reader in readers])
     inferences = [
-        paired_inference(shift, rows.scales[reader].deviation[tested], draws(config))
-        for reader, shift in zip(readers, shifts, strict=True)
+        paired_inference(shift, scale[tested], draws(config)) for scale, shift in zip(deviation, shifts, strict=True)
     ]
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)
@@ -246,7 +248,7 @@ def _behaviours(features: FeatureTable, runs: dict[str, list[str]], rows: Rows, 
     base = features.readers[0]
     if rows.own(base) is None:
         return pd.DataFrame(columns=list(BEHAVIOUR_COLUMNS))
-    measured = behaviour_table(features.rollouts, confidence=config.confidence, seed=config.seed)
+    measured = behaviour_table(features.rollouts, confidence=config.confidence)
     parts = [
         measured[measured.policy == reader].assign(run=run, step=_step(features, reader))
         for run, readers in runs.items()

@@ -36,6 +36,7 @@ import pandas as pd
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import Fixed, Forward, padded
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 
@@ -85,11 +86,12 @@ class Influence:
         found["n_samples"] = sums.trajectory.nunique()
         return found.reset_index()
 
-    def top(self, feature: int, n: int = 10) -> pd.DataFrame:
-        """The n samples with the largest |total| on a feature."""
-        found = self.table[self.table.feature == feature]
-        if found.empty:
-            raise TsaeError(f"feature {feature} was not asked for", where="Influence.top")
+    def top(self, feature: int | Sequence[int], n: int = 10) -> pd.DataFrame:
+        """The n samples with the largest |total| on a feature, or on one of several."""
+        for one in several(feature):
+            if not (self.table.feature == one).any():
+                raise TsaeError(f"feature {one} was not asked for", where="Influence.top")
+        found = self.table[self.table.feature.isin(several(feature))]
         order = found.total.abs().sort_values(ascending=False, kind="stable").index
         return found.loc[order].head(n).reset_index(drop=True)
 

@@ -21,19 +21,30 @@ POWER = 0.8
 _POINTS = 1000
 
 
-def power(d: float, n_problems: Sequence[int], level: float) -> float:
-    """Chance that a two-sided t-test at `level` finds an effect of size d, on the right side.
+def power(d: float, n_problems: Sequence[int], level: float, errors: float = 0.0) -> float:
+    """Chance that a t-test at `level` finds an effect that lies d beyond the boundary of its null, on the right side.
 
     Args:
-        d: mean / standard deviation of the differences; between two groups of problems difference / pooled deviation.
+        d: of the mean − the boundary, in standard deviations of the differences; between two groups of problems in
+            pooled deviations.
         n_problems: of one group of paired differences, or of two groups.
         level: p-value up to which the test rejects.
+        errors: from 0 to the boundary, in standard errors: 0 for the two-sided test of a mean of 0.
     """
     df = sum(n_problems) - len(n_problems)
     shift = abs(d) / math.sqrt(sum(1 / n for n in n_problems))
     # The mean over the estimated deviation, by its quantiles: scipy's noncentral t gives NaN far out.
     deviation = _deviations(df)
-    return float(norm.sf(student.isf(level / 2, df) * deviation - shift).mean())
+    return float(norm.sf(_critical(df, level, errors) * deviation - shift).mean())
+
+
+@lru_cache(maxsize=64)
+def _critical(df: int, level: float, errors: float) -> float:
+    """The t beyond the boundary of the null that has the p-value `level`: the far boundary has a tail too."""
+    low, high = float(student.isf(level, df)), float(student.isf(level / 2, df))
+    if errors == 0:
+        return high
+    return float(brentq(lambda t: student.sf(t, df) + student.sf(t + 2 * errors, df) - level, low - 1e-9, high + 1e-9))
 
 
 @lru_cache(maxsize=64)
@@ -73,10 +84,10 @@ def detectable_delta(
     arrangements = 2 ** min(n_problems[0], 60) if len(n_problems) == 1 else math.comb(sum(n_problems), n_problems[0])
     if level < 2 / arrangements:
         return math.inf
-    top = 1.0
-    while power(top, n_problems, level) < POWER:
+    top, errors = 1.0, minimum_effect / error if error > 0 else math.inf
+    while power(top, n_problems, level, errors) < POWER:
         top *= 2
-    d = brentq(lambda d: power(d, n_problems, level) - POWER, 0, top, xtol=1e-4)
+    d = brentq(lambda d: power(d, n_problems, level, errors) - POWER, 0, top, xtol=1e-4)
     return minimum_effect + float(d) * error / math.sqrt(sum(1 / n for n in n_problems))
 
 

@@ -16,7 +16,7 @@ p-values permute, within groups, which rollout has which advantage and outcome, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +33,9 @@ from tsae.diff.statistics import bootstrap_interval, group_difference, q_values,
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
+from tsae.keys import several
 from tsae.rollouts.advantages import KINDS, group_names
-from tsae.rollouts.table import BANDS, OUTCOMES
+from tsae.rollouts.table import BANDS, OUTCOMES, problem_bands
 
 if TYPE_CHECKING:
     from tsae.diff.result import FeatureDiff
@@ -91,9 +92,9 @@ class Reinforcement:
             note="A prediction of the policy gradient's first step; compare(diff) sets it beside what runs did.",
         )
 
-    def top(self, n: int = 10, part: str = "all") -> pd.DataFrame:
-        """The n features with the largest |d| among those of a part with q at most the config's."""
-        table = self.table[(self.table.part == part) & (self.table.q <= self.config.q)]
+    def top(self, n: int = 10, part: str | Sequence[str] = "all") -> pd.DataFrame:
+        """The n features with the largest |d| among those of a part, or of several, with q at most the config's."""
+        table = self.table[self.table.part.isin(several(part)) & (self.table.q <= self.config.q)]
         order = table.d.abs().sort_values(ascending=False, kind="stable").index
         return table.loc[order].head(n).reset_index(drop=True)
 
@@ -236,9 +237,10 @@ def _sums(code: np.ndarray, weights: np.ndarray) -> sp.csr_array:
 
 
 def _group_frame(frame: pd.DataFrame, group: np.ndarray, n_groups: int) -> pd.DataFrame:
-    names = [name for name in ("policy", "problem_id", "step", "band") if name in frame.columns]
+    names = [name for name in ("policy", "problem_id", "step") if name in frame.columns]
     _, first = np.unique(group, return_index=True)
     groups = frame[names].iloc[first].reset_index(drop=True)
+    groups["band"] = groups.problem_id.map(problem_bands(frame))
     n = np.bincount(group, minlength=n_groups)
     known = np.bincount(group, weights=frame.outcome != "unknown", minlength=n_groups).astype(int)
     successes = np.bincount(group, weights=frame.outcome == "success", minlength=n_groups).astype(int)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from tsae.diff.confounds import survival
 from tsae.diff.contrasts import MAIN_PARTS, main_part
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class FeatureDiff:
     p, q            of the null |Δ| ≤ minimum_effect; q is Benjamini–Hochberg (or -Yekutieli) over the contrast's
                     features
     p_differs, q_differs  of the null Δ = 0: whether there is any difference, of whatever size
-    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems):
-                    Δ is then in its deviation over the trajectories of base and checkpoint
+    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems, or
+                    the same in all trajectories): Δ is then in its deviation within base and checkpoint
     auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
     """
     contrasts: pd.DataFrame
@@ -120,9 +121,7 @@ class FeatureDiff:
         Returns:
             `shifts` with a column moved (q at most the config's), survives_length and the like, and `features`.
         """
-        wanted = {
-            name: [value] if isinstance(value, str | int | float) else list(value) for name, value in keys.items()
-        }
+        wanted = {name: several(value) for name, value in keys.items()}
         contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
         table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
         for name, value in wanted.items():
@@ -143,7 +142,7 @@ class FeatureDiff:
         tables = {"shifts": self.shifts, "confounds": self.confounds}
         return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
 
-    def _of_contrasts(self, name: str, keys: dict[str, list[Any]]) -> pd.DataFrame:
+    def _of_contrasts(self, name: str, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
         """Rows of the shifts or confounds whose contrast has these keys, in their order."""
         table: pd.DataFrame = getattr(self, name)
         if not keys or not len(table):

@@ -25,6 +25,7 @@ import scipy.sparse as sp
 
 from tsae.activations.store import TokenSpan, span_mask
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 from tsae.sae.stability import Stability
@@ -155,11 +156,12 @@ class FeatureTable:
         )
         return sp.csr_array(weights @ self.codes)
 
-    def rows(self, *, reader: str, policy: str | None = None) -> np.ndarray:
-        """Rows of a reader, over the trajectories of one policy or of all."""
-        mask = self.reader == self.readers.index(self.reader_info(reader)["id"])
+    def rows(self, *, reader: str | Sequence[str], policy: str | Sequence[str] | None = None) -> np.ndarray:
+        """Rows of a reader or several, over the trajectories of one policy, of several or of all."""
+        mask = np.isin(self.reader, [self.readers.index(self.reader_info(id)["id"]) for id in several(reader)])
         if policy is not None:
-            mask &= np.array(self.rollouts.table["policy"].to_pylist())[self.trajectory] == policy
+            policies = np.array(self.rollouts.table["policy"].to_pylist())[self.trajectory]
+            mask &= np.isin(policies, list(several(policy)))
         return np.flatnonzero(mask)
 
     def save(self, folder: str | Path) -> Path:

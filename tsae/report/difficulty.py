@@ -9,6 +9,8 @@ import pandas as pd
 
 from tsae.report.text import count, html_text, percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
+from tsae.rollouts.difficulty import found_how
+from tsae.rollouts.intervals import FEWEST, too_few
 from tsae.rollouts.table import BANDS
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def write_difficulty(difficulty: Difficulty, path: str | Path, *, title: str | N
                 drawn,
                 "passatk",
                 pass_at_k_figure(difficulty),
-                "Unbiased pass@k, mean over problems, with bootstrap intervals over problems. The columns are the "
+                "Unbiased pass@k, mean over problems, with intervals over problems. The columns are the "
                 "problems' bands before training.",
             )
             + f'<p class="quiet">{html_text(measured_text(difficulty))}</p>'
@@ -91,15 +93,16 @@ def lead(difficulty: Difficulty) -> str:
 
 def measured_text(difficulty: Difficulty) -> str:
     """Where the bands of pass@k and of groups come from."""
-    bands, reference = difficulty.info["bands"], difficulty.info["reference"]
-    if bands and bands.get("separate"):
-        return f"Bands were measured on separate rollouts of {bands.get('reference') or 'all policies'}."
-    who = (bands or {}).get("reference") or reference
-    return (
-        f"Bands were measured on these same rollouts of {who}, whose luck decides which of its problems are called "
-        "hard: its own numbers by band are off, and so are differences from it. Measure bands on separate rollouts "
-        "(tsae rollouts bands, measured-on) to compare by band."
-    )
+    bands = difficulty.info["bands"]
+    how = found_how(bands)
+    text = f"{how[0].upper()}{how[1:]}."
+    if bands and not bands["separate"]:
+        # A group is whole, so that its own outcomes take part in its band.
+        text += (
+            " Groups are shown whole, with the responses that their band was measured on: hard ones look a little "
+            "harder, easy ones easier than they are."
+        )
+    return text
 
 
 def moved_lines(difficulty: Difficulty) -> list[str]:
@@ -134,7 +137,7 @@ def difficulty_text(difficulty: Difficulty) -> str:
         lines.append(f"  {policy!s:<18}{counts}{row.mean_pass_rate:>17.3f}")
     sure = difficulty.bands().sure.sum() / len(difficulty.rates)
     lines.append(f"  For {sure:.0%} of problems and checkpoints the whole interval lies in the band.")
-    lines += ["", *moved_lines(difficulty), "", "pass@k (interval; difference from the start, paired over problems)"]
+    lines += ["", *moved_lines(difficulty), "", _pass_head(difficulty)]
     shown = ends_of(difficulty)
     table = difficulty.pass_at_k[difficulty.pass_at_k.policy.isin(shown)]
     sizes = [table.k.min(), table.k.max()] if table.k.min() < table.k.max() else [table.k.min()]
@@ -155,6 +158,15 @@ def difficulty_text(difficulty: Difficulty) -> str:
     return "\n".join(lines)
 
 
+def _pass_head(difficulty: Difficulty) -> str:
+    few = f"; ?: of fewer than {FEWEST} problems, too few to say" if _any_few(difficulty.pass_at_k) else ""
+    return f"pass@k (interval; difference from the start, paired over problems{few})"
+
+
+def _any_few(table: pd.DataFrame) -> bool:
+    return bool(((table.n_paired > 0) & table.difference_low.isna()).any())
+
+
 def _pass_cell(table: pd.DataFrame, policy: str, band: str, k: int) -> str:
     found = table[(table.policy == policy) & (table.band == band) & (table.k == k)]
     if found.empty:
@@ -162,7 +174,9 @@ def _pass_cell(table: pd.DataFrame, policy: str, band: str, k: int) -> str:
     row = found.iloc[0]
     text = f"{row.pass_at_k:.3f} [{row.low:.3f}, {row.high:.3f}]"
     if row.n_paired:
-        text += f" {row.difference:+.3f} [{row.difference_low:+.3f}, {row.difference_high:+.3f}]"
+        few = pd.isna(row.difference_low)
+        ends = f"? {int(row.n_paired)}" if few else f"[{row.difference_low:+.3f}, {row.difference_high:+.3f}]"
+        text += f" {row.difference:+.3f} {ends}"
     return text
 
 
@@ -204,7 +218,8 @@ def _pass_table(difficulty: Difficulty) -> str:
 
     rows = []
     for r in difficulty.pass_at_k.itertuples():
-        ends = f"<small>[{percent_change(r.difference_low)}, {percent_change(r.difference_high)}]</small>"
+        ends = f"[{percent_change(r.difference_low)}, {percent_change(r.difference_high)}]"
+        ends = f"<small>{too_few(int(r.n_paired)) if pd.isna(r.difference_low) else ends}</small>"
         rows.append(
             [
                 html_text(r.policy),

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish, panels
 from tsae.report.text import count, figure_text, number, percent
+from tsae.rollouts.intervals import too_few
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
 
@@ -219,8 +220,10 @@ def _pass_hover(row: pd.Series) -> str:
         f"<br>{count(row.n_problems, 'problem')}"
     )
     if row.n_paired:
-        ends = f"[{percent_change(row.difference_low)}, {percent_change(row.difference_high)}]"
-        text += f"<br>against the start {percent_change(row.difference)} {ends} points, paired"
+        ends = f"[{percent_change(row.difference_low)}, {percent_change(row.difference_high)}] points, paired"
+        if pd.isna(row.difference_low):
+            ends = f"points, {too_few(int(row.n_paired))}"
+        text += f"<br>against the start {percent_change(row.difference)} {ends}"
     return text
 
 

@@ -14,6 +14,7 @@ from tsae.report import views
 from tsae.report.evidence_figures import CONDITIONS
 from tsae.report.sections import description, feature_link, folded, shift_cell, table
 from tsae.report.text import count, html_text, interval, number, q_value
+from tsae.rollouts.intervals import too_few
 
 _MAX_TOP = 5
 
@@ -270,6 +271,8 @@ def _changes(rows: pd.DataFrame) -> str:
         for name in names:
             r = cells.get((condition, name))
             ends = "" if r is None else interval(r.change_low, r.change_high, sign=True, like=r.change)
+            if r is not None and pd.isna(r.change_low):
+                ends = too_few(int(r.n_paired))
             line.append("–" if r is None else f"{number(r.change, sign=True)} <small>{ends}</small>")
         body.append(line)
     head = ["edited", *[html_text(views.behaviour_name(name)) for name in names]]

@@ -15,6 +15,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.noise import noise_sentence
 from tsae.report.text import count, interval, listed, number, percent
+from tsae.rollouts.intervals import too_few
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
 
@@ -141,7 +142,8 @@ def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) 
     factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
     shown = percent if share else number
     change, low, high = (factor * after[column] for column in ("change", "change_low", "change_high"))
-    ends = f"{number(change, sign=True)} {interval(low, high, sign=True, like=change)}"
+    ends = f"{number(change, sign=True)} "
+    ends += too_few(int(after["n_paired"])) if pd.isna(low) else interval(low, high, sign=True, like=change)
     return f"({shown(before['mean'])} → {shown(after['mean'])}{unit}, {ends})"
 
 
@@ -272,7 +274,12 @@ def _tested(diff: FeatureDiff) -> Finding | None:
         for name in ["direct_answer"] if "direct_answer" in names else names[:1]:
             both = {row["condition"]: row for row in rows if row["behaviour"] == name}
             changes = [
-                f"{number(row['change'], sign=True)} {interval(row['change_low'], row['change_high'], sign=True)}"
+                f"{number(row['change'], sign=True)} "
+                + (
+                    too_few(int(row["n_paired"]))
+                    if pd.isna(row["change_low"])
+                    else interval(row["change_low"], row["change_high"], sign=True)
+                )
                 for row in (both["features"], both["random"])
             ]
             what = f"{views.test_name(test)}: {views.behaviour_name(name)} {changes[0]}"
@@ -334,7 +341,7 @@ def null_sentences(diff: FeatureDiff) -> list[str]:
     for kind, what in names.items():
         mine = whole[whole.kind == kind]
         if len(mine):
-            worst = mine.loc[mine.n_null.idxmax()]
+            worst = mine.iloc[mine.n_null.argmax()]
             clauses.append(f"{what}: at most {number_of(worst.n_null)} of {int(worst.n_tested)}")
     repeats = diff.info.get("null_repeats", 0)
     told = "Discoveries where there is nothing to find, on the same rows and by the same test (mean of"

@@ -13,6 +13,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.findings import null_sentences, survival_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
+from tsae.rollouts.difficulty import found_how
 from tsae.sae.stability import FOUND_AGAIN
 
 _STABILITY = (
@@ -84,7 +85,12 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
 def _controls_text(diff: FeatureDiff) -> str:
     if diff.confounds.empty:
         return "Not measured."
-    return " ".join(survival_sentences(diff)) or "Nothing was discovered."
+    if told := " ".join(survival_sentences(diff)):
+        return told
+    main = [len(diff.main_shift(run, discoveries=True)) for run in views.final_checkpoints(diff)]
+    if any(main):
+        return "Both sides of every shift found here read the same text, which no control can tell apart."
+    return "Nothing was found to control."
 
 
 def _causality_text(diff: FeatureDiff) -> str:
@@ -103,12 +109,11 @@ def _bands_text(diff: FeatureDiff) -> str:
     if not bands:
         return "The problems have no bands."
     who = bands.get("reference") or "all policies together"
-    where = "on separate rollouts" if bands.get("separate") else "on these same rollouts: expect regression to the mean"
     shares = bands.get("quantiles")
     how = f" (its easiest {shares['easy']:.0%} and hardest {shares['hard']:.0%} of the problems)" if shares else ""
     return (
         f"Pass rate of {who}, easy ≥ {bands['easy']:.3g}, hard ≤ {bands['hard']:.3g}{how}, medium between; "
-        f"measured {where}."
+        f"{found_how(bands)}."
     )
 
 

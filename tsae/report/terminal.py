@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from tsae.report.views import (
     stability_text,
     survivors_text,
 )
+from tsae.rollouts.intervals import FEWEST
 from tsae.sae.evaluation import Evaluation
 
 
@@ -62,6 +63,8 @@ def behaviour_text(table: pd.DataFrame) -> str:
     """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals."""
     bands = [band for band in ("easy", "medium", "hard") if (table.band == band).any()] or ["all"]
     lines = ["Behaviour on each band (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
+    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
+        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
     for behaviour in table.behaviour.unique():
         lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))
         for policy in table.policy.unique():
@@ -76,11 +79,12 @@ def behaviour_text(table: pd.DataFrame) -> str:
 def format_text(table: pd.DataFrame) -> str:
     """One line a policy and band of `format_table`."""
     lines = ["Formats (entropy in bits, interval; ↑ ↓ where its paired change is clear; the most frequent format)"]
+    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
+        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
     for row in table.to_dict("records"):
         ends = "" if pd.isna(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-        mark = "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
         lines.append(
-            f"    {row['policy']:<19}{row['band']:<8}{row['entropy']:>6.2f}{ends:<14} {mark}  "
+            f"    {row['policy']:<19}{row['band']:<8}{row['entropy']:>6.2f}{ends:<14} {_mark(row)}  "
             f"{row['n_formats']} formats, {row['top_share']:.0%} {visible(str(row['top_format']))}"
         )
     return "\n".join(lines)
@@ -311,7 +315,14 @@ def _left(found: pd.DataFrame) -> list[str]:
 
 def _behaviour_cell(row: pd.Series) -> str:
     text = _interval(row, "mean") if pd.notna(row.low) else f"{row['mean']:.2f}"
-    return text + (" ↑" if row.change_low > 0 else " ↓" if row.change_high < 0 else "  ")
+    return f"{text} {_mark(row)}"
+
+
+def _mark(row: Mapping[str, Any] | pd.Series) -> str:
+    """Which way a paired change goes; a question mark where too few problems were answered by both."""
+    if 0 < row["n_paired"] < FEWEST:
+        return "?"
+    return "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
 
 
 def _described(row: Any) -> str:

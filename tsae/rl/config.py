@@ -16,20 +16,20 @@ class CreditConfig:
 
     estimator: Estimator = "action"
     """What a token's score is: "action", how much better than its state the token is; "value", how much the success
-    read from the features changes at it; "effects", the outcome effects of a diff's features that are active at it."""
+    read from the features changes at it; "effects", the outcome effects of the features that are active at it."""
     reader: str | None = None
     """The reference: reader and policy whose rollouts count; by default the base."""
     pass_rates: tuple[float, float] = (0.25, 0.99)
     """Only problems that the reference solves this often, lowest and highest, so that lucky guesses on problems beyond
-    it do not define what is good. Of "action" and "value"."""
+    it do not define what is good."""
     min_problems: int = 5
     """A feature, or a pair of feature and token, counts if it occurs in at least this many problems."""
     ridge: float = 30.0
     """Penalty of the regression, in units of tokens. Of "action" and "value"."""
     q: float = 0.05
-    """False-discovery rate of "effects"; of the others the p-value that held-out problems must reach."""
+    """The p-value that held-out problems must reach; of "effects" also the false-discovery rate of its features."""
     held_out: float = 0.2
-    """Share of the problems that only test whether scores tell success from failure."""
+    """Share of the problems that only test whether scores tell success from failure; nothing is learned from them."""
     seed: int = 0
     """Of the held-out problems and of permutations."""
 
@@ -37,10 +37,10 @@ class CreditConfig:
         low, high = self.pass_rates
         if not 0 <= low < high <= 1:
             raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")
-        if self.ridge <= 0 or self.min_problems < 1 or not 0 < self.held_out < 1:
+        if self.ridge <= 0 or self.min_problems < 1 or not 0 < self.held_out < 1 or not 0 < self.q <= 1:
             raise TsaeError(
                 f"ridge={self.ridge} must be above 0, min_problems={self.min_problems} at least 1, "
-                f"held_out={self.held_out} a share",
+                f"held_out={self.held_out} and q={self.q} shares",
                 where="CreditConfig",
             )
 
@@ -74,6 +74,12 @@ class ShapingConfig:
 @dataclass(frozen=True)
 class CurriculumConfig:
     """How problems are drawn by the current model's pass rate; see `tsae.rl.sampling`."""
+
+    outcome: str | None = None
+    """Reward function that says what is right; by default the only one, or the only one whose name says accuracy or
+    correctness. Pass rates count no other."""
+    success_above: float = 0.0
+    """A reward of that function above this is a success."""
 
     forgetting: float = 0.8
     """Share of the evidence on a problem that is kept when new evidence comes: 1 forgets nothing."""

@@ -8,10 +8,11 @@ f_t are the SAE's codes where the reference has read token t. Token x_t was chos
 
     Q(f, x) = Σ_j f_j A_jx + b_x,     V(f) = Σ_j f_j v_j + v_0
 
-A, b, v and v_0 come from ridge regressions of y_i − ȳ_problem, the reward of trajectory i minus the mean over its
-problem, on all its tokens: what a state, or a token in a state, promises beyond what the problem does. β_j is the
-within-problem outcome effect d_j of a FeatureDiff where its q-value is small, shrunk towards 0 (empirical Bayes with a
-normal prior), else 0. Scores are divided by their standard deviation over the reference's tokens.
+A, b, v and v_0 come from ridge regressions of y_i − ȳ_problem, the success (1 or 0) of trajectory i minus the mean over
+its problem, on all its tokens: what a state, or a token in a state, promises beyond what the problem does. β_j is the
+within-problem outcome effect of a feature, in standard deviations of its trajectory means, where its q-value is small,
+shrunk towards 0 (empirical Bayes with a normal prior), else 0. Scores are divided by their standard deviation over the
+tokens learned from.
 
 What moves advantages, in `tsae.rl.trl` and in the export (`tsae.rl.exporting`) alike, is
 
@@ -22,10 +23,10 @@ credited or blamed for. Without this factor, marks that end long responses are b
 responses stop ending (docs/remedies.md). The tables are learned and judged on c.
 
 The tables are learned on the rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`),
-and the reference reads what the trained policy writes: neither a lucky guess on a hard problem nor a policy that moves
-can redefine what is good. Two controls are made of the same tables: `shuffled`, in which features exchange their
-entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns them, `tsae.rl.shaping` makes advantages of
-scores.
+judged on other such problems, and the reference reads what the trained policy writes: neither a lucky guess on a hard
+problem nor a policy that moves can redefine what is good. Two controls are made of the same tables: `shuffled`, in
+which features exchange their entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns them,
+`tsae.rl.shaping` makes advantages of scores.
 
 A score says what goes with success, which is not what causes it: nothing here is causally tested.
 """
@@ -67,9 +68,10 @@ class Credit:
     constant: float
     """v_0, or −Σ_j β_j m_j / σ_j."""
     scale: float
-    """Standard deviation of the raw scores over the reference's tokens."""
+    """Standard deviation of the raw scores over the tokens learned from."""
     info: dict[str, Any] = field(default_factory=dict)
-    """sae (fingerprint, site, d_model), reader, n_problems, held-out difference and p, significant, note."""
+    """sae (fingerprint, site, d_model), reader, n_learned and n_held_out (problems), n_features (of "effects"), of the
+    held-out problems difference, low, high and p, significant, note."""
 
     @property
     def d_sae(self) -> int:
@@ -81,9 +83,12 @@ class Credit:
         return bool(self.info["significant"])
 
     def __repr__(self) -> str:
-        state = self.info["note"] or f"held-out difference {self.info['difference']:.3f}, p = {self.info['p']:.4f}"
+        state = self.info["note"] or (
+            f"held-out difference {self.info['difference']:.3f} [{self.info['low']:.3f}, {self.info['high']:.3f}] "
+            f"on {self.info['n_held_out']} others, p = {self.info['p']:.4f}"
+        )
         place = f"{self.config.estimator} at {self.info['sae']['site']}"
-        return f"Credit({place}, {self.info['n_problems']} problems; {state})"
+        return f"Credit({place}, learned on {self.info['n_learned']} problems; {state})"
 
     def scores(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The score of every response token, in standard deviations; the larger the better.

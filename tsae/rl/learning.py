@@ -1,14 +1,21 @@
 """Learning the tables of `tsae.rl.credit` from a FeatureTable of the reference's own rollouts.
 
-"action" and "value": one row a response token, y_i − ȳ_problem as target, ridge regression by LSMR on sparse codes,
-each divided by its root mean square so that the penalty treats features alike. Problems are split: those held out only
-test whether the mean score of a problem's successes exceeds that of its failures (sign flips over problems). If it does
-not, the credit is not significant, and its scores are 0. "effects" takes what a FeatureDiff found; its features were
-tested there.
+1. Problems that the reference solves now and then are split once. The tables are learned on one part; the other, the
+   held-out problems, only judges them.
+2. "action" and "value": one row a response token, y_i − ȳ_problem as target, ridge regression by LSMR on sparse codes,
+   each divided by its root mean square so that the penalty treats features alike. "effects": features whose outcome
+   effect is found at `CreditConfig.q`, tested as in a FeatureDiff.
+3. On the held-out problems: do a problem's successes have the larger mean score? (Permuted labels, sign flips and a
+   bootstrap interval over problems, as for every outcome effect.) If not, the credit is not significant, and its scores
+   are 0.
+
+A success is a rollout whose `outcome` is "success": what the log's named reward or a verifier says, never a sum of
+rewards, in which a reward for the format would make every well-formed answer a success.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,27 +26,26 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
-from tsae.diff.result import FeatureDiff
-from tsae.diff.statistics import Draws, paired_inference
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrasts import Rows, draw, outcome_comparison
+from tsae.diff.statistics import bootstrap_interval, outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
 
+_CONFIDENCE = 0.95  # of the intervals
 
-def fit_credit(
-    features: FeatureTable | str | Path, config: CreditConfig | None = None, *, diff: FeatureDiff | None = None
-) -> Credit:
+
+def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None = None) -> Credit:
     """Learn what features say about success from a reference's rollouts.
 
     Args:
-        features: codes of the reference's own rollouts, with rewards or outcomes, or the folder.
+        features: codes of the reference's own rollouts, with outcomes, or the folder.
         config: defaults of `CreditConfig`.
-        diff: of the same SAE; needed for "effects", unused otherwise.
 
     Raises:
-        TsaeError: where rewards are missing or not finite, too few problems have both successes and failures, or the
-            diff is missing or of another SAE.
+        TsaeError: where an outcome is unknown, or too few problems have both successes and failures.
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or CreditConfig()
@@ -52,10 +58,20 @@ def fit_credit(
             fix="Encode rollouts that the reference sampled, read by the reference.",
         )
     tokens = ResponseTokens.of(features, rows)
-    info = {"sae": _sae_info(features), "reader": reader}
+    learning, testing = _split(tokens.frame, config, reader)
+    parts = {"n_learned": learning, "n_held_out": testing}
+    info = {
+        "sae": {name: features.info["sae"][name] for name in ("weights", "site", "d_model", "d_sae")},
+        "reader": reader,
+        **{name: int(tokens.frame.code[part].nunique()) for name, part in parts.items()},
+        "significant": True,
+        "note": "",
+    }
     if config.estimator == "effects":
-        return _effects(features, tokens, config, diff, info)
-    return _regressed(tokens, config, info)
+        credit = _effects(features, rows, tokens, learning, config, info)
+    else:
+        credit = _regressed(tokens, learning, config, info)
+    return _judged(credit, tokens, learning, testing) if credit.significant else credit
 
 
 @dataclass(frozen=True)
@@ -71,31 +87,32 @@ class ResponseTokens:
     row: np.ndarray
     """(n_tokens,) which of the rows each belongs to."""
     frame: pd.DataFrame
-    """(n_rows,) the rollouts, with code (of the problem), centred (reward less its problem's mean) and pass_rate."""
+    """(n_rows,) the rollouts, with code and pass_rate of the problem, success (bool) and centred (1 or 0 less the pass
+    rate)."""
 
     @classmethod
     def of(cls, features: FeatureTable, rows: np.ndarray) -> ResponseTokens:
         """The tokens of the given rows.
 
         Raises:
-            TsaeError: where a reward is missing or not finite.
+            TsaeError: where an outcome is unknown.
         """
         frame = features.rollouts.frame.iloc[features.trajectory[rows]].reset_index(drop=True)
-        reward = pd.to_numeric(frame.reward, errors="coerce").to_numpy(dtype=np.float64)
-        unknown = int((~np.isfinite(reward)).sum())
+        unknown = int((frame.outcome == "unknown").sum())
         if unknown:
             raise TsaeError(
-                f"{unknown} of {len(reward)} rollouts of the reference have no finite reward",
+                f"of {unknown} of {len(frame)} rollouts of the reference nothing says whether they succeeded",
                 where=features.origin,
-                fix="Verify them first (`tsae rollouts sample --verifier …`): credit needs checked rewards.",
+                fix="Verify the answers (--verifier), or name the reward that means success when the log is read "
+                "(--outcome).",
             )
         starts, stops = features.row_offsets[rows], features.row_offsets[rows + 1]
         prompt = features.rollouts.lengths("prompt_ids")[features.trajectory[rows]]
         index = np.concatenate([np.arange(a + p, b) for a, b, p in zip(starts, stops, prompt, strict=True)])
         row = np.repeat(np.arange(len(rows)), stops - starts - prompt)
-        frame = frame.assign(reward=reward, code=pd.factorize(frame.problem_id)[0])
-        frame["centred"] = frame.reward - frame.groupby("code").reward.transform("mean")
-        frame["pass_rate"] = frame.groupby("code").reward.transform(lambda values: (values > 0).mean())
+        frame = frame.assign(success=frame.outcome == "success", code=pd.factorize(frame.problem_id)[0])
+        frame["pass_rate"] = frame.groupby("code").success.transform("mean")
+        frame["centred"] = frame.success - frame.pass_rate
         codes = sp.csr_array(features.codes[index])
         return cls(codes, sp.csr_array(features.codes[index - 1]), features.token_ids[index], row, frame)
 
@@ -114,23 +131,34 @@ class ResponseTokens:
         return np.concatenate(found)
 
 
-def _regressed(tokens: ResponseTokens, config: CreditConfig, info: dict[str, Any]) -> Credit:
-    frame = tokens.frame
-    low, high = config.pass_rates
-    solved = frame.pass_rate.between(low, high).to_numpy() & (frame.centred != 0).groupby(frame.code).transform("any")
-    solved = np.asarray(solved)
+def _split(frame: pd.DataFrame, config: CreditConfig, reader: str) -> tuple[np.ndarray, np.ndarray]:
+    """(n_rows,) bool each: rollouts of the problems that are learned from, and of those that are held out.
+
+    Raises:
+        TsaeError: where too few problems have both outcomes and a pass rate in the range.
+    """
+    rate = frame.pass_rate
+    solved = rate.between(*config.pass_rates) & rate.between(0, 1, inclusive="neither")
     problems = np.unique(frame.code[solved])
-    if len(problems) < 2 * config.min_problems:
+    # With n problems no sign flip has a smaller p than 2 / 2ⁿ: fewer could never reach q.
+    fewest = max(config.min_problems, math.ceil(math.log2(2 / config.q)))
+    if len(problems) < config.min_problems + fewest:
+        low, high = config.pass_rates
         raise TsaeError(
             f"{len(problems)} problems have successes and failures and a pass rate of {low:g} to {high:g}; "
-            f"{2 * config.min_problems} are needed",
-            where=f"rollouts of {info['reader']}",
+            f"{config.min_problems + fewest} are needed, {fewest} of them held out",
+            where=f"rollouts of {reader}",
             fix="Sample problems that the reference solves now and then, or widen pass_rates.",
         )
     order = np.random.default_rng(config.seed).permutation(problems)
-    testing = order[: max(config.min_problems, round(config.held_out * len(order)))]
-    test = solved & frame.code.isin(testing).to_numpy()
-    used = tokens.of_rows(solved & ~test)
+    n_held_out = min(max(fewest, round(config.held_out * len(order))), len(order) - config.min_problems)
+    testing = frame.code.isin(order[:n_held_out]).to_numpy()
+    return solved.to_numpy() & ~testing, testing
+
+
+def _regressed(tokens: ResponseTokens, learning: np.ndarray, config: CreditConfig, info: dict[str, Any]) -> Credit:
+    """The tables of "action" and "value"."""
+    frame, used = tokens.frame, tokens.of_rows(learning)
     target = frame.centred.to_numpy()[tokens.row]
     problem = frame.code.to_numpy()[tokens.row]
 
@@ -143,7 +171,7 @@ def _regressed(tokens: ResponseTokens, config: CreditConfig, info: dict[str, Any
     keys, entries, bias = np.empty(0, np.int64), np.empty(0), np.empty(0)
     if config.estimator == "action":
         keys, entries, bias = _pairs(tokens, used, target, problem, config)
-    credit = Credit(
+    return Credit(
         config=config,
         feature=torch.from_numpy(value).float(),
         pair_keys=torch.from_numpy(keys),
@@ -151,12 +179,8 @@ def _regressed(tokens: ResponseTokens, config: CreditConfig, info: dict[str, Any
         token=torch.from_numpy(bias).float(),
         constant=float(constant),
         scale=1.0,
-        info={**info, "n_problems": len(problems), "significant": True, "note": ""},
+        info=info,
     )
-    raw = tokens.raw_scores(credit)
-    # Differences of values add up to the last value less the first: what is judged is the values.
-    judged = raw if config.estimator == "action" else np.asarray(tokens.codes @ value)
-    return _gated(credit, raw, judged, tokens, used, test)
 
 
 def _pairs(
@@ -197,32 +221,32 @@ def _ridge(
 
 
 def _effects(
-    features: FeatureTable, tokens: ResponseTokens, config: CreditConfig, diff: FeatureDiff | None, info: dict[str, Any]
+    features: FeatureTable,
+    rows: np.ndarray,
+    tokens: ResponseTokens,
+    learning: np.ndarray,
+    config: CreditConfig,
+    info: dict[str, Any],
 ) -> Credit:
-    if diff is None:
-        raise TsaeError('estimator "effects" needs a diff', where="diff", fix="Give the folder that `tsae diff` wrote.")
-    ours, theirs = info["sae"]["weights"], diff.info["sae"].get("weights")
-    if ours != theirs:
-        raise TsaeError(
-            f"the diff is of the SAE {theirs}, the features of {ours}: their features are not the same",
-            where="diff",
-            fix="Draw the diff from these features.",
-        )
-    table = diff.shifts
-    effects = table[(table.kind == "outcome") & (table.checkpoint == info["reader"]) & (table.band == "all")]
-    found = effects[effects.q <= config.q]
-    n = int(diff.contrasts.query("kind == 'outcome' and band == 'all'").n_problems.max() or 0)
-    # Empirical Bayes: the Δ of all tested features vary by their true spread and by their standard errors.
-    noise = float((((effects.delta_high - effects.delta_low) / 4) ** 2).mean()) if len(effects) else 0.0
-    spread = max(float(effects.delta.var(ddof=0)) - noise, 0.0) if len(effects) else 0.0
-    shrunk = found.delta.to_numpy() * (spread / (spread + noise) if spread else 0.0)
-    mean = np.asarray(tokens.codes.mean(0)).ravel()
-    square = np.asarray(tokens.codes.multiply(tokens.codes).mean(0)).ravel()
-    deviation = np.sqrt(np.maximum(square - mean**2, 1e-12))
-    weight = np.zeros(features.n_features)
-    weight[found.feature.to_numpy()] = shrunk / deviation[found.feature.to_numpy()]
-    note = "" if np.any(weight) else f"no outcome effect at q <= {config.q:g}: all weights are 1"
-    credit = Credit(
+    """The weights of "effects": outcome effects found on the problems learned from, shrunk towards 0."""
+    drawing = DiffConfig(q=config.q, min_problems=max(2, config.min_problems), seed=config.seed)
+    of_rows = Rows.of(features, drawing)
+    learned, outcome = rows[learning], tokens.frame.outcome.to_numpy(dtype=object)[learning]
+    success, failure = (learned[outcome == name] for name in ("success", "failure"))
+    of = outcome_comparison(of_rows, success, failure, info["reader"], "all", drawing)
+    contrast = draw(of_rows, of, drawing)
+    weight, mean = np.zeros(features.n_features), np.zeros(features.n_features)
+    if contrast.inference is not None:
+        codes = tokens.codes[tokens.of_rows(learning)]
+        mean, deviation = _moments(codes)
+        size, error = contrast.inference.delta, contrast.inference.error
+        # Empirical Bayes: effects of all tested features vary by their true spread τ² and by their errors.
+        spread = max(float((size**2 - error**2).mean()), 0.0)
+        shrunk = np.where(contrast.inference.q <= config.q, size * spread / (spread + error**2), 0.0)
+        weight[contrast.feature] = shrunk / deviation[contrast.feature]
+    found = int(np.count_nonzero(weight))
+    reason = contrast.note or f"no outcome effect at q <= {config.q:g} in {of.n_problems} problems"
+    return Credit(
         config=config,
         feature=torch.from_numpy(weight).float(),
         pair_keys=torch.empty(0, dtype=torch.int64),
@@ -230,41 +254,47 @@ def _effects(
         token=torch.empty(0),
         constant=-float(weight @ mean),
         scale=1.0,
-        info={**info, "n_problems": n, "n_features": len(found), "significant": not note, "note": note},
+        info={**info, "n_features": found, **({} if found else _silent(reason))},
     )
-    raw = tokens.raw_scores(credit)
-    everything = np.ones(len(raw), dtype=bool)
-    return _gated(credit, raw, raw, tokens, everything, np.ones(len(tokens.frame), dtype=bool))
 
 
-def _gated(
-    credit: Credit, raw: np.ndarray, judged: np.ndarray, tokens: ResponseTokens, used: np.ndarray, test: np.ndarray
-) -> Credit:
-    """The credit with the scale of its raw scores on the tokens used, and whether what is judged holds on test rows."""
-    if not credit.significant:
-        return credit
-    frame = tokens.frame
-    mean = np.bincount(tokens.row, judged, len(frame)) / np.maximum(np.bincount(tokens.row, minlength=len(frame)), 1)
-    scored = frame.assign(score=mean, success=frame.centred > 0)[test & (frame.centred != 0).to_numpy()]
-    sides = scored.pivot_table(index="code", columns="success", values="score", aggfunc="mean").dropna()
-    scale = max(float(raw[used].std()), 1e-12)
-    differences = (sides[True] - sides[False]).to_numpy()[:, None] / scale
-    draws = Draws(n_bootstrap=200, n_permutations=9999, confidence=0.95, seed=credit.config.seed, minimum_effect=0.0)
-    inference = paired_inference(differences, np.ones(1), draws)
-    difference, p = float(differences.mean()), float(inference.p[0])
-    passed = difference > 0 and p <= credit.config.q
-    note = (
-        ""
-        if passed
-        else (
+def _moments(values: sp.csr_array) -> tuple[np.ndarray, np.ndarray]:
+    """(n_columns,) means and standard deviations."""
+    mean = np.asarray(values.mean(0)).ravel()
+    square = np.asarray(values.multiply(values).mean(0)).ravel()
+    return mean, np.sqrt(np.maximum(square - mean**2, 1e-12))
+
+
+def _judged(credit: Credit, tokens: ResponseTokens, learning: np.ndarray, testing: np.ndarray) -> Credit:
+    """The credit with the scale of its scores where it was learned, and whether they hold on held-out problems."""
+    raw, config = tokens.raw_scores(credit), credit.config
+    scale = max(float(raw[tokens.of_rows(learning)].std()), 1e-12)
+    # Differences of values add up to the last value less the first: what is judged is the values.
+    judged = np.asarray(tokens.codes @ credit.feature.numpy()) if config.estimator == "value" else raw
+    n_rows = len(tokens.frame)
+    total = np.bincount(tokens.row, judged - judged.mean(), n_rows) / scale
+    scored = tokens.frame.assign(score=total / np.maximum(np.bincount(tokens.row, minlength=n_rows), 1))[testing]
+    sides = scored.pivot_table(index="code", columns="success", values="score", aggfunc="mean")
+    differences = (sides[True] - sides[False]).to_numpy()[:, None]
+    asked = outcomes(
+        differences,
+        np.ones(1),
+        sp.csr_array(scored.score.to_numpy()[:, None]),
+        scored.success.to_numpy(),
+        np.searchsorted(sides.index, scored.code),
+        config.seed,
+    )
+    p = float(sequential_p(asked.tests(None), asked.n_tests, 1, 9999, config.q, "bh")[0])
+    difference = float(differences.mean())
+    low, high = (float(end[0]) for end in bootstrap_interval(differences, 2000, _CONFIDENCE, config.seed))
+    found = {"difference": difference, "low": low, "high": high, "p": p}
+    if low <= 0 or p > config.q:
+        found |= _silent(
             f"scores do not tell success from failure on {len(differences)} held-out problems "
-            f"(difference {difference:.3f}, p = {p:.2g}): all weights are 1"
+            f"(difference {difference:.3f} [{low:.3f}, {high:.3f}], p = {p:.2g})"
         )
-    )
-    found = {"difference": difference, "p": p, "n_held_out": len(differences), "significant": passed, "note": note}
     return replace(credit, scale=scale, info={**credit.info, **found})
 
 
-def _sae_info(features: FeatureTable) -> dict[str, Any]:
-    sae = features.info["sae"]
-    return {name: sae[name] for name in ("weights", "site", "d_model", "d_sae")}
+def _silent(reason: str) -> dict[str, Any]:
+    return {"significant": False, "note": f"{reason}: all weights are 1"}

@@ -131,7 +131,12 @@ class Curriculum:
         return [int(i) for i in self._rng.choice(len(self.ids), size=n, replace=replace, p=weights)]
 
     def update(self, problem_ids: Sequence[str], rewards: Sequence[float]) -> None:
-        """Take in one batch: rewards above 0 are successes.
+        """Take in one batch.
+
+        Args:
+            problem_ids: (n,) of the responses.
+            rewards: (n,) of the one reward function that says what is right; above `success_above` it is a success. A
+                sum with others would make well-formed wrong answers successes.
 
         Raises:
             TsaeError: where a reward is not finite or a problem unknown.
@@ -139,7 +144,8 @@ class Curriculum:
         if not np.isfinite(np.asarray(rewards, dtype=float)).all():
             raise TsaeError("a reward is not finite", where="Curriculum.update", fix="Verify every response.")
         estimates = self.estimates()
-        frame = pd.DataFrame({"id": list(problem_ids), "success": np.asarray(rewards, dtype=float) > 0})
+        right = np.asarray(rewards, dtype=float) > self.config.success_above
+        frame = pd.DataFrame({"id": list(problem_ids), "success": right})
         keep = self.config.forgetting
         for problem_id, found in frame.groupby("id", sort=False).success:
             if problem_id not in self.index:

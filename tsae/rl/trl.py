@@ -2,9 +2,10 @@
 
 `_generate_and_score_completions` returns advantages (B,); `_compute_loss` takes them as (B, T) too.
 `FeatureGRPOTrainer` overrides the first, calls TRL's own, and replaces the advantages by what a rule makes of them; the
-loss, generation, rewards and logs are TRL's. It keeps the rewards that `_calculate_rewards` returns, to refuse those
-that are not finite; with a curriculum it also overrides `_get_train_sampler`. tests/test_rl_trl.py holds the contract
-with TRL, and fails where a release changes it.
+loss, generation, rewards and logs are TRL's. Of the rewards that `_calculate_rewards` returns it refuses those that are
+not finite; a curriculum learns of the one that says what is right (`CurriculumConfig.outcome`), never of their sum.
+With a curriculum it also overrides `_get_train_sampler`. tests/test_rl_trl.py holds the contract with TRL, and fails
+where a release changes it.
 
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 
@@ -27,6 +28,7 @@ from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.sampling import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
+from tsae.rollouts.outcomes import outcome_reward
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
@@ -131,6 +133,7 @@ class FeatureMixin:
         check_arguments(self.args, self.processing_class, self._credit)  # type: ignore[attr-defined]
         if curriculum is not None:
             curriculum.check(self.train_dataset)  # type: ignore[attr-defined]
+            self._outcome = _outcome_of(self.reward_func_names, curriculum)  # type: ignore[attr-defined]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -138,7 +141,7 @@ class FeatureMixin:
             return output
         if self._curriculum is not None:
             # Of all processes, so that their samplers go on agreeing.
-            self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._rewards)
+            self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._told)
         if self._credit is not None:
             output["advantages"] = self._credit(inputs, output, self.num_generations)  # type: ignore[attr-defined]
         return output
@@ -151,7 +154,16 @@ class FeatureMixin:
                 where="reward_funcs",
                 fix="Return a number for every completion: advantages of a group need all its rewards.",
             )
-        self._rewards = rewards.nansum(dim=1).tolist()
+        if self._curriculum is not None:
+            told = rewards[:, self._outcome]
+            if not torch.isfinite(told).all():
+                name = self.reward_func_names[self._outcome]  # type: ignore[attr-defined]
+                raise TsaeError(
+                    f"{name} gives a completion no finite reward, so that nothing says whether it is right",
+                    where="reward_funcs",
+                    fix="Return a number for every completion, or name another reward (CurriculumConfig.outcome).",
+                )
+            self._told = told.tolist()
         return rewards
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -170,6 +182,18 @@ class FeatureMixin:
 
 class FeatureGRPOTrainer(FeatureMixin, GRPOTrainer):
     """TRL's GRPOTrainer with `credit` and `curriculum`; without either it is GRPOTrainer."""
+
+
+def _outcome_of(names: Sequence[str], curriculum: Curriculum) -> int:
+    """Number of the reward function that says what is right.
+
+    Raises:
+        TsaeError: where nothing says which of several it is, or the one that was named is not there.
+    """
+    try:
+        return list(names).index(outcome_reward(names, curriculum.config.outcome))
+    except TsaeError as error:
+        raise TsaeError(error.what, where="reward_funcs", fix="Name it: CurriculumConfig(outcome=…).") from error
 
 
 def check_arguments(args: GRPOConfig, tokenizer: Any, credit: AdvantageRule | None) -> None:

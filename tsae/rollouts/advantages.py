@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, Rollouts
+from tsae.rollouts.table import BANDS, Rollouts, problem_bands
 
 _EPSILON = 1e-4  # TRL's, added to the standard deviation
 KINDS = ("all failures", "single success", "mixed", "all successes", "one response")
@@ -90,7 +90,8 @@ def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "
     advantages = group_advantages(rewards.to_numpy(), group, kind)
     top = np.full(len(n), -np.inf)
     np.maximum.at(top, group, advantages)
-    table = frame[["policy", "problem_id", "band"]].iloc[first].reset_index(drop=True)
+    table = frame[["policy", "problem_id"]].iloc[first].reset_index(drop=True)
+    table["band"] = table.problem_id.map(problem_bands(rollouts.frame))
     table["n"], table["successes"] = n, successes
     table["kind"] = np.select(
         [n == 1, successes == 0, successes == n, successes == 1],

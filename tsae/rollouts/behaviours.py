@@ -13,11 +13,9 @@ import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
-from tsae.rollouts.bootstrap import bootstrap_mean, weights
+from tsae.rollouts.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.rollouts.table import BANDS, Rollouts
 from tsae.rollouts.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
-
-_DRAWS = 1000
 
 RequiredSteps = Callable[[str, str], "int | None"]
 """(prompt, reference answer) -> operations that a solution needs, None where that is not known."""
@@ -81,21 +79,18 @@ def with_behaviours(
     return Rollouts(rollouts.table, {**rollouts.info, "behaviours": named}, rollouts.origin)
 
 
-def behaviour_table(
-    rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95, seed: int = 0
-) -> pd.DataFrame:
-    """Means with bootstrap intervals over problems, and their changes against a reference.
+def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
+    """Means with intervals over problems (`tsae.rollouts.intervals`), and their changes against a reference.
 
     Args:
         rollouts: ``info["behaviours"]`` names further numeric or boolean columns to average.
         reference: the policy that others are compared with; None compares none.
         confidence: of the intervals.
-        seed: of the bootstrap.
 
     Returns:
         tidy: policy, band ("all" and every band present), behaviour, mean, low, high, n_problems, n_trajectories, and
         change, change_low, change_high: the mean over the n_paired problems that both policies answered of the
-        difference within the problem, with its interval. NaN for the reference itself.
+        difference within the problem, with its interval, NaN for fewer than 8 problems. NaN for the reference itself.
         Means are over problems of the mean over a problem's trajectories; missing values are left out. A single
         problem has no interval (NaN).
     """
@@ -114,12 +109,12 @@ def behaviour_table(
                 values = by_problem[name].dropna()
                 if values.empty:
                     continue
-                low, high = bootstrap_mean(values.to_numpy(), confidence, _DRAWS, seed)
+                low, high = mean_interval(values.to_numpy(), confidence)
                 row = {"policy": policy, "band": band, "behaviour": name, "mean": values.mean(), "low": low}
                 row |= {"high": high, "n_problems": len(values)}
                 row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
                 if reference in by_policy and policy != reference:
-                    row |= _change(values - by_policy[reference][name], confidence, seed)
+                    row |= _change(values - by_policy[reference][name], confidence)
                 rows.append(row)
     table = pd.DataFrame(rows, columns=_COLUMNS)
     order = {policy: position for position, policy in enumerate(rollouts.policies)}
@@ -132,11 +127,11 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def _change(difference: pd.Series, confidence: float, seed: int) -> dict[str, Any]:
+def _change(difference: pd.Series, confidence: float) -> dict[str, Any]:
     paired = difference.dropna().to_numpy()
     if not len(paired):
         return {"n_paired": 0}
-    low, high = bootstrap_mean(paired, confidence, _DRAWS, seed)
+    low, high = change_interval(paired, confidence)
     return {"change": paired.mean(), "change_low": low, "change_high": high, "n_paired": len(paired)}
 
 
@@ -160,9 +155,7 @@ def _measures(rollouts: Rollouts) -> pd.DataFrame:
     return measures
 
 
-def format_table(
-    rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95, seed: int = 0
-) -> pd.DataFrame:
+def format_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
     """How concentrated the formats of responses are, by policy and band.
 
     Every problem counts the same: formats are shared out within a problem first, then over problems.
@@ -170,12 +163,12 @@ def format_table(
     Args:
         rollouts: with a column format; otherwise it is read off the texts (`tsae.rollouts.texts.response_format`).
         reference: the policy that others are compared with, on the problems that both answered.
-        confidence: of the bootstrap intervals over problems.
-        seed: of the bootstrap.
+        confidence: of the intervals over problems.
 
     Returns:
         policy, band, n_problems, n_trajectories, n_formats, top_format and top_share, entropy of the formats in bits
-        with low and high, and change, change_low, change_high of the entropy. The entropy of few responses is too low
+        with low and high, and change, change_low, change_high of the entropy over the n_paired problems of both, the
+        interval NaN for fewer than 8. The entropy of few responses is too low
         by about (formats − 1) / (2 ln 2 · responses) bits (Miller 1955); compare like numbers of responses.
     """
     frame = rollouts.frame
@@ -192,13 +185,13 @@ def format_table(
         }
         for policy, table in shares.items():
             pooled = table.mean()
-            entropy, low, high = _entropy_interval(table, confidence, seed)
+            entropy, low, high = _entropy_interval(table, confidence)
             row = {"policy": policy, "band": band, "n_problems": len(table)}
             row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
             row |= {"n_formats": int((pooled > 0).sum()), "top_format": pooled.idxmax(), "top_share": pooled.max()}
             row |= {"entropy": entropy, "low": low, "high": high}
             if reference in shares and policy != reference:
-                row |= _entropy_change(shares[reference], table, confidence, seed)
+                row |= _entropy_change(shares[reference], table, confidence)
             rows.append(row)
     order = {policy: position for position, policy in enumerate(rollouts.policies)}
     found = pd.DataFrame(rows, columns=_FORMAT_COLUMNS)
@@ -207,7 +200,7 @@ def format_table(
 
 _FORMAT_COLUMNS = [
     "policy", "band", "n_problems", "n_trajectories", "n_formats", "top_format", "top_share", "entropy", "low", "high",
-    "change", "change_low", "change_high",
+    "change", "change_low", "change_high", "n_paired",
 ]  # fmt: skip
 
 
@@ -216,26 +209,30 @@ def _entropies(shares: np.ndarray) -> np.ndarray:
     return np.maximum(-(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(-1), 0.0)
 
 
-def _entropy_interval(table: pd.DataFrame, confidence: float, seed: int) -> tuple[float, float, float]:
-    entropy = float(_entropies(table.mean().to_numpy()))
-    if len(table) < 2:
+def _without_each(shares: np.ndarray) -> np.ndarray:
+    """(n_problems,) entropy of the mean of (n_problems, n_formats) shares without each of the problems."""
+    return _entropies((shares.sum(0) - shares) / (len(shares) - 1))
+
+
+def _entropy_interval(table: pd.DataFrame, confidence: float) -> tuple[float, float, float]:
+    shares = table.to_numpy()
+    entropy = float(_entropies(shares.mean(0)))
+    if len(shares) < 2:
         return entropy, np.nan, np.nan
-    tail = (1 - confidence) / 2
-    drawn = _entropies(weights(len(table), _DRAWS, seed) @ table.to_numpy())
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return entropy, float(low), float(high)
+    low, high = jackknife_interval(entropy, _without_each(shares), confidence)
+    return entropy, max(low, 0.0), high
 
 
-def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float, seed: int) -> dict[str, float]:
+def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float) -> dict[str, float]:
     both = before.index.intersection(after.index)
     if len(both) < 2:
-        return {}
+        return {"n_paired": len(both)}
     a, b = before.loc[both].to_numpy(), after.loc[both].to_numpy()
-    drawn = weights(len(both), _DRAWS, seed)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(_entropies(drawn @ b) - _entropies(drawn @ a), [tail, 1 - tail])
-    change = float(_entropies(b.mean(0)) - _entropies(a.mean(0)))
-    return {"change": change, "change_low": float(low), "change_high": float(high)}
+    found = {"change": float(_entropies(b.mean(0)) - _entropies(a.mean(0))), "n_paired": len(both)}
+    if len(both) < FEWEST:
+        return found
+    low, high = jackknife_interval(found["change"], _without_each(b) - _without_each(a), confidence)
+    return found | {"change_low": low, "change_high": high}
 
 
 def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.ndarray:

@@ -195,9 +195,9 @@ class DifficultyConfig:
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Whose advantages tell how much weight single successes carry."""
     n_draws: int = 2000
-    """Permutations of outcomes, and bootstrap draws of problems."""
+    """Permutations of outcomes."""
     seed: int = 0
-    """Seed of permutations and bootstrap."""
+    """Seed of the permutations."""
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:

@@ -1,4 +1,4 @@
-"""Which problems of a log are read: banded by the pass rates that it shows itself, and drawn whole up to a budget.
+"""Which problems of a log are read: banded, and drawn whole up to a budget.
 
 Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`), which may be much longer than what is drawn.
 """
@@ -12,41 +12,138 @@ import pandas as pd
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
-from tsae.rollouts.difficulty import Bands, find_bands, rates_of
-from tsae.rollouts.table import BANDS
+from tsae.rollouts.confounding import confounding
+from tsae.rollouts.difficulty import Bands, band_counts, find_bands, found_how
+from tsae.rollouts.parquet import read_pieces
+from tsae.rollouts.table import BANDS, Rollouts, problem_bands
+
+FEWEST = 8
+"""Problems of a band below which nothing is found in it: seven signs that all agree have p = .016 at best, and a
+band's features are hundreds."""
 
 
-def band_problems(outline: pd.DataFrame, where: str | Path, fewest: int) -> tuple[Bands | None, str]:
-    """Bands by the pass rates that the log itself shows, and a line on them.
+def band_problems(
+    outline: pd.DataFrame,
+    where: str | Path,
+    *,
+    base: str | None = None,
+    measured_on: pd.DataFrame | None = None,
+    seed: int = 0,
+) -> tuple[Bands | None, str]:
+    """Bands of a log's problems, and what can be said of them.
 
-    By the usual cut-offs, or by thirds where these leave a band with fewer than `fewest` problems, too few for a
-    contrast, and thirds do not; none where neither tells easy from hard.
+    The pass rates are, of these the first that are at hand: those of separate rollouts of the base; the base's own in
+    the log, where it answered every problem twice or more; those that the log shows, of whatever policies. The last
+    are training steps where the run learns (`tsae.rollouts.confounding`): then the bands of the problems that the base
+    answered itself are taken, where no band has fewer than 8 of them, and otherwise ``info["refused"]`` of the bands
+    says why bands are not compared. Cut-offs are the usual ones, or thirds where these leave a band with fewer than 8
+    problems and thirds do not.
+
+    Args:
+        outline: of `tsae.rollouts.parquet.read_outline`.
+        where: named in messages.
+        base: id of the model that training started from.
+        measured_on: separate rollouts of the base: problem_id, as in the log, policy and outcome.
+        seed: of the permutations.
+
+    Returns:
+        the bands of all trajectories of the outline, None where neither cut-offs tell easy from hard; and a line.
     """
+    if measured_on is not None:
+        return _by_cutoffs(outline, where, base, measured_on)
+    outcomes = set(outline.outcome) - {"unknown"}
+    if len(outcomes) == 1:
+        same = "right" if outcomes == {"success"} else "wrong"
+        return None, (
+            f"none: every response is {same}, so that no problem is harder than another here, and nothing can be said "
+            "of successes against failures; how a checkpoint reads these responses can be compared"
+        )
+    enough = outline[(outline.policy == base) & (outline.outcome != "unknown")].problem_id.value_counts() >= 2
+    answered = set(enough.index[enough])
+    if base is not None and answered == set(outline.problem_id):
+        return _by_cutoffs(outline, where, base)
+    bands, told = _by_cutoffs(outline, where, None)
+    if bands is None:
+        return None, told
+    measured = confounding(outline.assign(band=bands.rows.band.to_numpy()), seed)
+    if measured.told_apart:
+        bands.info["step"] = measured.as_dict()
+        return bands, f"{told}; {measured}"
+    own, of_base = _by_cutoffs(outline, where, base) if answered else (None, "")
+    if own is not None and problem_bands(own.rows).value_counts().reindex(BANDS, fill_value=0).min() >= FEWEST:
+        return own, f"{of_base}; of the log's other responses {measured}"
+    refused = (
+        f"bands and training steps cannot be told apart: {measured}; {measured.late}. A difference between bands would "
+        "be one between steps. Give the base's own pass rates on these problems (--bands-from)"
+    )
+    bands.info["refused"] = refused
+    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": refused}
+    return bands, f"{refused}. Bands are shown, and not compared: {told}"
+
+
+def _by_cutoffs(
+    outline: pd.DataFrame, where: str | Path, reference: str | None, measured_on: pd.DataFrame | None = None
+) -> tuple[Bands | None, str]:
+    """The bands by the usual cut-offs or by thirds, and how many problems they have; None and why not."""
     found, refused = [], ""
     for cutoffs in (BandCutoffs(), BandQuantiles()):
         try:
-            bands = find_bands(rates_of(outline, where), outline.problem_id, where, cutoffs=cutoffs)
+            bands = find_bands(outline, where, reference, cutoffs, measured_on, partly=True)
+            bands.check()
         except TsaeError as error:
             refused = error.what
             continue
-        found.append((bool(bands.problems.band.value_counts().min() >= fewest), cutoffs, bands))
+        found.append((bool(problem_bands(bands.rows).value_counts().min() >= FEWEST), cutoffs, bands))
     if not found:
         return None, f"none: {refused}"
     _, cutoffs, bands = max(found, key=lambda item: item[0])  # The first, where both are as good.
-    used = bands.info
-    by_problem = outline[outline.outcome != "unknown"].groupby("problem_id").policy
-    who = "the policy of its step" if (by_problem.nunique() == 1).all() else "all policies"
-    thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {fewest} problems"
-    return bands, (
-        f"problems: {band_counts(bands.problems.band)}; by each one's pass rate in the log, "
-        f"that of {who} ({by_problem.size().median():.0f} responses; easy >= {used['easy']:g}, hard <= "
-        f"{used['hard']:g}{thirds if isinstance(cutoffs, BandQuantiles) else ''}), not from separate rollouts"
-    )
+    band, used = problem_bands(bands.rows), bands.info
+    thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {FEWEST} problems"
+    few = [f"{name} {(band == name).sum()}" for name in BANDS if (band == name).sum() < FEWEST]
+    parts = [f"problems: {band_counts(band)}"]
+    if few:
+        parts.append(f"too few to find anything in {', '.join(few)} ({FEWEST} are needed)")
+    end = f"(easy >= {used['easy']:g}, hard <= {used['hard']:g}{thirds if isinstance(cutoffs, BandQuantiles) else ''})"
+    return bands, "; ".join([*parts, found_how(used)]) + f" {end}"
 
 
-def band_counts(band: pd.Series) -> str:
-    """Problems of every band, given one's each."""
-    return ", ".join(f"{name} {(band == name).sum():,}" for name in BANDS)
+def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
+    """Separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
+
+    Args:
+        path: Parquet file of rollouts.
+        log: Parquet file of the imported log.
+        base: id of the model that training started from.
+
+    Raises:
+        TsaeError: where no policy of the file is the base, or none of its problems is one of the log.
+    """
+    rollouts = Rollouts.read(path)
+    frame = rollouts.frame[["problem_id", "policy", "outcome"]].copy()
+    if rollouts.policies != [base]:
+        frame = frame[frame.policy == base]
+        if frame.empty:
+            raise TsaeError(
+                f"holds nothing that {base} sampled; policies are {', '.join(rollouts.policies)}",
+                where=path,
+                fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).",
+            )
+    # By what was asked: an import makes problem ids of its own, where the log has none.
+    asked: dict[bytes, str] = {}
+    for table in read_pieces(log, ["problem_id", "prompt_ids"]):
+        for id, prompt in zip(table["problem_id"].to_pylist(), table["prompt_ids"].to_pylist(), strict=True):
+            asked[np.asarray(prompt, np.int32).tobytes()] = id
+    prompts = rollouts.table["prompt_ids"]
+    own = [asked.get(prompts[int(row)].values.to_numpy().astype(np.int32).tobytes()) for row in frame.index]
+    frame["problem_id"] = own
+    frame = frame[frame.problem_id.notna()].reset_index(drop=True)
+    if frame.empty:
+        raise TsaeError(
+            f"asks none of the problems of {log.name}: no prompt has the same tokens",
+            where=path,
+            fix="Sample the log's own problems, with the prompt format of the training.",
+        )
+    return frame
 
 
 def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Path) -> np.ndarray:
@@ -66,7 +163,7 @@ def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Pa
         return np.ones(len(outline), dtype=bool)
     rng = np.random.default_rng(seed)
     order = pd.Series(rng.permutation(len(cost)), index=cost.index)
-    band = outline.groupby("problem_id").band.first().fillna("none")
+    band = problem_bands(outline).loc[cost.index].fillna("none")
     turn = order.groupby(band).rank()
     ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
     kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]

@@ -32,6 +32,7 @@ from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
 from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
+from tsae.rollouts.outcomes import outcome_reward
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
@@ -299,11 +300,8 @@ class _Import:
         elif len(names) <= 1:
             value, told_by = self._reward(entry), "".join(names)
         else:
-            raise TsaeError(
-                f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer",
-                where=entry.where,
-                fix="Name it with --outcome, or check the answers with --verifier.",
-            )
+            name = outcome_reward(names, where=entry.where)
+            value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
         if value is None:
             return None
         self.rules.add(f"{told_by} is above {limit:g}")

@@ -16,7 +16,7 @@ from tsae.errors import TsaeError
 from tsae.provenance import versions, write_json
 from tsae.rollouts.advantages import group_table
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
-from tsae.rollouts.difficulty import pass_rates, resolve
+from tsae.rollouts.difficulty import find_bands, pass_rates, resolve
 from tsae.rollouts.migration import band_migration, paths
 from tsae.rollouts.pass_at_k import pass_at_k
 from tsae.rollouts.table import BANDS, Rollouts
@@ -99,7 +99,7 @@ def difficulty(
 
     Args:
         rollouts: of several policies; trajectories of unknown outcome are left out. Where it has bands, pass@k and
-            groups are by these; otherwise by the reference's pass rates on these same rollouts.
+            groups are by these; otherwise by cross-fitted ones (`tsae.rollouts.difficulty.find_bands`).
         config: defaults of `DifficultyConfig`.
         series: names runs and their steps; without it all policies in their order of appearance are one run.
         reference: the policy whose pass rates set quantiles and bands and that others are compared with; by default
@@ -125,11 +125,12 @@ def difficulty(
     rates["band"] = resolved.band(rates.pass_rate.to_numpy())
     rates["sure"] = resolved.band(rates.low.to_numpy()) == resolved.band(rates.high.to_numpy())
 
-    frame = rollouts.frame
-    separate = bool(frame.band.notna().all())
-    band = frame.groupby("problem_id").band.first() if separate else resolved_bands(measured, resolved)
+    if rollouts.frame.band.isna().all():
+        rollouts = find_bands(rollouts.frame, rollouts.origin, reference, resolved, partly=True).put_on(rollouts)
+    frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
+    sides = (frame.outcome == "success").groupby([frame.policy, frame.problem_id, frame.band], sort=False)
+    banded = pd.DataFrame({"n": sides.size(), "successes": sides.sum()}).reset_index()
     groups = group_table(rollouts, config.advantage)
-    groups["band"] = groups.problem_id.map(band)
     ways = paths(rollouts, series)
     migration = [
         band_migration(rates, path, resolved, n_draws=config.n_draws, seed=config.seed).assign(run=run)
@@ -146,12 +147,10 @@ def difficulty(
         migration=pd.concat(migration, ignore_index=True),
         pass_at_k=pass_at_k(
             rates,
-            band,
+            banded,
             reference=reference,
             k=config.k,
             confidence=config.confidence,
-            n_draws=config.n_draws,
-            seed=config.seed,
         ),
         groups=groups,
         paths=ways,
@@ -160,13 +159,8 @@ def difficulty(
             "reference": reference,
             "cutoffs": asdict(resolved),
             "quantiles": asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None,
-            "bands": rollouts.info.get("bands") if separate else None,
+            "bands": rollouts.info.get("bands"),
             "rollouts": rollouts.fingerprint,
             "versions": versions(),
         },
     )
-
-
-def resolved_bands(rates: pd.DataFrame, cutoffs: BandCutoffs) -> pd.Series:
-    """The band of every problem of `pass_rates`."""
-    return pd.Series(cutoffs.band(rates.pass_rate.to_numpy()), index=rates.index)

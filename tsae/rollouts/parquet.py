@@ -85,11 +85,14 @@ def read_outline(path: str | Path) -> pd.DataFrame:
     """Whose trajectories a file of `Rollouts.write` holds, and how long they are.
 
     Returns:
-        a row a trajectory: problem_id, policy, outcome, prompt_length and response_length (tokens).
+        a row a trajectory: problem_id, policy, outcome, step and rewards where the file has them, prompt_length and
+        response_length (tokens).
     """
     parts = []
-    for table in read_pieces(path, [*_OUTLINE, "prompt_ids", "response_ids"]):
-        frame = table.select(_OUTLINE).to_pandas()
+    names = pq.read_schema(path).names
+    columns = [*_OUTLINE, *(name for name in names if name == "step" or name.startswith("reward/"))]
+    for table in read_pieces(path, [*columns, "prompt_ids", "response_ids"]):
+        frame = table.select(columns).to_pandas()
         for name in ("prompt", "response"):
             frame[f"{name}_length"] = list_lengths(table[f"{name}_ids"])
         parts.append(frame)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.bootstrap import bootstrap_mean
+from tsae.rollouts.intervals import change_interval, mean_interval
 from tsae.rollouts.table import BANDS
 
 
@@ -34,48 +34,44 @@ def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
 
 def pass_at_k(
     rates: pd.DataFrame,
-    band: pd.Series,
+    banded: pd.DataFrame,
     *,
     reference: str,
     k: Sequence[int] = (),
     confidence: float = 0.95,
-    n_draws: int = 2000,
-    seed: int = 0,
 ) -> pd.DataFrame:
-    """pass@k by policy and band, with bootstrap intervals over problems.
+    """pass@k by policy and band, with intervals over problems (`tsae.rollouts.intervals`).
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.
-        band: of every problem, indexed by problem_id.
+        banded: the same, with a column band, of the trajectories that are in their problem's band.
         reference: the policy that others are compared with, problem by problem.
         k: by default powers of two up to the median number of responses to a problem.
         confidence: of the intervals.
-        n_draws: of the bootstrap.
-        seed: of the bootstrap.
 
     Returns:
         tidy: policy, band ("all" and every band present), k, pass_at_k, low, high, n_problems, n_left_out (problems
         with fewer than k responses), and difference, difference_low, difference_high against the reference on the
-        n_paired problems that both have, NaN for the reference itself.
+        n_paired problems that both have, NaN for the reference itself; without an interval for fewer than 8.
     """
     chosen = sorted(set(k)) if k else _powers(int(rates.n.median()))
     policies = list(dict.fromkeys(rates.policy))
     rows: list[dict[str, Any]] = []
     for size in chosen:
-        wide = (
-            rates.assign(value=estimate(rates.n.to_numpy(), rates.successes.to_numpy(), size))
-            .pivot(index="problem_id", columns="policy", values="value")
-            .sort_index()
-        )
-        here = band.reindex(wide.index)
-        for name in ("all", *(b for b in BANDS if (here == b).any())):
-            inside = wide if name == "all" else wide[here == name]
+        for name in ("all", *(b for b in BANDS if len(banded) and (banded.band == b).any())):
+            mine = rates if name == "all" else banded[banded.band == name]
+            inside = (
+                mine.assign(value=estimate(mine.n.to_numpy(), mine.successes.to_numpy(), size))
+                .pivot(index="problem_id", columns="policy", values="value")
+                .reindex(columns=policies)
+                .sort_index()
+            )
             for policy in policies:
-                measured = int(rates[(rates.policy == policy) & rates.problem_id.isin(inside.index)].shape[0])
+                measured = int((mine.policy == policy).sum())
                 values = inside[policy].dropna().to_numpy()
                 if not len(values):
                     continue
-                low, high = bootstrap_mean(values, confidence, n_draws, seed)
+                low, high = mean_interval(values, confidence)
                 row = {"policy": policy, "band": name, "k": size, "pass_at_k": values.mean(), "low": low, "high": high}
                 row |= {"n_problems": len(values), "n_left_out": measured - len(values)}
                 paired = (
@@ -84,8 +80,7 @@ def pass_at_k(
                 row["n_paired"] = len(paired)
                 if len(paired):
                     row["difference"] = paired.mean()
-                    ends = bootstrap_mean(paired, confidence, n_draws, seed)
-                    row["difference_low"], row["difference_high"] = ends
+                    row["difference_low"], row["difference_high"] = change_interval(paired, confidence)
                 rows.append(row)
     return pd.DataFrame(rows, columns=_COLUMNS)
 

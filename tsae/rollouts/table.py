@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
+from tsae.keys import several
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 
 if TYPE_CHECKING:
@@ -244,11 +245,22 @@ class Rollouts:
         picked = np.flatnonzero(rows) if rows.dtype == bool else rows
         return Rollouts(self.table.take(pa.array(picked, pa.int64())), self.info, self.origin)
 
-    def where(self, **columns: str | Sequence[str]) -> Rollouts:
-        """The rows whose columns have the given value, or one of the given values."""
+    def where(self, **columns: Any) -> Rollouts:
+        """The rows whose columns have the given value, or one of the given values.
+
+        Args:
+            columns: a text, number, truth value or None for null; or several of them.
+
+        Raises:
+            TsaeError: where there is no such column, or no such row.
+        """
         mask = np.ones(len(self), dtype=bool)
         for name, value in columns.items():
-            wanted = {value} if isinstance(value, str) else set(value)
+            if name not in self.table.column_names:
+                raise TsaeError(
+                    f"no column {name!r}; there are {', '.join(self.table.column_names)}", where=self.origin
+                )
+            wanted = set(several(value))
             mask &= np.array([v in wanted for v in self.table[name].to_pylist()])
         return self.select(mask)
 
@@ -311,6 +323,15 @@ def _is_log(path: Path) -> bool:
     except (pa.ArrowException, OSError):
         return False
     return {"prompt", "completion"} <= names or bool({"generations", "pass_rate_generations"} & names)
+
+
+def problem_bands(frame: pd.DataFrame) -> pd.Series:
+    """The band of every problem, by problem_id; null where it has none.
+
+    Trajectories of a problem that have a band have the same one; where bands were cross-fitted, half of them may have
+    none (`tsae.rollouts.difficulty.find_bands`).
+    """
+    return frame.groupby("problem_id", sort=False).band.first()
 
 
 def outcome_name(right: bool | None) -> str:
