@@ -43,7 +43,7 @@ from tsae.rollouts.problems import read_problems
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS
 
 SHARES = (0.01, 0.1, 1.0)
-LEVEL = 40
+LEVEL = 30
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CheckNull:
     to: Path = Path("runs/null")
     """Folder for rollouts, activations and null.json; what is there is not made again."""
     problems: int | Path | None = None
-    """JSON lines of id, prompt, answer: answered with different seeds. With --weights, problems of each level; 40 by
+    """JSON lines of id, prompt, answer: answered with different seeds. With --weights, problems of each level; 30 by
     default."""
     weights: bool = False
     """Noise in the weights of the testbed's base."""

@@ -324,7 +324,7 @@ def test_outliers_change_no_discovery(sae: TemporalSAE, many: ActivationStore, t
     keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
     both = diffs[0].shifts.merge(diffs[1].shifts, on=keys, suffixes=("", "_spiked"))
     found, spoilt = both.q <= diffs[0].q, both.q_spiked <= diffs[0].q
-    assert found.sum() > 60
+    assert found.sum() > 40
     # Half a percent fewer tokens move a q-value that lies at the limit.
     assert (found != spoilt).sum() <= 0.05 * found.sum()
     # How large outliers are makes no difference at all.
