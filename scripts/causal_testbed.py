@@ -48,8 +48,8 @@ class Story:
     """Responses per problem and condition."""
     n_random: int = 10
     """Sets of matched random features."""
-    exchangeable: bool = False
-    """Count false claims of features taken at random instead."""
+    exchangeable: int = 0
+    """Count false claims of this many features, taken at random, instead."""
     deciding: float = 0.1
     """Beside all of them, those that fire on at least this share of the hard run's last prompt tokens, where the first
     token of the response is drawn."""
@@ -126,12 +126,17 @@ def exchangeable(story: Story) -> None:
         n_samples=story.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=story.seed
     )
     problems, special = fresh_problems(features, story), tuple(features.info["special_ids"])
-    numbers = (3, 5, 8, 10, 15, 20)
-    counted: dict[int, dict[str, list[bool]]] = {n: {"plain": [], "false": [], "3": [], "4": []} for n in numbers}
+    numbers = (20, 15, 10, 8, 5, 3)  # The most first: they give the unit of power.
+    counted: dict[int, dict[str, list[bool]]] = {
+        n: {"plain": [], "false": [], "3": [], "4": [], "moves": []} for n in numbers
+    }
     plan: Tests = [(UP, "ablate", 1.0, "predicting"), ("base", "steer", 1.0, "first")]
     for checkpoint, mode, amount, tokens in plan:
         scales = FeatureScales.of(features, checkpoint, tokens)
-        alive = np.flatnonzero(scales.typical > 0)
+        fires = np.flatnonzero(scales.typical > 0)
+        alive = np.sort(np.random.default_rng(story.seed).permutation(fires)[: story.exchangeable])
+        spreads: dict[tuple[int, str], float] = {}
+        left_out = np.setdiff1d(np.arange(features.n_features), alive).tolist()
         model = series[checkpoint].load_model()
         effects = {}
         start = time.perf_counter()
@@ -156,21 +161,27 @@ def exchangeable(story: Story) -> None:
         for n in numbers:
             found = counted[n]
             for feature in alive.tolist():
-                sets = [s[0] for s in matched_features([feature], scales, sae, n, feature)]
+                sets = [s[0] for s in matched_features([feature], scales, sae, n, feature, exclude=left_out)]
                 for behaviour in ("direct", "scratchpad", "accuracy"):
                     mine = effects[feature][behaviour].to_numpy()
                     others = np.stack([effects[s][behaviour].to_numpy() for s in sets])
                     low, high = bootstrap_mean(mine - others.mean(0), 0.95, 400, 0)
                     found["plain"].append(not low <= 0 <= high)
-                    spread = others.mean(1).std(ddof=1)
+                    spread = spreads.setdefault((feature, behaviour), float(others.mean(1).std(ddof=1)))
+                    found["moves"].append(spread > 0)
                     for name, size in (("false", 0), ("3", 3), ("4", 4)):
                         beyond = beyond_random(mine + size * spread, others, 0.95)
                         found[name].append(not beyond.low <= 0 <= beyond.high)
-    rates = {n: {name: float(np.mean(claims)) for name, claims in found.items()} for n, found in counted.items()}
+    rates = {}
+    for n, found in sorted(counted.items()):
+        # Where no feature alike moves a behaviour at all nothing can be claimed, nor is there a unit.
+        moves = np.array(found.pop("moves"))
+        rates[n] = {name: float(np.mean(np.array(claims)[moves])) for name, claims in found.items()}
+        rates[n]["draws"] = int(moves.sum())
     print(f"{'sets':>5}{'draws':>8}{'problems alone':>16}{'false':>8}{'power, 3 sd':>13}{'power, 4 sd':>13}")
     for n, rate in rates.items():
-        row = "".join(f"{rate[name]:>{width}.3f}" for name, width in zip(rate, (16, 8, 13, 13), strict=True))
-        print(f"{n:>5}{len(counted[n]['false']):>8}{row}")
+        row = "".join(f"{rate[name]:>{width}.3f}" for name, width in zip(counted[n], (16, 8, 13, 13), strict=True))
+        print(f"{n:>5}{rate['draws']:>8}{row}")
     default = tsae.InterventionConfig().n_random
     print(json.dumps({"name": "beyond_random", "ratio": rates[default]["false"], "sets": default, "rates": rates}))
 

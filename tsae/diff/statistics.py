@@ -32,7 +32,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.diff.config import FalseDiscoveries
-from tsae.diff.permutations import Count, band_permutations, label_permutations, sign_flips, together
+from tsae.diff.permutations import (
+    Count,
+    band_permutations,
+    label_permutations,
+    sign_flips,
+    together,
+    weight_permutations,
+)
 from tsae.features.sums import grouped_sums
 
 _FIRST = 250  # draws before features are settled for the first time
@@ -270,6 +277,38 @@ def outcome_tests(
 ) -> Count:
     """The two tests of success − failure; see `outcome_inference`."""
     return together(label_permutations(values, success, problem, seed), sign_flips(differences, seed))
+
+
+def weighted_inference(
+    differences: np.ndarray,
+    values: np.ndarray,
+    weights: np.ndarray,
+    group: np.ndarray,
+    *,
+    n_bootstrap: int,
+    n_permutations: int,
+    confidence: float,
+    seed: int,
+    q: float = 0.05,
+    method: FalseDiscoveries = "bh",
+) -> Inference:
+    """Inference on sums of weights and values; p the larger of weights permuted within groups and sign flips.
+
+    Args:
+        differences: (n_problems, n_features) sums of weights · values of every problem, times the number of problems.
+        values: (n_rows, n_features).
+        weights: (n_rows,).
+        group: (n_rows,) codes, within which weights are permuted.
+        n_bootstrap: draws of problems.
+        n_permutations: draws of weights, and as many of signs, for features that need as many.
+        confidence: of the interval.
+        seed: of the draws.
+        q: false-discovery rate for which draws are to suffice.
+        method: of the q-values.
+    """
+    count = together(weight_permutations(values, weights, group, seed), sign_flips(differences, seed))
+    p = sequential_p(count, 2, differences.shape[1], n_permutations, q, method)
+    return _assemble(differences, p, n_bootstrap, confidence, seed, method)
 
 
 def interaction_inference(
