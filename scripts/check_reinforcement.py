@@ -7,10 +7,10 @@ For each run of the testbed, on the problems of the band that it was trained on:
 base's rollouts alone (`tsae.diff.covariance`), beside the realised change in two parts, *same_trajectories* (the run
 reads the base's trajectories) and *total* (each reads its own). Counted are features that moved by more than .1 of
 their standard deviations over base trajectories. *Sign* is the share of them that moved the way the covariance says,
-*r* the correlation of covariance and change over them, both in standard deviations of the feature; intervals draw
-problems, covariance and change together. p permutes advantages within groups: the chance of as large a |sign − 1/2|.
-Ends with one line of JSON; its ratio is the least share of agreeing signs of the vanilla covariance, over runs and
-parts.
+*r* the correlation of covariance and change over them, both in standard deviations of the feature, *rho* that of their
+ranks; intervals draw problems, covariance and change together. p permutes advantages within groups: the chance of as
+large a |sign − 1/2|. Ends with one line of JSON; its ratio is the least share of agreeing signs of the vanilla
+covariance, over runs and parts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tsae.diff.contrasts import Rows
 from tsae.diff.covariance import Samples, effective_responses, sums
 from tsae.diff.permutations import permuted_weights
 from tsae.diff.probabilities import response_logprobs
+from tsae.diff.realised import spearman
 from tsae.diff.statistics import group_difference
 
 DRAWS = 2000
@@ -47,7 +48,7 @@ def main() -> None:
     scale = of_base.std(0, ddof=1)
     logprob = response_logprobs(features.rollouts, features.trajectory[own], series)
     found = []
-    print(f"{'run':<12}{'part':<19}{'gradient':<10}{'moved':>6}{'sign':>22}{'p':>7}{'r':>24}")
+    print(f"{'run':<12}{'part':<19}{'gradient':<10}{'moved':>6}{'sign':>22}{'p':>7}{'r':>22}{'rho':>22}")
     for checkpoint in list(series)[1:]:
         inside = rows.band[own] == checkpoint.trained_on
         picked = own[inside]
@@ -72,9 +73,9 @@ def main() -> None:
                      "rollouts": len(picked), "moved": len(moved), "effective": effective, **row}
                 )  # fmt: skip
                 sign = f"{row['sign']:.2f} [{row['sign_low']:.2f}, {row['sign_high']:.2f}]"
-                r = f"{row['r']:+.2f} [{row['r_low']:+.2f}, {row['r_high']:+.2f}]"
+                r, rho = (f"{row[k]:+.2f} [{row[f'{k}_low']:+.2f}, {row[f'{k}_high']:+.2f}]" for k in ("r", "rho"))
                 place = f"{checkpoint.id:<12}{part:<19}{gradient:<10}{len(moved):>6}"
-                print(f"{place}{sign:>22}{row['p']:>7.3f}{r:>24}", flush=True)
+                print(f"{place}{sign:>22}{row['p']:>7.3f}{r:>22}{rho:>22}", flush=True)
         decided = (np.bincount(samples.group, weights=samples.weight != 0) > 0).sum()
         print(
             f"  {checkpoint.trained_on}: {len(codes)} problems, {decided} with rewards that differ, {len(picked)} "
@@ -87,7 +88,7 @@ def main() -> None:
 def agreement(
     predicted: np.ndarray, change: np.ndarray, samples: Samples, values: np.ndarray, seed: int
 ) -> dict[str, float]:
-    """Share of agreeing signs and correlation, each with an interval over problems; p of the former.
+    """Share of agreeing signs and correlations, each with an interval over problems; p of the former.
 
     Args:
         predicted: (n_problems, n_moved).
@@ -107,18 +108,19 @@ def agreement(
     )  # fmt: skip
     extreme = (np.abs(null - 0.5) >= abs(here[0][0] - 0.5) - 1e-9).sum()
     row = {"p": float((1 + extreme) / (1 + DRAWS))}
-    for name, mine, draws in zip(("sign", "r"), here, drawn, strict=True):
+    for name, mine, draws in zip(("sign", "r", "rho"), here, drawn, strict=True):
         low, high = np.quantile(draws, [0.025, 0.975])
         row |= {name: float(mine[0]), f"{name}_low": float(low), f"{name}_high": float(high)}
     return row
 
 
-def shares(predicted: np.ndarray, change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """((n,) shares of agreeing signs, (n,) correlations) of the rows of (n, m) and (n or 1, m)."""
+def shares(predicted: np.ndarray, change: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(n,) shares of agreeing signs, correlations and rank correlations of the rows of (n, m) and (n or 1, m)."""
     agree = (np.sign(predicted) == np.sign(change)).mean(1)
     a, b = predicted - predicted.mean(1, keepdims=True), change - change.mean(1, keepdims=True)
     norm = np.sqrt((a**2).sum(1) * (b**2).sum(1))
-    return agree, np.divide((a * b).sum(1), norm, out=np.zeros(len(norm)), where=norm > 0)
+    r = np.divide((a * b).sum(1), norm, out=np.zeros(len(norm)), where=norm > 0)
+    return agree, r, spearman(predicted, change)
 
 
 def rounded(rows: list[dict[str, object]]) -> list[dict[str, object]]:
