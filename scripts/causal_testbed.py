@@ -9,15 +9,23 @@ sign and the mean difference between the two runs. Reads what `tsae demo --to de
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
+from tqdm.auto import tqdm
 
 import tsae
-from tsae.causal.controls import mean_difference
+from tsae.causal.beyond import beyond_random
+from tsae.causal.controls import FeatureScales, matched_features, mean_difference
+from tsae.causal.edits import FeatureEdit
+from tsae.checkpoints.hooks import rewritten
+from tsae.rollouts.intervals import mean_interval
 from tsae.testbed.annotate import describe_response
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS
 from tsae.testbed.problems import LEVELS
@@ -32,14 +40,16 @@ class Story:
 
     demo: Path
     """Folder that `tsae demo` wrote."""
-    to: Path
+    to: Path = Path("runs/causal")
     """Folder for one result each."""
     problems: int = 60
     """Fresh problems of each level."""
     samples: int = 2
     """Responses per problem and condition."""
-    n_random: int = 5
+    n_random: int = 10
     """Sets of matched random features."""
+    exchangeable: int = 0
+    """Count false claims of this many features, taken at random, instead."""
     deciding: float = 0.1
     """Beside all of them, those that fire on at least this share of the hard run's last prompt tokens, where the first
     token of the response is drawn."""
@@ -53,6 +63,9 @@ class Story:
 
 def main() -> None:
     story = tyro.cli(Story)
+    if story.exchangeable:
+        exchangeable(story)
+        return
     series = tsae.testbed.series().final()
     features = tsae.FeatureTable.load(story.demo / "features")
     sae = tsae.TemporalSAE.load(story.demo / "sae")
@@ -103,6 +116,74 @@ def main() -> None:
             cells += "[" + table.change_low.map("{:+.2f}, ".format) + table.change_high.map("{:+.2f}]".format)
             shown = table.assign(cell=cells).pivot(index="condition", columns="behaviour", values="cell")
             print(shown.loc[table.condition.unique()].to_string(), flush=True)
+
+
+def exchangeable(story: Story) -> None:
+    """How often "beyond random" is claimed of features that nobody chose."""
+    series = tsae.testbed.series().final()
+    features, sae = tsae.FeatureTable.load(story.demo / "features"), tsae.TemporalSAE.load(story.demo / "sae")
+    sampling = tsae.SamplingConfig(
+        n_samples=story.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=story.seed
+    )
+    problems, special = fresh_problems(features, story), tuple(features.info["special_ids"])
+    numbers = (20, 15, 10, 8, 5, 3)  # The most first: they give the unit of power.
+    counted: dict[int, dict[str, list[bool]]] = {
+        n: {"plain": [], "false": [], "3": [], "4": [], "moves": []} for n in numbers
+    }
+    plan: Tests = [(UP, "ablate", 1.0, "predicting"), ("base", "steer", 1.0, "first")]
+    for checkpoint, mode, amount, tokens in plan:
+        scales = FeatureScales.of(features, checkpoint, tokens)
+        fires = np.flatnonzero(scales.typical > 0)
+        alive = np.sort(np.random.default_rng(story.seed).permutation(fires)[: story.exchangeable])
+        spreads: dict[tuple[int, str], float] = {}
+        left_out = np.setdiff1d(np.arange(features.n_features), alive).tolist()
+        model = series[checkpoint].load_model()
+        effects = {}
+        start = time.perf_counter()
+        for feature in tqdm(alive.tolist(), desc=f"{mode} in {checkpoint}"):
+            levels = (0.0 if mode == "ablate" else amount * float(scales.typical[feature]),)
+            around = FeatureEdit(sae, (feature,), mode, levels).hook(
+                lambda model: partial(rewritten, model), tokens, special
+            )
+            drawn = tsae.sample(
+                series[checkpoint],
+                problems,
+                sampling,
+                verify=tsae.testbed.verify,
+                model=model,
+                around=around,
+                progress=False,
+            )
+            frame = with_styles(drawn).frame.assign(accuracy=lambda f: (f.outcome == "success").astype(float))
+            effects[feature] = frame.groupby("problem_id")[["direct", "scratchpad", "accuracy"]].mean()
+        seconds = (time.perf_counter() - start) / len(alive)
+        print(f"{mode} in {checkpoint}, {tokens}: {len(alive)} features, {seconds:.1f} s a condition")
+        for n in numbers:
+            found = counted[n]
+            for feature in alive.tolist():
+                sets = [s[0] for s in matched_features([feature], scales, sae, n, feature, exclude=left_out)]
+                for behaviour in ("direct", "scratchpad", "accuracy"):
+                    mine = effects[feature][behaviour].to_numpy()
+                    others = np.stack([effects[s][behaviour].to_numpy() for s in sets])
+                    low, high = mean_interval(mine - others.mean(0), 0.95)
+                    found["plain"].append(not low <= 0 <= high)
+                    spread = spreads.setdefault((feature, behaviour), float(others.mean(1).std(ddof=1)))
+                    found["moves"].append(spread > 0)
+                    for name, size in (("false", 0), ("3", 3), ("4", 4)):
+                        beyond = beyond_random(mine + size * spread, others, 0.95)
+                        found[name].append(not beyond.low <= 0 <= beyond.high)
+    rates = {}
+    for n, found in sorted(counted.items()):
+        # Where no feature alike moves a behaviour at all nothing can be claimed, nor is there a unit.
+        moves = np.array(found.pop("moves"))
+        rates[n] = {name: float(np.mean(np.array(claims)[moves])) for name, claims in found.items()}
+        rates[n]["draws"] = int(moves.sum())
+    print(f"{'sets':>5}{'draws':>8}{'problems alone':>16}{'false':>8}{'power, 3 sd':>13}{'power, 4 sd':>13}")
+    for n, rate in rates.items():
+        row = "".join(f"{rate[name]:>{width}.3f}" for name, width in zip(counted[n], (16, 8, 13, 13), strict=True))
+        print(f"{n:>5}{rate['draws']:>8}{row}")
+    default = tsae.InterventionConfig().n_random
+    print(json.dumps({"name": "beyond_random", "ratio": rates[default]["false"], "sets": default, "rates": rates}))
 
 
 def last_prompt_rate(features: tsae.FeatureTable, checkpoint: str) -> np.ndarray:

@@ -150,7 +150,8 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     predicted = pd.DataFrame(
         [
             {
-                "checkpoint": run, "run": run, "step": 10, "part": part, "predicted_on": on, "realised_on": "all",
+                "checkpoint": run, "run": run, "step": 10, "part": part, "gradient": "natural", "predicted_on": on,
+                "realised_on": "all",
                 "matched": on == "easy", "n_features": 6, "n_problems": 30, "rho": 0.4, "low": 0.1, "high": 0.6,
                 "p": 0.02, "ceiling": 0.9, "rho_halves": 0.3, "note": "",
             }
@@ -159,10 +160,13 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     reinforced = pd.DataFrame(
         [
-            {"by": "all", "part": "all", "n_problems": 30, "feature": f, "reinforcement": 0.1, **delta, **q}
+            {
+                "gradient": "natural", "by": "all", "part": "all", "n_problems": 30, "feature": f,
+                "reinforcement": 0.1, "delta": 0.5, "delta_low": 0.4, "delta_high": 0.6, **q,
+            }
             for f in range(6)
         ]
-    )
+    )  # fmt: skip
     steps = pd.DataFrame(
         [
             {

@@ -14,6 +14,7 @@ from builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
 from scipy.stats import binomtest
 
 import tsae
+from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
 from tsae.causal.edits import FeatureEdit
@@ -22,6 +23,7 @@ from tsae.causal.result import Intervention, outcome_table
 from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
+from tsae.rollouts.intervals import mean_interval
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
@@ -240,6 +242,7 @@ def test_hooks_that_change_nothing_give_the_same_tokens(series: Any, tmp_path: P
     }
     assert ids["none"] == ids["no_op"] == plain.table["response_ids"].to_pylist()
     assert ids["features"] != ids["none"]
+    assert "(no interval: 1 random set)" in found.summary("response_length")
     assert found.info["no_op_identical"] is True
     assert "accuracy" not in set(found.outcomes.behaviour)  # There was no verifier.
     through = intervene(
@@ -264,6 +267,10 @@ def test_ablating_the_direction_that_decides_flips_the_answer(found: Interventio
         "matched random features: +0 [+0, +0], single sets +0 to +0 (3)"
     )
     assert "on hard problems" in found.summary("accuracy", "hard")
+    assert found.summary("accuracy").endswith("(10 problems, 20 responses).")
+    tokens = int(found.rollouts.where(policy="features").lengths("response_ids").sum())
+    assert found.info["rows"] == {"problems": 10, "trajectories": 20, "tokens": tokens}
+    assert found.record()["rows"] == found.info["rows"]
 
 
 def test_clamping_and_steering_go_by_the_typical_activation_of_responses(
@@ -301,6 +308,9 @@ def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
     assert row.change == pytest.approx((means.features - means.none).mean())
     assert row.beyond_random == pytest.approx((means.features - means[["random_1", "random_2"]].mean(axis=1)).mean())
     assert row.change_low < row.change < row.change_high
+    assert row.beyond_low < row.beyond_random < row.beyond_high
+    # Of a random set there is nothing beyond random.
+    assert set(table[table.beyond_random.notna()].condition) == {"features", "wrong_sign"}
     for condition, rows in (
         ("features", ["features"]),
         ("random", ["random_1", "random_2"]),
@@ -311,6 +321,107 @@ def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
         interval = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
         assert (row.wilson_low, row.wilson_high) == pytest.approx((interval.low, interval.high))
     assert table[table.behaviour == "response_length"].wilson_low.isna().all()
+
+
+# -- beyond random
+
+
+def exchangeable(rng: np.random.Generator, n_sets: int, n_problems: int = 60, kind: str = "normal") -> np.ndarray:
+    """(n_sets + 1, n_problems) effects of sets of one kind: a set's own effect, a problem's, and both together."""
+    size = n_sets + 1
+    effect = {
+        "normal": lambda: rng.normal(0, 0.2, size),
+        "none": lambda: np.zeros(size),
+        "heavy": lambda: rng.standard_t(3, size) * 0.1,
+        "one in ten": lambda: 0.5 * (rng.random(size) < 0.1),
+    }[kind]()
+    noise = rng.normal(0, 0.5, (size, n_problems)) * (1 + np.abs(effect))[:, None]
+    return effect[:, None] + rng.normal(0, 0.4, n_problems) + noise
+
+
+def false_rate(kind: str, n_sets: int, draws: int, seed: int = 0) -> float:
+    rng, n_false = np.random.default_rng(seed), 0
+    for _ in range(draws):
+        drawn = exchangeable(rng, n_sets, kind=kind)
+        found = beyond_random(drawn[0], drawn[1:], 0.95)
+        n_false += not found.low <= 0 <= found.high
+    return n_false / draws
+
+
+@pytest.mark.parametrize("kind", ["normal", "none", "heavy", "one in ten"])
+def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
+    rate = false_rate(kind, InterventionConfig().n_random, 1000)
+    assert rate <= 0.06 + 2 * np.sqrt(0.06 * 0.94 / 1000)  # 2 standard errors of 1,000 draws
+    # The same draws with the sets taken for constants, as a bootstrap over problems alone does.
+    if kind == "normal":
+        rng, n_false = np.random.default_rng(0), 0
+        for _ in range(200):
+            drawn = exchangeable(rng, 10)
+            low, high = mean_interval(drawn[0] - drawn[1:].mean(0), 0.95)
+            n_false += not low <= 0 <= high
+        assert n_false > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_sets", [3, 5, 8, 10, 15, 20])
+@pytest.mark.parametrize("kind", ["normal", "none", "heavy", "one in ten"])
+def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
+    rng, found, draws = np.random.default_rng(1), {0: 0, 3: 0, 4: 0}, 5000
+    for _ in range(draws):
+        drawn = exchangeable(rng, n_sets, kind=kind)
+        unit = {"normal": 0.2, "none": 0.0, "heavy": 0.1 * np.sqrt(3), "one in ten": 0.15}[kind]
+        spread = np.sqrt(unit**2 + 0.25 / 60)  # of the means of random sets
+        for size in found:
+            beyond = beyond_random(drawn[0] + size * spread, drawn[1:], 0.95)
+            found[size] += not beyond.low <= 0 <= beyond.high
+    print(kind, n_sets, {size: n / draws for size, n in found.items()})
+    assert found[0] / draws <= (0.06 if n_sets >= 10 else 0.12)
+
+
+def test_random_sets_that_share_features_count_for_less() -> None:
+    """Sets of 6 from 20 features, chosen ones apart: effects of features add up."""
+    rng, n_false, plain = np.random.default_rng(0), 0, 0
+    for _ in range(1000):
+        effect = rng.normal(size=26) / np.sqrt(6)
+        sets = [rng.choice(20, 6, replace=False).tolist() for _ in range(10)]
+        drawn = np.array([effect[20:].sum(), *(effect[s].sum() for s in sets)])[:, None] + rng.normal(0, 0.5, (11, 60))
+        beyond = beyond_random(drawn[0], drawn[1:], 0.95, overlap(sets))
+        n_false += not beyond.low <= 0 <= beyond.high
+        beyond = beyond_random(drawn[0], drawn[1:], 0.95)
+        plain += not beyond.low <= 0 <= beyond.high
+    assert n_false <= 60 + 2 * 7.5
+    assert plain > 100
+    assert overlap([[1, 2], [2, 3], [4, 5]]) == pytest.approx(1 / 6)
+
+
+def test_beyond_random_by_hand_and_where_it_cannot_be_told() -> None:
+    chosen, sets = np.array([3.0, 5.0, 4.0, 4.0]), np.array([[1.0, 1, 1, 1], [2.0, 2, 2, 2], [3.0, 3, 3, 3]])
+    found = beyond_random(chosen, sets, 0.95)
+    # t(2) = 4.303, variance of the sets 1 · (1 + 1/3); of the problems 2/3 / 4, t(3) = 3.182.
+    half = np.sqrt(4.303**2 * 4 / 3 + 3.182**2 / 6)
+    assert (found.difference, found.low, found.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-3)
+    one = beyond_random(chosen, sets[:1], 0.95)
+    assert one.difference == 3
+    assert np.isnan(one.low)
+    sets[1, 0] = np.nan
+    assert beyond_random(chosen, sets, 0.95).n_problems == 3
+    nothing = beyond_random(chosen * np.nan, sets, 0.95)
+    assert nothing.n_problems == 0
+    assert np.isnan(nothing.difference)
+    same = beyond_random(np.ones(5), np.ones((3, 5)), 0.95)
+    assert same[:3] == (0, 0, 0)
+
+
+def test_no_random_set_comes_twice() -> None:
+    """Ten sets for a single feature: of the ten nearest each once, or else the sets would look alike by chance."""
+    sae = TemporalSAE(4, SAEConfig(d_sae=40, k=2), site=SITE)
+    rate = np.linspace(0.01, 0.4, 40)
+    scales = FeatureScales(rate=rate, mean=rate, typical=np.ones(40), n_tokens=10**9, own=True)
+    sets = matched_features([7], scales, sae, 10, 0)
+    assert len({s[0] for s in sets}) == 10
+    assert len({s[0] for s in matched_features([7], scales, sae, 20, 0)}) == 20
+    with pytest.raises(TsaeError, match="39 other features fire, too few for 40 different random sets"):
+        matched_features([7], scales, sae, 40, 0)
 
 
 def test_the_same_seed_gives_the_same_and_files_keep_it(

@@ -78,7 +78,8 @@ def matched_features(
     """Random features that fire about as often and move the residual stream about as far as the chosen ones.
 
     For every chosen feature one of the 10 nearest others by log firing rate and log of typical activation × decoder
-    norm, each in standard deviations; no feature comes twice in a set.
+    norm, each in standard deviations; no feature comes twice in a set, and no set twice. For a single chosen feature
+    and n sets one of the n nearest, where that is more.
 
     Args:
         chosen: the features.
@@ -107,14 +108,25 @@ def matched_features(
     place = np.stack([np.log(np.maximum(scales.rate, floor)), np.log(np.maximum(scales.typical * norm, 1e-12))], axis=1)
     place /= np.maximum(place[pool].std(0), 1e-12)
     rng = np.random.default_rng(seed)
-    sets = []
-    for _ in range(n_sets):
+    near = max(_NEAREST, n_sets) if len(chosen) == 1 else _NEAREST
+    sets: list[tuple[int, ...]] = []
+    tries = 0
+    while len(sets) < n_sets:
+        tries += 1
+        if tries > 100 * n_sets:
+            raise TsaeError(
+                f"{len(pool)} other features fire, too few for {n_sets} different random sets",
+                where="intervene",
+                fix="Ask for fewer sets (n_random, --n-random), or exclude fewer features.",
+            )
         taken: dict[int, int] = {}
         for feature in rng.permutation(np.array(chosen)).tolist():
             free = pool[~np.isin(pool, list(taken.values()))]
-            nearest = free[np.argsort(((place[free] - place[feature]) ** 2).sum(1), kind="stable")[:_NEAREST]]
+            nearest = free[np.argsort(((place[free] - place[feature]) ** 2).sum(1), kind="stable")[:near]]
             taken[feature] = int(rng.choice(nearest))
-        sets.append(tuple(taken[feature] for feature in chosen))
+        # The same features in another order are the same edit.
+        if set(taken.values()) not in map(set, sets):
+            sets.append(tuple(taken[feature] for feature in chosen))
     return sets
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
 from tsae.causal.edits import FeatureEdit, Rewriting
@@ -119,7 +120,7 @@ def intervene(
     same = parts[0].table["response_ids"].to_pylist() == parts[1].table["response_ids"].to_pylist()
     quality = [reader["fve"] for reader in features.info["readers"] if reader["id"] == checkpoint.id]
     return Intervention(
-        outcomes=outcome_table(rollouts, confidence=config.confidence, seed=seed),
+        outcomes=outcome_table(rollouts, confidence=config.confidence, shared=overlap(sets)),
         rollouts=rollouts,
         info={
             "checkpoint": checkpoint.id,
@@ -128,6 +129,7 @@ def intervene(
             "sae": features.info["sae"],
             "fve": quality[0] if quality else None,
             "n_problems": len(asked),
+            "rows": _rows(rollouts.where(policy="features")),
             "no_op_identical": same,
             "random": [list(ids) for ids in sets],
             "matching": _matching(chosen, sets, scales),
@@ -260,8 +262,15 @@ def _unit(direction: torch.Tensor, sae: TemporalSAE) -> torch.Tensor:
     return direction.float() / direction.float().norm()
 
 
+def _rows(drawn: Rollouts) -> dict[str, int]:
+    """What one condition's numbers rest on."""
+    tokens = int(drawn.lengths("response_ids").sum())
+    return {"problems": drawn.n_problems, "trajectories": len(drawn), "tokens": tokens}
+
+
 def _matching(chosen: tuple[int, ...], sets: list[tuple[int, ...]], scales: FeatureScales) -> dict[str, Any]:
-    """How alike the random features are: sums over a set, the chosen set's and each random one's."""
+    """How alike the random features are: sums over a set, the chosen set's and each random one's; and the share of
+    features that two random sets have in common."""
 
     def total(values: np.ndarray) -> dict[str, Any]:
         return {"features": float(values[list(chosen)].sum()), "random": [float(values[list(s)].sum()) for s in sets]}
@@ -269,6 +278,7 @@ def _matching(chosen: tuple[int, ...], sets: list[tuple[int, ...]], scales: Feat
     return {
         "rate": total(scales.rate),
         "typical": total(scales.typical),
+        "shared": overlap(sets),
         "n_tokens": scales.n_tokens,
         "own": scales.own,
     }

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.causal.beyond import beyond_random
 from tsae.errors import TsaeError
 from tsae.keys import several
 from tsae.provenance import write_json
-from tsae.rollouts.behaviours import behaviour_table
+from tsae.rollouts.behaviours import behaviour_table, measures
 from tsae.rollouts.difficulty import wilson_interval
 from tsae.rollouts.intervals import too_few
-from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import BANDS, Rollouts
 
 if TYPE_CHECKING:
     from tsae.diff.result import FeatureDiff
@@ -26,26 +27,48 @@ if TYPE_CHECKING:
 _SET = re.compile(r"_\d+$")
 """What tells one random set of a condition from the pooled ones."""
 _KEYS = ["condition", "band", "behaviour"]
+_BEYOND = ["beyond_random", "beyond_low", "beyond_high"]
 _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
 
 
-def outcome_table(rollouts: Rollouts, *, confidence: float, seed: int) -> pd.DataFrame:
-    """See `Intervention.outcomes`; policies of the rollouts are the conditions, "none" among them."""
+def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0) -> pd.DataFrame:
+    """See `Intervention.outcomes`; policies of the rollouts are the conditions, "none" among them.
+
+    Args:
+        rollouts: of all conditions.
+        confidence: of the intervals.
+        shared: see `tsae.causal.beyond.overlap`.
+    """
     policies = rollouts.table["policy"].to_pylist()
     pooled = rollouts.with_column("policy", [_SET.sub("", name) for name in policies])
     every = behaviour_table(rollouts, reference="none", confidence=confidence)
     # In the order of the conditions, the pooled random sets before the single ones.
     table = behaviour_table(pooled, reference="none", confidence=confidence)
     table = pd.concat([table, every[every.policy.str.contains(_SET)]], ignore_index=True)
-    beyond = behaviour_table(pooled, reference="random", confidence=confidence)
-    beyond = beyond[~beyond.policy.isin(["none", "no_op", "random"])]
-    columns = {"change": "beyond_random", "change_low": "beyond_low", "change_high": "beyond_high"}
-    beyond = beyond[["policy", "band", "behaviour", *columns]].rename(columns=columns)
+    beyond = _beyond(rollouts, confidence, shared)
     table = table.merge(beyond, on=["policy", "band", "behaviour"], how="left")
     bounds = pd.DataFrame([_wilson(row, rollouts, pooled, confidence) for row in table.to_dict("records")])
     table = pd.concat([table, bounds], axis=1).rename(columns={"policy": "condition"})
     names = [*_KEYS, "mean", "low", "high", "wilson_low", "wilson_high", "n_problems", "n_trajectories"]
-    return table[[*names, "change", "change_low", "change_high", "n_paired", *columns.values()]]
+    return table[[*names, "change", "change_low", "change_high", "n_paired", *_BEYOND]]
+
+
+def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFrame:
+    """What every single edit does beyond the random sets, by band and behaviour."""
+    frame, measured = rollouts.frame, measures(rollouts)
+    sets = [name for name in rollouts.policies if re.fullmatch(r"random_\d+", name)]
+    edits = [name for name in rollouts.policies if name not in ("none", "no_op") and not _SET.search(name)]
+    rows = []
+    for band in ("all", *(b for b in BANDS if (frame.band == b).any())) if sets else ():
+        inside = (frame.band == band) | (band == "all")
+        by_problem = measured[inside].groupby([frame.policy[inside], frame.problem_id[inside]]).mean()
+        for name in measured:
+            means = by_problem[name].unstack(0).reindex(columns=[*edits, *sets])  # (n_problems, n_conditions)
+            drawn = means[sets].to_numpy().T
+            for edit in edits:
+                found = beyond_random(means[edit].to_numpy(), drawn, confidence, shared)
+                rows.append((edit, band, name, found.difference, found.low, found.high))
+    return pd.DataFrame(rows, columns=["policy", "band", "behaviour", *_BEYOND])
 
 
 def _wilson(row: dict[str, Any], rollouts: Rollouts, pooled: Rollouts, confidence: float) -> dict[str, float]:
@@ -77,13 +100,17 @@ class Intervention:
     mean, low, high              over problems of the mean over a problem's responses; bootstrap over problems
     wilson_low, wilson_high      of the share of responses, taken as independent; NaN for what is no share
     n_problems, n_trajectories
-    change, change_low, _high    paired over the n_paired problems: condition − none; bootstrap over problems
-    beyond_random, beyond_low, _high   the same against the random sets pooled
+    change, change_low, _high    paired over the n_paired problems: condition − none; bootstrap over problems. Of
+                                 random and same_norm the mean over the sets that were drawn, taken as they are
+    beyond_random, beyond_low, _high   single edits − the mean over the random sets, with an interval that leaves out 0
+                                 where a further random set would not be expected to do that: sets and problems are
+                                 both a sample (`tsae.causal.beyond`)
     """
     rollouts: Rollouts
     """Every response; the policy is the condition."""
     info: dict[str, Any] = field(default_factory=dict)
-    """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match."""
+    """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match, and rows: problems,
+    and of the condition features trajectories and response tokens (every condition has as many trajectories)."""
 
     def table(self, **keys: str | Sequence[str]) -> pd.DataFrame:
         """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
@@ -123,12 +150,16 @@ class Intervention:
         if "mean_difference" in rows.index:
             controls.append(f"mean difference, same norm: {_change(rows.loc['mean_difference'])}")
         beyond = f"beyond random {main.beyond_random:+.3g}"
-        if pd.notna(main.beyond_low):
+        if np.isfinite(main.beyond_low):
             beyond += f" [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
+            if main.beyond_low <= 0 <= main.beyond_high:
+                beyond += ", as a further random set might"
+        else:
+            beyond += f" (no interval: {len(sets)} random {'set' if len(sets) == 1 else 'sets'})"
         text = (
             f"{self._done()} {named} in {self.info['checkpoint']} {verb} {behaviour.replace('_', ' ')}{where}: "
             f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)} "
-            f"({int(main.n_paired)} problems)."
+            f"({int(main.n_paired)} problems, {int(main.n_trajectories)} responses)."
         )
         if not self.info["no_op_identical"]:
             text += " The hooks alone changed responses: compare with the condition no_op."
@@ -192,7 +223,7 @@ class Intervention:
             & self.outcomes.behaviour.isin(self.measured)
             & self.outcomes.condition.isin(conditions)
         ]
-        columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired"]
+        columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired", *_BEYOND]
         return {
             "checkpoint": self.info["checkpoint"],
             "features": self.info["features"],
@@ -200,6 +231,7 @@ class Intervention:
             "amount": config["amount"],
             "tokens": config["tokens"],
             "n_problems": self.info["n_problems"],
+            "rows": self.info["rows"],
             "summaries": {name: self.summary(name) for name in self.measured},
             "changes": shown[columns].to_dict("records"),
         }

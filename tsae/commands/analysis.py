@@ -235,7 +235,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class Reinforcement:
-    """Which features the base's rollouts reinforce, by band and outcome, and whether the runs then moved like that."""
+    """Which features the base's rollouts reinforce, by band and kind of group, and whether the runs then moved so."""
 
     features: Path
     """Folder that `tsae encode` wrote; its rollouts carry advantages."""
@@ -245,6 +245,11 @@ class Reinforcement:
     """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
     policy: str | None = None
     """Whose rollouts count; by default the base's."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, for the vanilla gradient: they read the responses that they
+    sampled once more. Not needed where the rollouts have a column logprob."""
+    device: str = "cpu"
+    """A torch device, for --series."""
     json: Path | None = None
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -253,7 +258,8 @@ class Reinforcement:
         import tsae
         from tsae.report.reinforcement import prediction_text, reinforcement_text
 
-        found = tsae.reinforcement(self.features, self.config, policy=self.policy)
+        series = load_series(*self.series) if self.series else None
+        found = tsae.reinforcement(self.features, self.config, policy=self.policy, series=series, device=self.device)
         tables = {"reinforcement": found.table, "groups": found.groups}
         with as_json(self.json) as write:
             print(reinforcement_text(found))

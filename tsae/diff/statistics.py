@@ -43,7 +43,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.diff.config import FalseDiscoveries
-from tsae.diff.permutations import Count, band_permutations, label_permutations, sign_flips, together
+from tsae.diff.permutations import (
+    Count,
+    band_permutations,
+    label_permutations,
+    sign_flips,
+    together,
+    weight_permutations,
+)
 from tsae.features.sums import grouped_sums
 
 _FIRST = 250  # draws before features are settled for the first time
@@ -307,6 +314,33 @@ def outcomes(
 def interaction(a: np.ndarray, b: np.ndarray, scale: np.ndarray, seed: int) -> Tested:
     """Effects (n_problems_a, n_features) of one group of problems − (n_problems_b, n_features), by permuting groups."""
     return Tested([a, b], scale, lambda least: band_permutations(a, b, seed, least), 1)
+
+
+def weighted(
+    differences: np.ndarray,
+    scale: np.ndarray,
+    values: np.ndarray,
+    weights: np.ndarray,
+    group: np.ndarray,
+    seed: int,
+) -> Tested:
+    """Sums of weights and values, by permuting weights within groups and by sign flips; for a size of 0 alone.
+
+    Args:
+        differences: (n_problems, n_features) sums of weights · values of every problem, times the number of problems.
+        scale: (n_features,).
+        values: (n_rows, n_features).
+        weights: (n_rows,).
+        group: (n_rows,) codes, within which weights are permuted.
+        seed: of the draws.
+    """
+
+    def tests(least: np.ndarray | None) -> Count:
+        # Moving values by a constant moves no weighted sum within groups: permutations know no other null.
+        assert least is None or not least.any()
+        return together(weight_permutations(values, weights, group, seed), sign_flips(differences, seed))
+
+    return Tested([differences], scale, tests, 2)
 
 
 def infer(tested: Tested, draws: Draws) -> Inference:

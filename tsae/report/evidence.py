@@ -137,43 +137,58 @@ def predictions(diff: FeatureDiff) -> str:
         return ""
     body = []
     for r in views.records(data[data.checkpoint.isin(views.final_checkpoints(diff))]):
-        where = [html_text(r.checkpoint), r.part, r.predicted_on + (" *" if r.matched else ""), r.realised_on]
+        where = [
+            html_text(r.checkpoint),
+            r.part,
+            r.gradient,
+            r.predicted_on + (" *" if r.matched else ""),
+            r.realised_on,
+        ]
         if r.note:
             body.append([*where, f'<small class="quiet">{html_text(r.note)}</small>', "–", "–", "–"])
             continue
         rho = f"{number(r.rho, sign=True)} <small>{interval(r.low, r.high, sign=True)}</small>"
         body.append([*where, rho, q_value(r.p), number(r.ceiling), number(r.rho_halves, sign=True)])
-    head = ["run", "part", "predicted on", "realised on", "rank correlation", "p", "ceiling", "separate halves"]
-    parts = [table("Predicted against realised shifts; * what the run was trained on", head, body, numeric_from=4)]
+    head = ["run", "part", "gradient", "predicted on", "realised on"]
+    head += ["rank correlation", "p", "ceiling", "separate halves"]
+    parts = [table("Predicted against realised shifts; * what the run was trained on", head, body, numeric_from=5)]
     if diff.reinforcement is not None:
         parts.append(_reinforced(diff, diff.reinforcement))
     told = (
-        '<p class="quiet">Policy gradient on a group of rollouts changes a feature, to first order, by the covariance '
-        f"of advantage and activation within the group. Summed over the rollouts of {html_text(diff.base)} that "
-        "predicts a shift for every feature, with no look at any run; here its ranks are set against those of the "
-        "shifts that runs realised. The ceiling is what noise alone would leave of a perfect prediction. Ranks do not "
-        "test causes.</p>"
+        '<p class="quiet">Natural policy gradient on a group of rollouts changes a feature, to first order, by the '
+        "covariance of advantage and activation within the group, for a policy that could move every response on its "
+        "own; the vanilla gradient weighs every response by its probability, too. Summed over the rollouts of "
+        f"{html_text(diff.base)} that predicts a shift for every feature, with no look at any run; here its ranks are "
+        "set against those of the shifts that runs realised. The ceiling is what noise alone would leave of a perfect "
+        "prediction. Ranks do not test causes.</p>"
     )
     return told + folded("Numbers", "".join(parts))
 
 
 def _reinforced(diff: FeatureDiff, data: pd.DataFrame) -> str:
-    found = data[(data["by"] == "all") & (data.q <= diff.q)]
-    top = found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(2 * _MAX_TOP)
-    body = [
-        [
-            feature_link(int(r.feature)),
-            description(diff.features.loc[r.feature]),
-            f"{number(r.reinforcement, sign=True)} "
-            f"<small>{interval(r.low, r.high, sign=True, like=r.reinforcement)}</small>",
-            q_value(r.q),
+    parts = []
+    for gradient, rows in data[data["by"] == "all"].groupby("gradient", sort=False):
+        found = rows[rows.q <= diff.q]
+        top = found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(2 * _MAX_TOP)
+        body = [
+            [
+                feature_link(int(r.feature)),
+                description(diff.features.loc[r.feature]),
+                f"{number(r.delta, sign=True)} "
+                f"<small>{interval(r.delta_low, r.delta_high, sign=True, like=r.delta)}</small>",
+                q_value(r.q),
+            ]
+            for r in views.records(top)
         ]
-        for r in views.records(top)
-    ]
-    if not body:
-        return '<p class="quiet">No feature is clearly reinforced.</p>'
-    caption = f"Features that the base's rollouts reinforce: {count(len(found), 'feature')}, the clearest"
-    return table(caption, ["feature", "responds to", "covariance with advantage", "q"], body, numeric_from=2)
+        if not body:
+            parts.append(f'<p class="quiet">No feature is clearly reinforced by the {gradient} gradient.</p>')
+            continue
+        caption = (
+            f"Features that the {gradient} gradient on the base's rollouts reinforces: {count(len(found), 'feature')}"
+        )
+        head = ["feature", "responds to", "covariance with advantage, in the feature's standard deviations", "q"]
+        parts.append(table(f"{caption}, the largest", head, body, numeric_from=2))
+    return "".join(parts)
 
 
 def step_features(diff: FeatureDiff, n: int = 6) -> list[int]:

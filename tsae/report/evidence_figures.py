@@ -218,12 +218,13 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
 
 
 def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
-    """Drawn comparisons with the shift over all problems, for the last step of every run."""
+    """Drawn comparisons of the natural gradient with the shift over all problems, for the last step of every run."""
     table = diff.predicted
     if table is None or table.empty:
         return pd.DataFrame(columns=["checkpoint", "predicted_on"])
     last = table.checkpoint.isin(views.final_checkpoints(diff))
-    return table[last & (table.note == "") & (table.realised_on == "all")].reset_index(drop=True)
+    drawn = last & (table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")
+    return table[drawn].reset_index(drop=True)
 
 
 def causal_figure(diff: FeatureDiff) -> go.Figure | None:

@@ -237,6 +237,7 @@ def _predicted(diff: FeatureDiff) -> Finding | None:
         return None
     whole = table[(table.part == "policy") & (table.predicted_on == "all") & (table.realised_on == "all")]
     whole = whole[whole.checkpoint.isin(views.final_checkpoints(diff)) & (whole.note == "")]
+    whole = whole[whole.gradient == "natural"]
     clauses = [
         f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} (p {r.p:.2g})"
         for r in views.records(whole)

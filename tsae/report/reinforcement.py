@@ -8,26 +8,37 @@ from tsae.diff.influence import Influence
 from tsae.diff.reinforcement import Reinforcement
 from tsae.report.text import visible
 
+_ASSUMED = {
+    "natural": "natural gradient, Cov(A, f): a policy free in every response, every step of like size in probability",
+    "vanilla": "vanilla gradient, Cov(πA, f): a policy free in every response, probable responses move faster",
+}
+
 
 def reinforcement_text(found: Reinforcement, n: int = 5) -> str:
-    """One line a part, and its clearest features."""
+    """Per gradient one line a part, and its features with the largest Δ."""
     q = found.config.q
     lines = ["Reinforced features (covariance of advantage and mean activation within groups; shares of the whole)"]
-    for (by, part), rows in found.table.groupby(["by", "part"], sort=False):
-        count = f"{(rows.q <= q).sum()} of {len(rows)} features at q <= {q}"
-        lines.append(f"  {f'{by} {part}' if by != 'all' else 'all':<26}{count} ({rows.n_problems.iloc[0]} problems)")
-        for row in found.top(n, str(part)).itertuples():
-            lines.append(f"    {row.feature:<8}{row.reinforcement:+.4f} [{row.low:+.4f}, {row.high:+.4f}] {row.q:.4f}")
-    return "\n".join(lines)
+    for gradient in found.per_group:
+        lines.append(f"  {_ASSUMED[gradient]}")
+        mine = found.table[found.table.gradient == gradient]
+        for (by, part), rows in mine.groupby(["by", "part"], sort=False):
+            count = f"{(rows.q <= q).sum()} of {len(rows)} features at q <= {q}"
+            name = f"{by} {part}" if by != "all" else "all"
+            lines.append(f"    {name:<26}{count} ({rows.n_problems.iloc[0]} problems)")
+            for row in found.top(n, str(part), gradient=gradient).itertuples():
+                delta = f"Δ {row.delta:+.3f} [{row.delta_low:+.3f}, {row.delta_high:+.3f}]"
+                lines.append(f"      {row.feature:<8}{delta:<30}{row.reinforcement:+.4f}  q {row.q:.4f}")
+    return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
 
 
 def prediction_text(compared: pd.DataFrame) -> str:
     """One line a row of `Reinforcement.compare`; * marks predictions on what the run was trained on."""
     lines = ["Predicted against realised shifts (Spearman over features, interval, p; ceiling by split halves)"]
-    lines.append(f"  {'checkpoint':<16}{'part':<9}{'predicted on':<14}{'realised on':<13}{'rho':<24}{'p':<8}ceiling")
+    head = f"  {'checkpoint':<16}{'part':<9}{'gradient':<10}{'predicted on':<14}{'realised on':<13}"
+    lines.append(f"{head}{'rho':<24}{'p':<8}ceiling")
     for row in compared.to_dict("records"):
-        place = f"  {row['checkpoint']:<16}{row['part']:<9}{row['predicted_on'] + ' *' * row['matched']:<14}"
-        place += f"{row['realised_on']:<13}"
+        place = f"  {row['checkpoint']:<16}{row['part']:<9}{row['gradient']:<10}"
+        place += f"{row['predicted_on'] + ' *' * row['matched']:<14}{row['realised_on']:<13}"
         if row["note"]:
             lines.append(place + row["note"])
             continue

@@ -95,17 +95,17 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
         problem has no interval (NaN).
     """
     frame = rollouts.frame
-    measures = _measures(rollouts)
+    measured = measures(rollouts)
     rows: list[dict[str, Any]] = []
     bands = [band for band in BANDS if (frame.band == band).any()]
     for band in ("all", *bands):
         inside = (frame.band == band) | (band == "all")
         by_policy = {
-            policy: measures[inside & (frame.policy == policy)].groupby(frame.problem_id).mean()
+            policy: measured[inside & (frame.policy == policy)].groupby(frame.problem_id).mean()
             for policy in rollouts.policies
         }
         for policy, by_problem in by_policy.items():
-            for name in measures:
+            for name in measured:
                 values = by_problem[name].dropna()
                 if values.empty:
                     continue
@@ -135,7 +135,12 @@ def _change(difference: pd.Series, confidence: float) -> dict[str, Any]:
     return {"change": paired.mean(), "change_low": low, "change_high": high, "n_paired": len(paired)}
 
 
-def _measures(rollouts: Rollouts) -> pd.DataFrame:
+def measures(rollouts: Rollouts) -> pd.DataFrame:
+    """One row a trajectory: accuracy, response_length in tokens, truncated where any is, and the table's behaviours.
+
+    Raises:
+        TsaeError: where the table names a behaviour that it has no column of.
+    """
     frame = rollouts.frame
     measures = pd.DataFrame(
         {
