@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 from builders import EOS, feature_table
 
 from tsae.diff.config import DiffConfig
+from tsae.diff.confounds import SURVIVES, TOO_FEW
 from tsae.diff.diff import feature_diff
 from tsae.diff.result import FeatureDiff
 from tsae.rollouts.table import Rollouts
@@ -124,6 +126,42 @@ def test_sides_that_have_nothing_in_common_are_not_compared() -> None:
     assert of_length.difference.isna().all()
     assert (of_length.n_problems == 0).all()
     assert found.confounds[found.confounds.control != "length"].difference.notna().all()
+
+
+def test_what_is_kept_is_of_the_problems_that_can_be_compared() -> None:
+    """Length makes no difference to any feature. In half of the problems both outcomes have the same lengths, in the
+    others none in common; the effect is small in the first and large in the second, or the reverse, or the same."""
+    rng = np.random.default_rng(0)
+    records, codes = [], []
+    for problem in range(60):
+        comparable = problem % 2 == 0
+        effect = np.array([0.4, 0.8, 0.5]) if comparable else np.array([0.8, 0.4, 0.5])
+        for sample in range(8):
+            right = sample % 2 == 0
+            n = int(rng.integers(4, 16)) if comparable else 4 if right else 16
+            codes += [np.zeros((1, 3)), rng.normal(2, 0.3, size=(n, 3)) + effect * right]
+            outcome = "success" if right else "failure"
+            ids = {"prompt_ids": [1], "response_ids": rng.integers(5, 9, n).tolist()}
+            records.append({"problem_id": f"p{problem}", "policy": "base", "outcome": outcome, **ids})
+    rollouts = Rollouts.from_records(records)
+    table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(len(records)))])
+    diff = feature_diff(table, QUICK, progress=False)
+    found = diff.confounds[diff.confounds.control == "length"].set_index("feature")
+    assert found.n_problems.between(25, 30).all()
+    np.testing.assert_allclose(found.plain, [0.4, 0.8, 0.5], atol=0.07)
+    np.testing.assert_allclose(found.kept, 1, atol=0.15)
+    assert set(found.verdict) == {SURVIVES}
+    effect = diff.table(kind="outcome").set_index("feature").difference
+    np.testing.assert_allclose(effect, [0.6, 0.6, 0.5], atol=0.05)  # against which .67 and 1.33 would be kept
+    # Where comparable problems show less than half of the effect even uncontrolled, they cannot tell.
+    codes = table.codes.toarray()
+    problem = rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.row_of_token]
+    right = (rollouts.frame.outcome == "success").to_numpy()[table.row_of_token]
+    codes[:, 0] -= 0.35 * (right & (problem % 2 == 0))
+    weak = feature_diff(replace(table, codes=sp.csr_array(codes)), QUICK, progress=False)
+    verdict = weak.confounds.set_index(["control", "feature"]).verdict
+    assert verdict["length", 0] == TOO_FEW
+    assert verdict["length", 2] == SURVIVES
 
 
 def test_interactions_and_parts_say_that_they_were_not_controlled(diff: FeatureDiff) -> None:

@@ -140,7 +140,7 @@ def make(bands: tuple[str, ...] = ("easy", "hard"), *, runs: bool = True, **chan
     info = {
         "config": {
             "span": "response", "n_bootstrap": 1000, "n_permutations": 10_000, "confidence": 0.95, "q": 0.05,
-            "min_problems": 5, "min_fve": 0.5, "minimum_effect": 0.1,
+            "min_problems": 5, "min_fve": 0.5, "minimum_effect": 0.1, "fdr": "bh",
         },
         "sae": {"d_sae": 6, "d_high": 2, "k": 2, "site": "blocks.1.hook_resid_post", "aux_weight": 0.03125},
         "readers": [reader("base", None), *(reader(id, id) for id in ids[1:])],

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from tsae.diff.confounds import survival
 from tsae.diff.contrasts import MAIN_PARTS, main_part
+from tsae.diff.statistics import q_values
 from tsae.errors import TsaeError
 from tsae.keys import several
 from tsae.provenance import write_json
@@ -229,6 +230,10 @@ class FeatureDiff:
     def opposed(self, up: str, down: str, *, part: str | None = None, band: str = "all") -> pd.DataFrame:
         """Features that one checkpoint raised and the other lowered, both by more than the minimum effect.
 
+        A statement of its own: p is the larger of both, 1 where the signs are others, and q at most the config's over
+        all features that either contrast tested. Features that moved in both contrasts would not do: where many move, a
+        share q of them is false, and these may be all that seem opposed.
+
         Args:
             up: checkpoint id with a positive shift.
             down: checkpoint id with a negative shift.
@@ -241,10 +246,17 @@ class FeatureDiff:
         if part is None:
             mains = {self.main_part(up), self.main_part(down)}
             part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
-        shift = self.table(discoveries=True, kind="shift", part=part, band=band, outcome="all").set_index("feature")
-        raised = shift[(shift.checkpoint == up) & (shift.difference > 0)]
-        lowered = shift[(shift.checkpoint == down) & (shift.difference < 0)]
+        keys = {"kind": ["shift"], "part": [part], "band": [band], "outcome": ["all"]}
+        raised, lowered = (
+            self._of_contrasts("shifts", {**keys, "checkpoint": [c]}).set_index("feature") for c in (up, down)
+        )
         both = raised.index.intersection(lowered.index)
+        p = np.where(
+            (raised.delta[both] > 0) & (lowered.delta[both] < 0), np.maximum(raised.p[both], lowered.p[both]), 1.0
+        )
+        others = len(raised.index.union(lowered.index)) - len(both)
+        opposed = q_values(np.concatenate([p, np.ones(others)]), self.info["config"]["fdr"])[: len(both)] <= self.q
+        both = both[opposed]
         strength = pd.concat([raised.delta[both].abs(), lowered.delta[both].abs()], axis=1).min(axis=1)
         order = strength.sort_values(ascending=False, kind="stable").index
         found = self.features.loc[order].copy()
