@@ -123,6 +123,7 @@ def test_windows_at_another_site_are_those_made_for_it(store: ActivationStore) -
 # --- killed and resumed
 
 
+@pytest.mark.slow
 def test_a_pass_killed_at_random_moments_ends_with_the_same_bits(one_site: ActivationStore, tmp_path: Path) -> None:
     folder = tmp_path / "many"
     last = folder / run_name("x.site", SEEDS[-1])
