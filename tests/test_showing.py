@@ -73,7 +73,8 @@ def features(trained: Any, store: Any) -> tsae.FeatureTable:
 def test_every_result_shows_itself(
     series: Any, rollouts: Any, store: Any, trained: Any, features: Any, diff: tsae.FeatureDiff
 ) -> None:
-    banded = rollouts.with_advantages().with_bands(None, cutoffs=tsae.BandQuantiles(0.3, 0.3))
+    rollouts = rollouts.with_advantages()
+    banded = rollouts.with_bands(None, cutoffs=tsae.BandQuantiles(0.3, 0.3), measured_on=rollouts)
     with_labels = replace(features, rollouts=banded)
     results = {
         "CheckpointSeries": (series, "easy-10"),
