@@ -246,9 +246,9 @@ class FeatureDiff:
         if part is None:
             mains = {self.main_part(up), self.main_part(down)}
             part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
-        keys = {"kind": ["shift"], "part": [part], "band": [band], "outcome": ["all"]}
+        keys = {"kind": ("shift",), "part": (part,), "band": (band,), "outcome": ("all",)}
         raised, lowered = (
-            self._of_contrasts("shifts", {**keys, "checkpoint": [c]}).set_index("feature") for c in (up, down)
+            self._of_contrasts("shifts", {**keys, "checkpoint": (c,)}).set_index("feature") for c in (up, down)
         )
         both = raised.index.intersection(lowered.index)
         p = np.where(

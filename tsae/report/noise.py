@@ -98,6 +98,8 @@ def noise_caption(diff: FeatureDiff) -> str:
 def noise_html(diff: FeatureDiff) -> str:
     """The counts in words."""
     info = diff.info.get("noise")
+    if diff.info["config"].get("noise_draws") == 0:
+        return '<p class="quiet">The null for changed weights was left out (noise_draws=0).</p>'
     if not info:
         return f'<p class="quiet">{html_text(NOT_RUN[0].upper() + NOT_RUN[1:])}.</p>'
     return "".join(f"<p>{html_text(line)}.</p>" for line in noise_lines(info))
