@@ -1,4 +1,4 @@
-"""One set of rows a contrast: sizes, controls, nulls and plain directions rest on it, and every view asks one main part."""
+"""One set of rows a contrast, on which sizes, controls, nulls and plain directions rest, and one main part."""
 
 from __future__ import annotations
 
