@@ -8,7 +8,8 @@ trajectory, two of the token id, so that trajectories of a problem are alike. Th
 another.
 
 The plain way: feature by feature, its dense column of codes, loops over rows and problems, one product with all sign
-flips, label permutations and bootstrap draws, which are drawn once for all features; controls cell by cell. It does the
+flips, label permutations and bootstrap draws for each of the two tests, of a difference of 0 and of a least size, all
+drawn once for all features; controls cell by cell. It does the
 five contrasts and their controls, without nulls and descriptions, and its results are asserted to be ours: to rounding,
 p-values up to what the number of draws allows.
 
@@ -45,7 +46,7 @@ _IDS = 8000
 _STAGES = {
     "_draw": "contrasts",
     "confound_table": "controls",
-    "null_contrasts": "nulls",
+    "null_counts": "nulls",
     "_describe": "descriptions",
 }
 
@@ -180,7 +181,7 @@ def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
         "contrasts": len(drawn),
         "tested": drawn.n_tested.tolist(),
         "discoveries": drawn.n_discoveries.tolist(),
-        "null": diff.info["null"],
+        "null": drawn.n_null.round(2).tolist(),
     }
 
 
@@ -227,7 +228,7 @@ def plain_sides(table: FeatureTable, config: DiffConfig) -> list[Sides]:
 
 def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(contrasts, controls) of every feature."""
-    contrasts, controls = [], []
+    contrasts, controls, frame = [], [], table.rollouts.frame
     every = plain_sides(table, config)
     counted, row = table.span_mask("response"), table.row_of_token
     token = np.flatnonzero(counted)
@@ -253,15 +254,16 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
         for number, sides in enumerate(every):
             pairs = list(zip(sides.a, sides.b, strict=True))
             each = np.array([means[x].mean() - means[y].mean() for x, y in pairs])
-            limit = abs(each.mean()) * (1 - 1e-9)
-            p = (1 + (np.abs(sides.signs @ each / len(each)) >= limit).sum()) / (1 + len(sides.signs))
-            if sides.labels is not None:
-                p = max(p, (1 + (np.abs(sides.labels @ means) >= limit).sum()) / (1 + len(sides.labels)))
             signs = [np.sign(means[x][:, None] - means[y]).mean() for x, y in pairs]
+            scale = plain_scale(means, frame, sides.keys["checkpoint"], config)
+            if scale == 0:
+                continue
             found = plain_interval(each, sides.weights, config)
-            if found["low"] <= 0 <= found["high"]:
-                p = max(p, found["bootstrap_p"])
-            contrasts.append({**sides.keys, "feature": feature, **found, "p": p, "auroc": 0.5 + np.mean(signs) / 2})
+            found |= {f"delta{end}": found[of] / scale for end, of in (("", "difference"), ("_low", "low"))}
+            p_differs = plain_p(sides, each, means, 0.0, found["error"], found["t"])
+            p = max(p_differs, plain_p(sides, each, means, config.minimum_effect * scale, found["error"], found["t"]))
+            numbers = {"p": p, "p_differs": p_differs, "auroc": 0.5 + np.mean(signs) / 2}
+            contrasts.append({**sides.keys, "feature": feature, **found, **numbers})
             if number not in cells:
                 continue
             by_length, by_position, halves = cells[number]
@@ -281,11 +283,12 @@ def plain_diff(table: FeatureTable, config: DiffConfig) -> tuple[pd.DataFrame, p
                 n = len(values)
                 drawn = np.random.default_rng([config.seed, 3]).multinomial(n, np.full(n, 1 / n), config.n_bootstrap)
                 found = plain_interval(values, drawn / n, config)
-                controls.append({**sides.keys, "feature": feature, "control": control, **found})
+                ends = {name: found[name] for name in ("difference", "low", "high")}
+                controls.append({**sides.keys, "feature": feature, "control": control, **ends})
     return pd.DataFrame(contrasts), pd.DataFrame(controls)
 
 
-def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) -> dict[str, float]:
+def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) -> dict[str, Any]:
     n, mean = len(each), each.mean()
     centred = each - mean
     spread = (centred**2).mean()
@@ -293,9 +296,33 @@ def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) ->
     variance = np.maximum(weights @ centred**2 - shift**2, spread / n) / (n - 1)
     t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
     half = np.quantile(t, config.confidence) * np.sqrt(spread / (n - 1))
-    p = (1 + (t * np.sqrt(spread / (n - 1)) >= abs(mean)).sum()) / (1 + len(t))
-    d = mean / each.std(ddof=1) if each.std() > 0 else 0.0
-    return {"difference": mean, "low": mean - half, "high": mean + half, "d": d, "bootstrap_p": p}
+    return {"difference": mean, "low": mean - half, "high": mean + half, "error": np.sqrt(spread / (n - 1)), "t": t}
+
+
+def plain_scale(means: np.ndarray, frame: pd.DataFrame, checkpoint: str, config: DiffConfig) -> float:
+    """Standard deviation over base trajectories; pooled with the checkpoint's where the base hardly has the feature."""
+    of = {policy: means[(frame.policy == policy).to_numpy()] for policy in ("base", checkpoint)}
+    active = frame.problem_id[(frame.policy == "base").to_numpy() & (means > 0)].nunique()
+    if active >= config.min_problems:
+        return float(of["base"].std(ddof=1))
+    sides = (of["base"], of[checkpoint])
+    return float(np.sqrt(sum(x.var(ddof=1) * (len(x) - 1) for x in sides) / sum(len(x) - 1 for x in sides)))
+
+
+def plain_p(sides: Sides, each: np.ndarray, means: np.ndarray, least: float, error: float, t: np.ndarray) -> float:
+    """p of the null that the mean of `each` is at most least, or the bootstrap's where the interval reaches it."""
+    size, sign = abs(each.mean()), -1.0 if each.mean() < 0 else 1.0
+    if size <= least:
+        return 1.0
+    right = np.zeros(len(means))
+    right[np.concatenate(sides.a)] = 1
+    drawn = [sides.signs @ (each * sign - least) / len(each)]
+    if sides.labels is not None:
+        drawn.append(sides.labels @ (means * sign - least * right))
+    beyond = [(x >= (size - least) * (1 - 1e-9)) | (x <= -(size + least) * (1 - 1e-9)) for x in drawn]
+    p = max(float(1 + x.sum()) / (1 + len(x)) for x in beyond)
+    bootstrap = (1 + (t * error >= size - least).sum()) / (1 + len(t))
+    return max(p, bootstrap) if np.quantile(t, 0.95) * error >= size - least else p
 
 
 def plain_cells(pairs: Sequence[tuple[np.ndarray, ...]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
@@ -339,7 +366,7 @@ def compare(bench: Bench, config: DiffConfig) -> dict[str, Any]:
     keys = ["kind", "checkpoint", "outcome", "feature"]
     worst = {}
     for name, found, theirs, on, columns in (
-        ("contrasts", diff.shifts, contrasts, keys, ("difference", "low", "high", "d", "auroc")),
+        ("contrasts", diff.shifts, contrasts, keys, ("difference", "low", "high", "delta", "delta_low", "auroc")),
         ("controls", diff.confounds, controls, [*keys, "control"], ("difference", "low", "high")),
     ):
         both = found.merge(theirs, on=on, suffixes=("", "_plain"))
@@ -349,10 +376,11 @@ def compare(bench: Bench, config: DiffConfig) -> dict[str, Any]:
             worst[f"{name}.{column}"] = float(np.abs(x - y).max())
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
         if name == "contrasts":
-            x, y = both.p.to_numpy(), both.p_plain.to_numpy()
-            error = np.sqrt(x**2 / 100 + y * (1 - y) / config.n_permutations + 1e-8)
-            worst["p, standard errors"] = float((np.abs(x - y) / error).max())
-            assert worst["p, standard errors"] < 5.5
+            for p in ("p", "p_differs"):
+                x, y = both[p].to_numpy(), both[f"{p}_plain"].to_numpy()
+                error = np.sqrt(x**2 / 100 + y * (1 - y) / config.n_permutations + 1e-8)
+                worst[f"{p}, standard errors"] = float((np.abs(x - y) / error).max())
+                assert worst[f"{p}, standard errors"] < 5.5
     return {"seconds": {"ours": ours, "plain": plain}, "largest_difference": worst, "rows": len(contrasts)}
 
 

@@ -275,7 +275,7 @@ def test_a_link_opens_its_feature(browser: Any, tested: Path) -> None:
     assert box is not None
     assert -5 <= box["y"] < 1000
     card = tab.page.locator("article#feature-4").inner_text()
-    assert "+0.20 [+0.10, +0.30]" in card
+    assert "+0.40 [+0.20, +0.60]" in card
     assert "The same problem, solved and failed" in card
     assert tab.page.locator(".pair").first.locator(".outcome").all_inner_texts() == ["✓ success", "✗ failure"]
     assert tab.page.locator("tr.open th").inner_text() == "4"

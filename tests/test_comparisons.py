@@ -1,4 +1,4 @@
-"""One set of rows a contrast: sizes, controls, nulls and plain directions rest on it; one main part for all views."""
+"""One set of rows a contrast, on which sizes, controls, nulls and plain directions rest, and one main part."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from test_finding import cached
 
 import tsae
 from tsae.cli import main
+from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
@@ -115,6 +116,36 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert set(diff.contrasts[diff.contrasts.kind == "shift"].part) == {"same_trajectories"}
     assert shift.n_problems["all"] == rollouts.n_problems
     assert shift.n_discoveries["all"] > 0
+
+
+def test_controls_interactions_and_baselines_rest_on_the_rows_of_their_contrast(
+    finished: tuple[Path, list[str], Any],
+) -> None:
+    out, _, diff = finished
+    keys = ["kind", "checkpoint", "part", "band", "outcome"]
+    named = diff.contrasts.set_index(keys)["rows"]
+    drawn = diff.contrasts[(diff.contrasts.note == "") & (diff.contrasts.outcome == "all")].set_index(keys)
+    controls = diff.confounds.drop_duplicates([*keys, "control"]).set_index(keys)
+    assert set(controls.index) == {key for key in drawn.index if key[2] in ("total", "success_minus_failure")}
+    assert len(controls) == 3 * controls.index.nunique() > 0
+    assert (controls["rows"] == named.reindex(controls.index)).all()
+    # Every problem of an outcome contrast has a token on both sides.
+    of_tokens = controls[controls.control == "token"]
+    assert (of_tokens.n_problems == drawn.n_problems.reindex(of_tokens.index)).all()
+    for key, rows in named.items():
+        if key[0] == "interaction":
+            assert rows == "+".join(named["outcome", key[1], key[2], band, "all"] for band in key[3].split("-"))
+    store, features = tsae.ActivationStore(out / "activations"), tsae.FeatureTable.load(out / "features")
+    plain = baselines(features, store, diff_config(diff)).drop_duplicates(["kind", "checkpoint"])
+    assert set(plain.kind) == {"shift", "outcome"}
+    for row in plain.itertuples():
+        key = (row.kind, row.checkpoint, row.part, "all", "all")
+        assert (row.rows, row.n_problems) == (named[key], drawn.n_problems[key])
+
+
+def diff_config(diff: Any) -> tsae.DiffConfig:
+    config = dict(diff.info["config"])
+    return tsae.DiffConfig(**{**config, "bands": None if config["bands"] is None else tuple(config["bands"])})
 
 
 def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any], tiny: RunConfig) -> None:
