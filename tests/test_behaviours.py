@@ -170,6 +170,7 @@ def test_texts_of_the_testbed_are_read_as_their_ground_truth() -> None:
         assert (stated[-1].value if stated else None) == fact.answer
 
 
+@pytest.mark.slow
 def test_answers_of_real_solutions_agree_with_how_they_were_judged() -> None:
     """GSM8K's solutions by four models: what is read as the answer is right exactly where the file says so."""
     path = SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"

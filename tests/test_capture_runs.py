@@ -378,6 +378,7 @@ def test_a_whole_store_is_whole(whole: Path, capsys: pytest.CaptureFixture[str])
     assert f"{SITES[0]}: d_model 16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_any_flipped_byte_is_found(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     path = folder / "easy-10" / "00000.h5"

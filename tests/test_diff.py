@@ -456,6 +456,7 @@ def error_rates(repeats: int, **effects: Any) -> dict[tuple[str, str], dict[str,
     }
 
 
+@pytest.mark.slow
 def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
     found = error_rates(100, shift=0.8, outcome=1.0)
     for (name, what), rates in found.items():

@@ -386,6 +386,7 @@ def test_other_weights_than_those_captured_are_refused(store: ActivationStore, s
 # --- the command line
 
 
+@pytest.mark.slow
 def test_everything_from_the_command_line(
     banded: ActivationStore, series_folder: Path, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

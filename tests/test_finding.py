@@ -435,7 +435,8 @@ def cached(cache: Path, repository: str, revisions: dict[str, dict[str, Path]]) 
             shutil.copytree(model, root / "snapshots" / commit / subfolder, dirs_exist_ok=True)
 
 
-@pytest.mark.parametrize("offline", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", ["0", "1"])
 def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, offline: str) -> None:
     """With and without HF_HUB_OFFLINE: what is in the cache is not even asked about."""
     adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))

@@ -78,7 +78,7 @@ def moved(model: Any, direction: list[torch.Tensor], by: float) -> None:
     "config",
     [
         InfluenceConfig(model_dtype="float64", batch_tokens=40),
-        InfluenceConfig(model_dtype="float64", loss_type="grpo", temperature=0.7),
+        pytest.param(InfluenceConfig(model_dtype="float64", loss_type="grpo", temperature=0.7), marks=pytest.mark.slow),
         InfluenceConfig(model_dtype="float64", loss_type="dr_grpo", max_completion_length=20),
     ],
     ids=lambda config: config.loss_type,
@@ -121,6 +121,7 @@ def test_every_entry_is_a_finite_difference(gpt2: Checkpoint, samples: Any, fixe
         assert found.info["means"][str(feature)] == pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_steps_of_sgd_on_the_testbed_do_what_influence_predicts() -> None:
     """Summed over a batch of the testbed's base; the error vanishes with the learning rate, as of first order."""
     base = tsae.testbed.series().base

@@ -338,6 +338,7 @@ def test_predictions_that_come_true_and_those_that_do_not() -> None:
         few.compare(feature_diff(world(n_problems=12), QUICK, progress=False))
 
 
+@pytest.mark.slow
 def test_no_prediction_exceeds_chance_where_rewards_are_random() -> None:
     ps, few = [], DiffConfig(n_bootstrap=100, n_permutations=100)
     for seed in range(20):

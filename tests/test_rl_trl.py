@@ -7,14 +7,12 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaForCausalLM
-from trl import GRPOConfig, GRPOTrainer
 
 import tsae
 from tsae.cli import main
@@ -24,10 +22,12 @@ from tsae.rl.credit import Credit
 from tsae.rl.exporting import read_logprob, stored_logprob
 from tsae.rl.sampling import Curriculum
 from tsae.rl.shaping import shape_advantages, thresholded, token_weights
-from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 from tsae.testbed.base import ModelConfig, llama_config
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
 from tsae.testbed.training import data_set, grpo_on_cpu
+
+if TYPE_CHECKING:  # Every process of pytest-xdist collects this file, and one runs it: TRL takes seconds to import.
+    from tsae.rl.trl import FeatureCredit
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
@@ -41,7 +41,7 @@ SITE = "blocks.0.hook_resid_post"
 def make_trainer(
     folder: Path,
     *,
-    kind: type[GRPOTrainer] = FeatureGRPOTrainer,
+    plain: bool = False,
     reward: Any = None,
     tokenizer: Any = None,
     curriculum: Curriculum | None = None,
@@ -50,10 +50,16 @@ def make_trainer(
     micro: int = GROUP * PROMPTS,
     **options: Any,
 ) -> Any:
+    from transformers import LlamaForCausalLM
+    from trl import GRPOTrainer
+
+    from tsae.rl.trl import FeatureGRPOTrainer
+
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
     problems = tsae.testbed.generate_problems("medium", 12, 0, "train")
-    extra: dict[str, Any] = {} if kind is GRPOTrainer else {"credit": credit, "curriculum": curriculum}
+    kind: Any = GRPOTrainer if plain else FeatureGRPOTrainer
+    extra: dict[str, Any] = {} if plain else {"credit": credit, "curriculum": curriculum}
 
     def by_length(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 3 == 0) for text in completions]
@@ -121,7 +127,7 @@ def test_uniform_weights_give_the_gradients_of_plain_grpo(tmp_path: Path, loss_t
     options: dict[str, Any] = {"loss_type": loss_type, "micro": micro}
     if loss_type == "dr_grpo":
         options["scale_rewards"] = "none"
-    plain = gradients(make_trainer(tmp_path, kind=GRPOTrainer, **options))
+    plain = gradients(make_trainer(tmp_path, plain=True, **options))
     ours = gradients(make_trainer(tmp_path, credit=Given(torch.ones_like), **options))
     assert any(gradient.abs().max() > 1e-4 for gradient in plain.values())
     assert plain.keys() == ours.keys()
@@ -207,7 +213,15 @@ def make_sae(d_model: int = 32) -> tsae.TemporalSAE:
     return sae.eval()
 
 
+def credit_rule(*args: Any, **options: Any) -> FeatureCredit:
+    from tsae.rl.trl import FeatureCredit
+
+    return FeatureCredit(*args, **options)
+
+
 def make_reference(folder: Path) -> tsae.Checkpoint:
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(1)
     model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
     model.save_pretrained(folder)
@@ -217,7 +231,7 @@ def make_reference(folder: Path) -> tsae.Checkpoint:
 
 def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_path: Path) -> None:
     reference, sae = make_reference(tmp_path / "base"), make_sae()
-    rule = FeatureCredit(reference, sae, make_credit(sae), ShapingConfig(threshold=0.0))
+    rule = credit_rule(reference, sae, make_credit(sae), ShapingConfig(threshold=0.0))
     given = Given(torch.ones_like)
     gradients(make_trainer(tmp_path, credit=given))
     batch = given.seen[0]
@@ -287,7 +301,7 @@ def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) 
     reference, sae = make_reference(tmp_path / "base"), make_sae()
     ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
     curriculum = Curriculum(ids, GROUP, CurriculumConfig(explore=0.5))
-    credit = FeatureCredit(reference, sae, make_credit(sae), ShapingConfig(plausibility=True, dense=0.1))
+    credit = credit_rule(reference, sae, make_credit(sae), ShapingConfig(plausibility=True, dense=0.1))
     gradients(make_trainer(tmp_path, credit=credit, curriculum=curriculum, steps=3))
     history = curriculum.history()
     assert len(history) == 3 * PROMPTS
@@ -348,7 +362,7 @@ def test_the_export_is_what_the_trainer_does_with_the_same_trajectories(
         "completion_mask": pad([torch.ones_like(ids) for ids in responses], batch_first=True),
         "advantages": torch.tensor(frame.advantage.to_numpy()).float(),
     }
-    rule = FeatureCredit(base, exported / "sae", exported / "credit", ShapingConfig(plausibility=True, dense=0.1))
+    rule = credit_rule(base, exported / "sae", exported / "credit", ShapingConfig(plausibility=True, dense=0.1))
     scores, advantages = rule.scores(batch), rule([{}] * len(frame), batch, GROUP)
     weights = token_weights(
         thresholded(scores, rule.shaping), batch["advantages"], batch["completion_mask"], rule.shaping
@@ -392,6 +406,8 @@ class _NoEnd:
 
 
 def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
     from tsae.rl.trl import check_arguments
 
     reference, sae = make_reference(tmp_path / "base"), make_sae()
@@ -399,10 +415,10 @@ def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
     other = make_sae()
     other.b_enc.data += 1
     with pytest.raises(TsaeError, match="the credit was learned on features of the SAE"):
-        FeatureCredit(reference, other, credit)
+        credit_rule(reference, other, credit)
     wide = make_sae(48)
     with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 48"):
-        FeatureCredit(reference, wide, make_credit(wide))
+        credit_rule(reference, wide, make_credit(wide))
     with pytest.raises(TsaeError, match="loss_type='cispo' takes one advantage a trajectory"):
         make_trainer(tmp_path, credit=Given(torch.ones_like), loss_type="cispo")
     with pytest.raises(TsaeError, match="the tokenizer has no end-of-sequence token"):

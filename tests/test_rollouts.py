@@ -164,6 +164,7 @@ def test_no_room_for_the_temporary_file_is_said(tmp_path: Path) -> None:
     assert "let TMPDIR name another folder" in done.stdout
 
 
+@pytest.mark.slow
 def test_reading_and_writing_take_no_more_memory_for_more_tokens(tmp_path: Path) -> None:
     # Arrow's memory, and numpy's and Python's, at their highest.
     code = (

@@ -166,6 +166,7 @@ def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any],
         analyze_run(replace(tiny, to=out, seed=1), progress=False)
 
 
+@pytest.mark.slow
 def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
     for number in range(len(STAGES)):
         lines: list[str] = []
@@ -318,6 +319,7 @@ def test_adapters_over_a_base_in_the_cache(
     assert not (tmp_path / "without").exists()
 
 
+@pytest.mark.slow
 def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
     run = tmp_path / "full"
     for step in (25, 50):

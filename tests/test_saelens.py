@@ -80,6 +80,7 @@ def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, t
     assert metadata["tsae"]["sae"]["k"] == 20
 
 
+@pytest.mark.slow
 def test_sae_lens_with_our_architecture_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
     folder = sae.to_saelens(tmp_path / "exported", architecture="tsae_temporal")
     found = in_sae_lens_alone(folder, x, tmp_path, imports="import tsae.sae.saelens")
