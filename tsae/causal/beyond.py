@@ -17,7 +17,7 @@ difference D = the chosen features' mean over problems − the mean over sets an
 
 Under exchangeable features 0 is left out in about one of twenty draws (confidence .95; docs/measured.md). With 12 sets
 an effect of 4 standard deviations of random sets is found 9 times in 10, one of 3 two times in 3; with 5 sets 3 times
-in 4 and 1 time in 2. Where one set in ten does much and the others nothing, it takes more than 8 sets to keep that rate.
+in 4 and 1 time in 2. Where one set in ten does much and the others nothing, it takes more than 8 sets for that.
 
 The interval leaves out 0 where the chosen features do what a random set of their kind would not be expected to do. It
 needs two sets at least, and with few it is wide: t(1) = 12.7, t(4) = 2.8, t(9) = 2.3.
