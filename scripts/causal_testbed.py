@@ -46,7 +46,7 @@ class Story:
     """Fresh problems of each level."""
     samples: int = 2
     """Responses per problem and condition."""
-    n_random: int = 10
+    n_random: int = 12
     """Sets of matched random features."""
     exchangeable: int = 0
     """Count false claims of this many features, taken at random, instead."""
@@ -126,7 +126,7 @@ def exchangeable(story: Story) -> None:
         n_samples=story.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=story.seed
     )
     problems, special = fresh_problems(features, story), tuple(features.info["special_ids"])
-    numbers = (20, 15, 10, 8, 5, 3)  # The most first: they give the unit of power.
+    numbers = (20, 15, 12, 10, 8, 5, 3)  # The most first: they give the unit of power.
     counted: dict[int, dict[str, list[bool]]] = {
         n: {"plain": [], "false": [], "3": [], "4": [], "moves": []} for n in numbers
     }

@@ -363,10 +363,10 @@ def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_sets", [3, 5, 8, 10, 15, 20])
+@pytest.mark.parametrize("n_sets", [5, 12, 20])
 @pytest.mark.parametrize("kind", ["normal", "none", "heavy", "one in ten"])
 def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
-    rng, found, draws = np.random.default_rng(1), {0: 0, 3: 0, 4: 0}, 5000
+    rng, found, draws = np.random.default_rng(1), {0: 0, 3: 0, 4: 0}, 2000
     for _ in range(draws):
         drawn = exchangeable(rng, n_sets, kind=kind)
         unit = {"normal": 0.2, "none": 0.0, "heavy": 0.1 * np.sqrt(3), "one in ten": 0.15}[kind]
@@ -375,7 +375,7 @@ def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
             beyond = beyond_random(drawn[0] + size * spread, drawn[1:], 0.95)
             found[size] += not beyond.low <= 0 <= beyond.high
     print(kind, n_sets, {size: n / draws for size, n in found.items()})
-    assert found[0] / draws <= (0.06 if n_sets >= 10 else 0.12)
+    assert found[0] / draws <= (0.06 if n_sets >= 12 else 0.09) + 2 * np.sqrt(0.06 * 0.94 / draws)
 
 
 def test_random_sets_that_share_features_count_for_less() -> None:

@@ -26,10 +26,10 @@ class InterventionConfig:
     """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
     takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
     are never edited, except the last token, which some chat templates end in."""
-    n_random: int = 10
+    n_random: int = 12
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each is two
-    conditions (and as many samples): with 10 sets there are 24, with 5 sets 14. An effect of 4 standard deviations of
-    random sets is found 9 times in 10 with 10 sets, 3 times in 4 with 5; with one set nothing can be."""
+    conditions (and as many samples): with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of
+    random sets is found 9 times in 10 with 12 sets, 3 times in 4 with 5; with one set nothing can be."""
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: float = 0.95
