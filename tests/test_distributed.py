@@ -99,7 +99,7 @@ class Case:
         codes = sparse.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
         found["values"] = torch.cat(among.gather(codes.values.detach())).sort().values
         # Of every process, not added up: all must know the batch's.
-        return {**found, "fired": terms.fired, "smallest": terms.smallest, "n": torch.tensor(terms.n_tokens)}
+        return {**found, "fired": terms.fired, "n": torch.tensor(terms.n_tokens)}
 
 
 CASES = {

@@ -189,7 +189,7 @@ class Windows:
         """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
-        for name in ("_maps", "_outliers"):
+        for name in ("_maps", "_outliers", "first_tokens"):
             other.__dict__.pop(name, None)
         other.norms = other._norms(self.max_norm)
         return other
@@ -226,9 +226,10 @@ class Windows:
         """(n_texts,) row id of each in the rollouts."""
         return np.concatenate([shard.trajectory for shard in self.shards])
 
-    def sample(self, n_tokens: int) -> np.ndarray:
-        """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
-        place = self._first(n_tokens)
+    @cached_property
+    def first_tokens(self) -> np.ndarray:
+        """(about 16,384, d_model) float32: a sample of the tokens trained on, without outliers."""
+        place = self._first(16_384)
         place = place[self._inside(place)]
         x = self._gather(self._rows_of(place), Reused(1))
         self.refuse_not_finite(x, self._rows[np.searchsorted(self._texts, place, side="right") - 1])

@@ -66,8 +66,6 @@ class LossTerms(NamedTuple):
     aux: torch.Tensor
     fired: torch.Tensor
     """(d_sae,) bool: latents active somewhere in the batch."""
-    smallest: torch.Tensor
-    """Smallest active code of the batch, from which the inference threshold is averaged."""
     n_tokens: int
     """Tokens of the batch."""
 
@@ -80,6 +78,7 @@ def temporal_loss(
     trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
     *,
+    temporal_share: float = 1.0,
     precision: Precision = "float32",
     processes: Processes = ALONE,
 ) -> LossTerms:
@@ -92,6 +91,7 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
+        temporal_share: of the temporal weight that counts (`TrainingConfig.temporal_rise_share`).
         precision: of the large matrix products (`TrainingConfig.precision`).
         processes: that hold the batch; x and pairs are this one's share.
 
@@ -125,7 +125,7 @@ def temporal_loss(
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
-            total = total + config.temporal_weight * weights[0] * temporal
+            total = total + temporal_share * config.temporal_weight * weights[0] * temporal
         else:
             if config.negatives == "batch":
                 trajectory = None
@@ -138,7 +138,7 @@ def temporal_loss(
             temporal = contrast.info_nce(
                 high, config.d_high, pairs, config.temperature, config.similarity, trajectory, processes
             )
-            total = total + config.temporal_weight * temporal
+            total = total + temporal_share * config.temporal_weight * temporal
 
     aux = x.new_zeros(())
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
@@ -149,10 +149,7 @@ def temporal_loss(
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
     fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
-    smallest = codes.values.detach().min() if len(codes.values) else x.new_tensor(torch.inf)
-    smallest = processes.least(smallest)
-    smallest = torch.where(smallest.isinf(), 0.0, smallest)  # nothing is active
-    return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), smallest, n_tokens)
+    return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), n_tokens)
 
 
 def variance(x: torch.Tensor, n_tokens: int, processes: Processes) -> torch.Tensor:
