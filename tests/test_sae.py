@@ -558,8 +558,8 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
     config = replace(PLANTED, dead_after_tokens=2000, aux_weight=0.0)
     trainer = _Trainer(windows, config, training, Processes())
     for batch, share in zip(trainer.batches(), [*np.arange(0.1, 1, 0.1), *[1.0] * 11], strict=True):
-        pairs, trajectory = map(torch.from_numpy, (batch.pairs, batch.trajectory))
-        terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory)
+        pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
+        terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
         row = trainer.step(batch)
         if row is not None:
             expected = terms.reconstruction + terms.reconstruction_high + share * terms.temporal

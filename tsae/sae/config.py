@@ -38,7 +38,8 @@ class SAEConfig:
     negatives: Literal["trajectories", "batch"] = "trajectories"
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
     pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
-    neighbours would be pushed apart."""
+    neighbours would be pushed apart. Copies of a pair's tokens, as rollouts of one prompt share them, are no negatives
+    of it in either case."""
     temperature: float = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""

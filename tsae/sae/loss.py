@@ -15,6 +15,8 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
 
   where j and i run over the pair itself and the pairs of other trajectories (by default; see `SAEConfig.negatives`).
+  A pair whose token or partner is a copy of this pair's is left out too: rollouts of one prompt share its tokens, and
+  a copy of the positive would be pushed away while the positive is drawn near.
 
 - With `temporal="l1"` a similarity-weighted L1 takes InfoNCE's place, as in the authors' code without its contrastive
   flag: over the same pairs (s, t) of tokens, with w the first of the `group_weights` (there .2; else 1),
@@ -77,6 +79,7 @@ def temporal_loss(
     dead: torch.Tensor | None = None,
     trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
+    copies: torch.Tensor | None = None,
     *,
     temporal_share: float = 1.0,
     precision: Precision = "float32",
@@ -91,6 +94,7 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
+        copies: (n + m,) equal for tokens that are copies of one another (`TokenBatch.copies`); where not given, none are.
         temporal_share: of the temporal weight that counts (`TrainingConfig.temporal_rise_share`).
         precision: of the large matrix products (`TrainingConfig.precision`).
         processes: that hold the batch; x and pairs are this one's share.
@@ -136,7 +140,7 @@ def temporal_loss(
                     fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
                 )
             temporal = contrast.info_nce(
-                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, processes
+                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
             )
             total = total + temporal_share * config.temporal_weight * temporal
 

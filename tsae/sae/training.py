@@ -304,7 +304,8 @@ class _Trainer:
         assert self.config.dead_after_tokens is not None
         x = batch.x.to(self.device).float() * self.scale
         dead = self.idle_tokens >= self.config.dead_after_tokens
-        pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
+        arrays = (batch.pairs, batch.trajectory, batch.copies)
+        pairs, trajectory, copies = (torch.from_numpy(a).to(self.device) for a in arrays)
         others = None if batch.others is None else batch.others.to(self.device).float() * self.scale
         precision, processes = self.training.precision, self.processes
         terms = temporal_loss(
@@ -314,6 +315,7 @@ class _Trainer:
             dead,
             trajectory,
             others,
+            copies,
             temporal_share=min(1.0, (self.steps + 1) / max(self.temporal_rise, 1)),
             precision=precision,
             processes=processes,
