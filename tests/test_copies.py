@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def siblings(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore,
             texts.append(Text(prompt, response, ("base", "run") if sample else ("base",)))
     folder = tmp_path_factory.mktemp("siblings") / "acts"
     store, tokens = numbered_store(folder, texts, runs={"base": None, "run": "run"})
-    read = [tuple([*text.prompt, *text.response]) for text in texts]
+    read = [(*text.prompt, *text.response) for text in texts]
     return store, tokens, [(token.reader, read[token.row][: token.position + 1]) for token in tokens]
 
 
@@ -67,7 +66,7 @@ def test_no_pair_has_a_copy_of_its_positive_among_its_negatives(
     siblings: tuple[ActivationStore, list[Token], list[Key]], negatives: Any, partner: Any
 ) -> None:
     """Against the dense formula, where equal activations tell the copies."""
-    store, tokens, keys = siblings
+    store, _, keys = siblings
     generator = torch.Generator().manual_seed(0)
     texts = list(dict.fromkeys(keys))
     of_text = dict(zip(texts, torch.randn(len(texts), 8, generator=generator, dtype=torch.float64), strict=True))

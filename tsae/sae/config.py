@@ -127,8 +127,8 @@ class TrainingConfig:
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
     learning_rate: float | None = None
     """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), the last factor between 1 and 2: the scaling
-    of Gao et al., from twice their rate, which the shorter trainings here can use, and up to four times in the
-    shortest. Steps are tokens // batch_tokens."""
+    of Gao et al., from twice their rate, which the shorter trainings here can use, up to four times in the
+    shortest. Steps are tokens // batch_tokens. A training that starts from an SAE has no such factor."""
     temporal_rise_share: float = 0.3
     """Share of the steps over which the weight of the temporal term rises linearly from 0 to
     `SAEConfig.temporal_weight`, so that there are features before they are made smooth. A training that starts from

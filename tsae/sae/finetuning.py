@@ -15,7 +15,8 @@ L0 is measured on a sample of the new store. Without a config an SAE of sae_lens
 without a temporal term: a plain BatchTopK SAE. Its decoder rows may have any norm, ours have norm 1: the norms go into
 the encoder, and codes grow by them.
 
-The threshold is calibrated anew at the end, and the temporal term has its full weight throughout. Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At
+The threshold is calibrated on the new store at the end, and the temporal term has its full weight from the first step.
+Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At
 the full learning rate a long training moves latents far; docs/measured.md has how far, and what a tenth of it costs.
 """
 

@@ -94,7 +94,7 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
-        copies: (n + m,) equal for tokens that are copies of one another (`TokenBatch.copies`); where not given, none are.
+        copies: (n + m,) equal for tokens that are copies of one another (`TokenBatch.copies`); by default none are.
         temporal_share: of the temporal weight that counts (`TrainingConfig.temporal_rise_share`).
         precision: of the large matrix products (`TrainingConfig.precision`).
         processes: that hold the batch; x and pairs are this one's share.

@@ -249,7 +249,7 @@ class _Trainer:
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale)
         self.sae.to(self.device)
-        self.learning_rate = training.learning_rate or default_learning_rate(config.d_sae, self.n_steps)
+        self.learning_rate = training.learning_rate or _learning_rate(config.d_sae, self.n_steps, start)
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
         for parameter in self.sae.parameters():
             # As Adam would make it at its first step; made here, so that `state` has the same tensors at every step.
@@ -379,6 +379,7 @@ class _Trainer:
         return self.sae.eval()
 
 
-def default_learning_rate(d_sae: int, n_steps: int) -> float:
-    """See `TrainingConfig.learning_rate`."""
-    return 4e-4 * (16_384 / d_sae) ** 0.5 * min(2.0, max(1.0, (1500 / n_steps) ** 0.5))
+def _learning_rate(d_sae: int, n_steps: int, start: TemporalSAE | None) -> float:
+    """The default; see `TrainingConfig.learning_rate`."""
+    short = min(2.0, max(1.0, (1500 / n_steps) ** 0.5)) if start is None else 1.0
+    return 4e-4 * (16_384 / d_sae) ** 0.5 * short
