@@ -160,8 +160,9 @@ def main() -> None:
     runs, slow = list(held_out_runs(store)), SlowVariance(store.d_model(store.sites[0]))
     for run in runs:
         slow.add(run)
-    every = {steps: trained(bench, store, steps, runs, slow) for steps in bench.steps}
-    for steps, rows in every.items():
+    every: dict[int, Rows] = {}
+    for steps in bench.steps:
+        every[steps] = rows = trained(bench, store, steps, runs, slow)
         print(f"\n{f'{steps:,} steps of {bench.batch_tokens:,} tokens':<40}" + "".join(f"{kind:>20}" for kind in rows))
         for name in dict.fromkeys(name for kind in rows.values() for name in kind):
             cells = [f"{np.mean(v):.3f} ± {np.std(v):.3f}" if (v := row.get(name)) else "–" for row in rows.values()]
