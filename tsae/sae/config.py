@@ -126,9 +126,9 @@ class TrainingConfig:
     max_norm: float = 10.0
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
     learning_rate: float | None = None
-    """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · (1500 / steps), the last factor between 1 and 2: the scaling of
-    Gao et al., from twice their rate, which the shorter trainings here can use, and from four times where a training
-    has at most 750 steps. Steps are tokens // batch_tokens. A training that starts from an SAE has no such factor."""
+    """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), the last factor between 1 and 2: the scaling
+    of Gao et al., from twice their rate, which the shorter trainings here can use, and from four times in the shortest.
+    Steps are tokens // batch_tokens. A training that starts from an SAE has no such factor."""
     temporal_rise_share: float = 0.0
     """Share of the steps over which the weight of the temporal term rises linearly from 0 to
     `SAEConfig.temporal_weight`. Features are then found before they are made smooth: a short training explains a little

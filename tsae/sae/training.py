@@ -381,5 +381,5 @@ class _Trainer:
 
 def _learning_rate(d_sae: int, n_steps: int, start: TemporalSAE | None) -> float:
     """The default; see `TrainingConfig.learning_rate`."""
-    short = min(2.0, max(1.0, 1500 / n_steps)) if start is None else 1.0
+    short = min(2.0, max(1.0, (1500 / n_steps) ** 0.5)) if start is None else 1.0
     return 4e-4 * (16_384 / d_sae) ** 0.5 * short
