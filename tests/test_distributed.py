@@ -32,9 +32,10 @@ class Case:
     dtype: torch.dtype = torch.float64
     precision: Any = "float32"
     kind: str = "random"
+    copied: bool = False
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(x, pairs, trajectory, others) of the whole batch; processes hold windows of the same trajectory."""
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(x, pairs, trajectory, others, copies) of the whole batch; processes hold windows of the same trajectory."""
         generator = torch.Generator().manual_seed(7)
         x = 3 * torch.randn(80, D, generator=generator)
         if self.kind == "repeated":  # nothing but ties, and one at the limit: 320 codes of 11 or 12 equal ones each
@@ -46,7 +47,10 @@ class Case:
         others = 3 * torch.randn(len(pairs), D, generator=generator).to(self.dtype) if self.apart else None
         if self.apart:
             pairs[:, 0] = 80 + torch.arange(len(pairs))
-        return x.to(self.dtype), pairs, torch.arange(80) // 16, others
+        copies = torch.arange(80 + (len(pairs) if self.apart else 0))
+        if self.copied:
+            copies %= 13
+        return x.to(self.dtype), pairs, torch.arange(80) // 16, others, copies
 
     def windows(self, rank: int, size: int) -> torch.Tensor:
         """Rows of a process's tokens."""
@@ -56,17 +60,20 @@ class Case:
             return (last if rank == size - 1 else ~last & (rank == 0)).nonzero()[:, 0]
         return (window % size == rank).nonzero()[:, 0]
 
-    def share(self, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        x, pairs, trajectory, others = self.batch()
+    def share(
+        self, rank: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        x, pairs, trajectory, others, copies = self.batch()
         rows = self.windows(rank, size)
         place = torch.full((len(x),), -1)
         place[rows] = torch.arange(len(rows))
         mine = place[pairs[:, 1]] >= 0
         current = place[pairs[mine, 1]]
         if others is None:
-            return x[rows], torch.stack([place[pairs[mine, 0]], current], dim=1), trajectory[rows], None
+            return x[rows], torch.stack([place[pairs[mine, 0]], current], dim=1), trajectory[rows], None, copies[rows]
         apart = len(rows) + torch.arange(len(current))
-        return x[rows], torch.stack([apart, current], dim=1), trajectory[rows], others[mine]
+        every = torch.cat([copies[rows], copies[80:][mine]])
+        return x[rows], torch.stack([apart, current], dim=1), trajectory[rows], others[mine], every
 
     def sae(self) -> TemporalSAE:
         generator = torch.Generator().manual_seed(2)
@@ -85,11 +92,14 @@ class Case:
         pairs: torch.Tensor,
         trajectory: torch.Tensor,
         others: torch.Tensor | None,
+        copies: torch.Tensor,
         among: Processes = ALONE,
     ) -> dict[str, torch.Tensor]:
         """Loss terms and gradients, added up over the processes."""
         sae = self.sae()
-        terms = temporal_loss(sae, x, pairs, self.dead(), trajectory, others, precision=self.precision, processes=among)
+        terms = temporal_loss(
+            sae, x, pairs, self.dead(), trajectory, others, copies, precision=self.precision, processes=among
+        )
         terms.total.backward()
         among.sum_gradients(sae.parameters())
         found = {name: p.grad.contiguous() for name, p in sae.named_parameters() if p.grad is not None}
@@ -99,12 +109,14 @@ class Case:
         codes = sparse.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
         found["values"] = torch.cat(among.gather(codes.values.detach())).sort().values
         # Of every process, not added up: all must know the batch's.
-        return {**found, "fired": terms.fired, "smallest": terms.smallest, "n": torch.tensor(terms.n_tokens)}
+        return {**found, "fired": terms.fired, "n": torch.tensor(terms.n_tokens)}
 
 
 CASES = {
     "all terms": Case(),
     "all other pairs as negatives": Case({"negatives": "batch"}),
+    "copies": Case(copied=True),
+    "copies outside": Case({"negatives": "batch"}, apart=True, lopsided=True, copied=True),
     "inner products": Case({"similarity": "inner", "temperature": 3.0}),
     "three groups": Case({"groups": (0.1, 0.3, 0.6), "group_weights": (0.5, 2.0, 1.5)}),
     "more than there are": Case({"k": 50}),
@@ -125,7 +137,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
     with join("cpu") as among:
         for name, case in CASES.items():
             save_file(case.outcome(*case.share(rank, size), among), folder / f"{name}-{rank}.safetensors")
-        x, pairs, trajectory, _ = CASES["all terms"].share(rank, size)
+        x, pairs, trajectory, *_ = CASES["all terms"].share(rank, size)
         for name, fewer, ids in (
             ("pairs", pairs[: int(rank == 0)], trajectory),
             ("trajectories", pairs, torch.zeros_like(trajectory)),

@@ -19,6 +19,7 @@ from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.distributed import Processes
 from tsae.errors import TsaeError
+from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.evaluation import evaluate
 from tsae.sae.initial import geometric_median
@@ -166,7 +167,6 @@ def test_either_temporal_term_with_partners_of_their_own(
     torch.testing.assert_close(found.temporal, expected_term)
     torch.testing.assert_close(found.total, expected)
     assert torch.equal(found.fired, (codes > 0).any(0))
-    assert found.smallest.item() == pytest.approx(codes[codes > 0].min().item())
     gradients = torch.autograd.grad(found.total, list(sae.parameters()))
     for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
@@ -216,7 +216,6 @@ def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     assert terms.temporal.item() == pytest.approx(temporal, rel=1e-5)
     assert terms.aux.item() == pytest.approx(aux, rel=1e-5)
     assert terms.total.item() == pytest.approx(high + everything + 0.7 * temporal + 0.1 * aux, rel=1e-5)
-    assert terms.smallest.item() == 1.5
     assert terms.fired.tolist() == [True, True, True]
 
 
@@ -529,9 +528,48 @@ def test_decoder_rows_have_unit_norm_in_raw_units(planted: tuple[ActivationStore
     sae = TemporalSAE.load(trained)
     torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40), atol=1e-5, rtol=0)
     x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(0, 500)))
-    # The threshold is an average of batches' smallest codes; at it, raw activations have about k codes.
-    assert float((sae.encode(x) > 0).sum(1).float().mean()) == pytest.approx(3, rel=0.25)
+    assert float((sae.encode(x) > 0).sum(1).float().mean()) == pytest.approx(3, rel=0.05)
     assert float(sae.threshold) > 0
+
+
+@pytest.mark.parametrize("k", [1, 7, 30])
+def test_a_calibrated_sae_has_k_codes_per_token(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    sae = TemporalSAE(8, SAEConfig(d_sae=40, k=k)).requires_grad_(False)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    x = 3 * torch.randn(2500, 8, generator=generator)  # several chunks
+    positive = int((sae.encode(x) > 0).sum())
+    sae.threshold.fill_(1e9)  # of no account
+    calibrate(sae, x)
+    assert int((sae.encode(x) > 0).sum()) == min(k * len(x), positive)
+    assert sae.threshold.shape == ()
+
+
+def test_a_training_too_short_for_a_running_mean_ends_at_k(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    sae = train(store, PLANTED, training=replace(TRAINING, tokens=15_360), progress=False)
+    l0 = evaluate(sae, store, held_out=False, max_trajectories=400).l0
+    assert l0 == pytest.approx(PLANTED.k, rel=0.01)
+
+
+def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    windows = Windows(planted[0], "x.site", held_out=False)
+    training = replace(TRAINING, tokens=512 * 20, temporal_rise_share=0.5)
+    config = replace(PLANTED, dead_after_tokens=2000, aux_weight=0.0)
+    trainer = _Trainer(windows, config, training, Processes())
+    for batch, share in zip(trainer.batches(), [*np.arange(0.1, 1, 0.1), *[1.0] * 11], strict=True):
+        pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
+        terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
+        row = trainer.step(batch)
+        if row is not None:
+            expected = terms.reconstruction + terms.reconstruction_high + share * terms.temporal
+            assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.steps == 20
+    fine_tuned = _Trainer(windows, config, training, Processes(), trainer.finish())
+    batch = next(fine_tuned.batches())
+    row = fine_tuned.step(batch)
+    assert row is not None
+    assert row["loss"] > row["temporal"]
 
 
 def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:

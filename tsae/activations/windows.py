@@ -25,13 +25,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tsae.activations.config import Axis, Partner
+from tsae.activations.copies import Copies
 from tsae.activations.memory import Reused
 from tsae.activations.mixture import Mixture
 from tsae.activations.partners import Partners, blocks
@@ -71,6 +72,9 @@ class TokenBatch(NamedTuple):
     """Place in the epoch, from 0."""
     others: torch.Tensor | None = None
     """(m, d_model): tokens that are only partners; None where all partners are in x."""
+    copies: np.ndarray = np.empty(0, dtype=np.int64)
+    """(n + m,) of x and others, equal for tokens that are copies of one another: the same reader read the same text up
+    to them (`tsae.activations.copies`). Empty where there are no partners."""
 
 
 class _Plan(NamedTuple):
@@ -81,6 +85,7 @@ class _Plan(NamedTuple):
     others: Rows | None
     pairs: np.ndarray
     trajectory: np.ndarray
+    copies: np.ndarray
 
 
 Rows = list[tuple[int, np.ndarray]]
@@ -189,7 +194,7 @@ class Windows:
         """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
-        for name in ("_maps", "_outliers"):
+        for name in ("_maps", "_outliers", "first_tokens"):
             other.__dict__.pop(name, None)
         other.norms = other._norms(self.max_norm)
         return other
@@ -226,9 +231,10 @@ class Windows:
         """(n_texts,) row id of each in the rollouts."""
         return np.concatenate([shard.trajectory for shard in self.shards])
 
-    def sample(self, n_tokens: int) -> np.ndarray:
-        """(about n_tokens, d_model) float32 of the tokens trained on, without outliers: those of the first windows."""
-        place = self._first(n_tokens)
+    @cached_property
+    def first_tokens(self) -> np.ndarray:
+        """(about 16,384, d_model) float32: a sample of the tokens trained on, without outliers."""
+        place = self._first(16_384)
         place = place[self._inside(place)]
         x = self._gather(self._rows_of(place), Reused(1))
         self.refuse_not_finite(x, self._rows[np.searchsorted(self._texts, place, side="right") - 1])
@@ -341,9 +347,10 @@ class Windows:
                 plan, reading = ahead.popleft()
                 x, *others = [one.result() for one in reading]
                 ahead.extend(map(begin, islice(due, 1)))
-                yield TokenBatch(x, plan.pairs, plan.trajectory, plan.number, *others)
+                some = others[0] if others else None
+                yield TokenBatch(x, plan.pairs, plan.trajectory, plan.number, some, plan.copies)
                 # So that its memory is free for another.
-                del reading, x, others
+                del reading, x, others, some
 
     def _order(self, epoch: int) -> np.ndarray:
         """(n_windows,) packed, every window that an epoch reads, in its order."""
@@ -359,25 +366,41 @@ class Windows:
         drawn = None if self._partners is None else self._partners.draw(place, rng)
         if share[1] > 1:
             of_mine = np.repeat(mine, length)
-            length, text, place = length[mine], text[mine], place[of_mine]
+            begin, length, text, place = begin[mine], length[mine], text[mine], place[of_mine]
             drawn = None if drawn is None else drawn[of_mine]
         inside = self._inside(place)
         row = np.cumsum(inside) - 1
         x = self._rows_of(place[inside])
         trajectory = np.repeat(self._rows[text], length)[inside]
+        copies = np.empty(0, dtype=np.int64) if self.partner is None else self._copies_of(begin, length)[inside]
         if self._partners is None or drawn is None:
             follows = inside.copy()
             follows[1:] &= inside[:-1]
             follows[length.cumsum() - length] = False
             current = np.flatnonzero(follows) if self.partner is not None else np.empty(0, dtype=np.int64)
-            return _Plan(number, x, None, np.stack([row[current - 1], row[current]], axis=1), trajectory)
+            return _Plan(number, x, None, np.stack([row[current - 1], row[current]], axis=1), trajectory, copies)
         # A token that drew an outlier has no partner this time: the others are as likely as before.
         current = np.flatnonzero((drawn >= 0) & inside)
         partner = self._partners.place(drawn[current])
         good = self._inside(partner)
-        current = current[good]
+        current, partner = current[good], partner[good]
         pairs = np.stack([len(trajectory) + np.arange(len(current)), row[current]], axis=1)
-        return _Plan(number, x, self._rows_of(partner[good]), pairs, trajectory)
+        copies = np.concatenate([copies, self._copies_of(partner, np.ones_like(partner))])
+        return _Plan(number, x, self._rows_of(partner), pairs, trajectory, copies)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self.shards)
+
+    def _copies_of(self, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """(sum of lengths,) `TokenBatch.copies` of runs of tokens whose shards ascend."""
+        bounds = np.searchsorted(begin, self._base)
+        found = [
+            self._copies.of(number, begin[low:high] - self._base[number], length[low:high])
+            for number, (low, high) in enumerate(pairwise(bounds.tolist()))
+            if low < high
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
     def _gather(self, rows: Rows, memory: Reused) -> torch.Tensor:
         """(n, d_model) tokens in the stored precision."""

@@ -38,7 +38,8 @@ class SAEConfig:
     negatives: Literal["trajectories", "batch"] = "trajectories"
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
     pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
-    neighbours would be pushed apart."""
+    neighbours would be pushed apart. Copies of a pair's tokens, as rollouts of one prompt share them, are no negatives
+    of it in either case."""
     temperature: float = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""
@@ -125,8 +126,14 @@ class TrainingConfig:
     max_norm: float = 10.0
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
     learning_rate: float | None = None
-    """Adam's; by default 4e-4 · sqrt(16384 / d_sae): the scaling of Gao et al., from twice their rate, which the
-    shorter trainings here can use."""
+    """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), the last factor between 1 and 2: the scaling
+    of Gao et al., from twice their rate, which the shorter trainings here can use, and from four times in the shortest.
+    Steps are tokens // batch_tokens. A training that starts from an SAE has no such factor."""
+    temporal_rise_share: float = 0.0
+    """Share of the steps over which the weight of the temporal term rises linearly from 0 to
+    `SAEConfig.temporal_weight`. Features are then found before they are made smooth: a short training explains a little
+    more variance, its high-level group is less smooth, and more of it is dead; docs/measured.md has the figures. A
+    training that starts from an SAE has the full weight from the first step."""
     warmup_share: float = 0.05
     """Share of the steps over which the learning rate rises linearly."""
     decay_share: float = 0.2
@@ -177,6 +184,10 @@ class TrainingConfig:
             raise TsaeError(
                 f"batch_tokens={self.batch_tokens} must hold at least two windows of window={self.window} >= 2 tokens",
                 where="TrainingConfig",
+            )
+        if not 0 <= self.temporal_rise_share <= 1:
+            raise TsaeError(
+                f"temporal_rise_share={self.temporal_rise_share} is not between 0 and 1", where="TrainingConfig"
             )
         if not 0 <= self.warmup_share + self.decay_share <= 1 or min(self.warmup_share, self.decay_share) < 0:
             raise TsaeError(

@@ -21,6 +21,7 @@ def info_nce(
     temperature: float,
     similarity: str = "cosine",
     trajectory: torch.Tensor | None = None,
+    copies: torch.Tensor | None = None,
     processes: Processes = ALONE,
 ) -> torch.Tensor:
     """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.loss`.
@@ -34,15 +35,19 @@ def info_nce(
         temperature: divides the similarities.
         similarity: "cosine", or "inner" for raw inner products.
         trajectory: of at least all tokens t, where a pair's negatives are the pairs of other trajectories only.
+        copies: of all tokens, equal where one is a copy of the other: pairs that share a token are not contrasted.
         processes: that hold the batch.
     """
-    groups = None if trajectory is None else trajectory[pairs[:, 1]]
+    groups = [] if trajectory is None else [trajectory[pairs[:, 1]]]
+    if copies is not None:
+        groups += copies[pairs].unbind(1)
     if similarity == "cosine":
         square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
         norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
         # Not norm[codes.token], whose gradient several threads add up in any order: resumed runs give equal bits.
         codes = codes._replace(values=codes.values / norm.index_select(0, codes.token).clamp_min(1e-12))
-    return _InfoNCE.apply(*codes, n_latents, pairs, temperature, groups, processes)
+    together = torch.stack(groups, dim=1) if groups else None
+    return _InfoNCE.apply(*codes, n_latents, pairs, temperature, together, processes)
 
 
 def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Tensor:
@@ -86,7 +91,7 @@ class _Partners(NamedTuple):
     n_tokens: int
     pairs: torch.Tensor
     groups: torch.Tensor | None
-    """(N,) pairs of equal groups are not contrasted."""
+    """(N, n_kinds) pairs whose groups of any kind are equal are not contrasted."""
 
     def gathered(self, processes: Processes) -> tuple[_Partners, int]:
         """Those of all processes, and the number of this one's first pair among them."""
@@ -114,7 +119,10 @@ def _logits(current: _Partners, previous: _Partners, n_latents: int, temperature
     # Of every token; rows that are no current token are left out.
     logits = (codes @ dense[:, previous.pairs[:, 0]])[current.pairs[:, 1]] / temperature
     if current.groups is not None and previous.groups is not None:
-        alike = current.groups[:, None] == previous.groups[None, :]
+        kinds = zip(current.groups.unbind(1), previous.groups.unbind(1), strict=True)
+        alike = torch.zeros_like(logits, dtype=torch.bool)
+        for mine, others in kinds:
+            alike |= mine[:, None] == others[None, :]
         alike.diagonal(diagonal).fill_(False)
         logits.masked_fill_(alike, -torch.inf)
     return logits

@@ -5,16 +5,17 @@ new activations ask for. Which latents are kept is training's: BatchTopK, k per 
 
 | start | its codes until the first step | k without a config |
 |---|---|---|
-| a T-SAE | the same; its threshold goes on as the running one | its own |
-| sae_lens: one threshold for all latents | the same; the threshold goes on | L0 |
-| sae_lens: thresholds that differ (jumprelu) | the same; the first step leaves them for one of all latents | L0 |
+| a T-SAE | the same | its own |
+| sae_lens: one threshold for all latents | the same | L0 |
+| sae_lens: thresholds that differ (jumprelu) | the same; training leaves them for one of all latents | L0 |
 | sae_lens: topk | the k largest of each token become k per token on average | its own |
-| sae_lens: standard (ReLU) | the same; the first step puts a threshold where there was none | L0 |
+| sae_lens: standard (ReLU) | the same; training puts a threshold where there was none | L0 |
 
 L0 is measured on a sample of the new store. Without a config an SAE of sae_lens goes on as what it is there, one group
 without a temporal term: a plain BatchTopK SAE. Its decoder rows may have any norm, ours have norm 1: the norms go into
 the encoder, and codes grow by them.
 
+The threshold is calibrated on the new store at the end, and the temporal term has its full weight from the first step.
 Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At
 the full learning rate a long training moves latents far; docs/measured.md has how far, and what a tenth of it costs.
 """
@@ -30,8 +31,6 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.foreign import ForeignConfig, ForeignSAE
 from tsae.sae.model import TemporalSAE, check_fits
-
-_SAMPLE_TOKENS = 16_384
 
 
 def starting_config(
@@ -83,7 +82,7 @@ def _own_config(start: TemporalSAE, store: Source) -> SAEConfig:
 
 @torch.no_grad()
 def _mean_l0(sae: TemporalSAE, store: Source) -> float:
-    sample = store.windows(sae.site, held_out=False).sample(_SAMPLE_TOKENS)
+    sample = store.windows(sae.site, held_out=False).first_tokens
     parts = torch.from_numpy(sample).to(sae.W_dec.device).split(1024)
     return sum(int((sae.encode(x) > 0).sum()) for x in parts) / len(sample)
 

@@ -15,6 +15,8 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
       ½ · mean_i [ −log softmax_j(s_ij)[i] ]  +  ½ · mean_j [ −log softmax_i(s_ij)[j] ]
 
   where j and i run over the pair itself and the pairs of other trajectories (by default; see `SAEConfig.negatives`).
+  A pair whose token or partner is a copy of this pair's is left out too: rollouts of one prompt share its tokens, and
+  a copy of the positive would be pushed away while the positive is drawn near.
 
 - With `temporal="l1"` a similarity-weighted L1 takes InfoNCE's place, as in the authors' code without its contrastive
   flag: over the same pairs (s, t) of tokens, with w the first of the `group_weights` (there .2; else 1),
@@ -66,8 +68,6 @@ class LossTerms(NamedTuple):
     aux: torch.Tensor
     fired: torch.Tensor
     """(d_sae,) bool: latents active somewhere in the batch."""
-    smallest: torch.Tensor
-    """Smallest active code of the batch, from which the inference threshold is averaged."""
     n_tokens: int
     """Tokens of the batch."""
 
@@ -79,7 +79,9 @@ def temporal_loss(
     dead: torch.Tensor | None = None,
     trajectory: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
+    copies: torch.Tensor | None = None,
     *,
+    temporal_share: float = 1.0,
     precision: Precision = "float32",
     processes: Processes = ALONE,
 ) -> LossTerms:
@@ -92,6 +94,8 @@ def temporal_loss(
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
+        copies: (n + m,) equal for tokens that are copies of one another (`TokenBatch.copies`); by default none are.
+        temporal_share: of the temporal weight that counts (`TrainingConfig.temporal_rise_share`).
         precision: of the large matrix products (`TrainingConfig.precision`).
         processes: that hold the batch; x and pairs are this one's share.
 
@@ -125,7 +129,7 @@ def temporal_loss(
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
-            total = total + config.temporal_weight * weights[0] * temporal
+            total = total + temporal_share * config.temporal_weight * weights[0] * temporal
         else:
             if config.negatives == "batch":
                 trajectory = None
@@ -136,9 +140,9 @@ def temporal_loss(
                     fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
                 )
             temporal = contrast.info_nce(
-                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, processes
+                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
             )
-            total = total + config.temporal_weight * temporal
+            total = total + temporal_share * config.temporal_weight * temporal
 
     aux = x.new_zeros(())
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
@@ -149,10 +153,7 @@ def temporal_loss(
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
     fired = torch.zeros(config.d_sae, dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
-    smallest = codes.values.detach().min() if len(codes.values) else x.new_tensor(torch.inf)
-    smallest = processes.least(smallest)
-    smallest = torch.where(smallest.isinf(), 0.0, smallest)  # nothing is active
-    return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), smallest, n_tokens)
+    return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), n_tokens)
 
 
 def variance(x: torch.Tensor, n_tokens: int, processes: Processes) -> torch.Tensor:

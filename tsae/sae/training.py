@@ -4,7 +4,8 @@
    outlier limit are left out; x is scaled to mean norm √d_model. The decoder bias starts from such a sample too.
 2. Adam on the loss of `tsae.sae.loss`; after every step decoder rows return to unit norm (their gradient's parallel
    part is removed before).
-3. The inference threshold is the running mean of each batch's smallest active code.
+3. The inference threshold is calibrated at the end: on a sample of training tokens, k codes are active on average
+   (`tsae.sae.calibration`).
 4. The scale is folded into the saved weights, so that the SAE reads raw activations.
 
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
@@ -30,6 +31,7 @@ from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.distributed import Processes, join
 from tsae.errors import TsaeError
+from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.finetuning import trainable
 from tsae.sae.initial import initial_bias
@@ -37,8 +39,6 @@ from tsae.sae.loss import LossTerms, temporal_loss, variance
 from tsae.sae.model import TemporalSAE
 from tsae.sae.plan import Plan
 from tsae.sae.tracking import start_wandb
-
-_THRESHOLD_DECAY = 0.99
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
             holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
             Processes of `torchrun` must all see it.
         training: how it is trained; defaults of `TrainingConfig`.
-        progress: show a bar with tokens/s, FVE, L0 and the share of latents alive.
+        progress: show a bar with tokens/s, FVE and the share of latents alive.
 
     Raises:
         TsaeError: for an unknown site, a store without adjacent tokens, activations or a loss that are not finite, a
@@ -134,8 +134,8 @@ def _train(windows: Windows, plans: Sequence[Plan], processes: Processes, bar: A
         bar.update(len(due) * reader.training.batch_tokens)
         rows = [run.row for run in due if run.row.get("step") == steps]
         if rows:
-            fve, l0, alive = (sum(row[name] for row in rows) / len(rows) for name in ("fve", "l0", "alive"))
-            bar.set_postfix_str(f"FVE {fve:.3f}, L0 {l0:.1f}, alive {alive:.1%}", refresh=False)
+            fve, alive = (sum(row[name] for row in rows) / len(rows) for name in ("fve", "alive"))
+            bar.set_postfix_str(f"FVE {fve:.3f}, alive {alive:.1%}", refresh=False)
     return [run.finish() for run in runs]
 
 
@@ -236,22 +236,20 @@ class _Trainer:
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         self.scale = windows.d_model**0.5 / windows.norms.mean
-        self.smallest, self.weight = 0.0, 0.0
+        # Kept for `finish`: a live source would have to compute it once more.
+        self.sample = windows.first_tokens
+        # A start has its high-level latents already.
+        self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
-            sample = windows.sample(16_384)
-            bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
+            bias = torch.from_numpy(initial_bias(self.sample, training.initial_bias)) * self.scale
             generator = torch.Generator().manual_seed(training.seed)
             self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
             self.sae.initialize(bias, generator)
         else:
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale)
-            if self.sae.threshold.ndim == 0 and self.sae.threshold > 0:
-                # It counts as one batch: there is a threshold from the start, and soon the new store's.
-                self.weight = 1 - _THRESHOLD_DECAY
-                self.smallest = self.weight * float(self.sae.threshold)
         self.sae.to(self.device)
-        self.learning_rate = training.learning_rate or 4e-4 * (16_384 / config.d_sae) ** 0.5
+        self.learning_rate = training.learning_rate or _learning_rate(config.d_sae, self.n_steps, start)
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
         for parameter in self.sae.parameters():
             # As Adam would make it at its first step; made here, so that `state` has the same tensors at every step.
@@ -269,7 +267,6 @@ class _Trainer:
             state.update({f"adam.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()})
         state["idle_tokens"] = self.idle_tokens
         state["position"] = torch.tensor([self.steps, self.epoch, self.next_batch])
-        state["running_threshold"] = torch.tensor([self.smallest, self.weight], dtype=torch.float64)
         return state
 
     @torch.no_grad()
@@ -278,7 +275,6 @@ class _Trainer:
         for name, live in self.state().items():
             live.copy_(state[name])
         self.steps, self.epoch, self.next_batch = state["position"].tolist()
-        self.smallest, self.weight = state["running_threshold"].tolist()
 
     def batches(self) -> Iterator[TokenBatch]:
         """This process's shares of the batches that are left, epoch after epoch."""
@@ -308,10 +304,22 @@ class _Trainer:
         assert self.config.dead_after_tokens is not None
         x = batch.x.to(self.device).float() * self.scale
         dead = self.idle_tokens >= self.config.dead_after_tokens
-        pairs, trajectory = (torch.from_numpy(a).to(self.device) for a in (batch.pairs, batch.trajectory))
+        arrays = (batch.pairs, batch.trajectory, batch.copies)
+        pairs, trajectory, copies = (torch.from_numpy(a).to(self.device) for a in arrays)
         others = None if batch.others is None else batch.others.to(self.device).float() * self.scale
         precision, processes = self.training.precision, self.processes
-        terms = temporal_loss(self.sae, x, pairs, dead, trajectory, others, precision=precision, processes=processes)
+        terms = temporal_loss(
+            self.sae,
+            x,
+            pairs,
+            dead,
+            trajectory,
+            others,
+            copies,
+            temporal_share=min(1.0, (self.steps + 1) / max(self.temporal_rise, 1)),
+            precision=precision,
+            processes=processes,
+        )
         rate = self.learning_rate * self._schedule(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -324,18 +332,14 @@ class _Trainer:
         with torch.no_grad():
             self.sae.W_dec.div_(self.sae.W_dec.norm(dim=1, keepdim=True).clamp_min(1e-8))
         self.idle_tokens.add_(terms.n_tokens).masked_fill_(terms.fired, 0)
-        # Read together, once all is under way: a GPU is waited for here.
-        total, smallest = torch.stack([self.processes.sum(terms.total.detach()), terms.smallest]).tolist()
-        if not math.isfinite(total):
+        # Read once all is under way: a GPU is waited for here.
+        if not math.isfinite(self.processes.sum(terms.total.detach()).item()):
             self.windows.refuse_not_finite(batch.x, batch.trajectory)
             raise TsaeError(
                 f"the loss is not finite at step {self.steps}",
                 where=self.windows.store.path,
                 fix="Lower the learning rate.",
             )
-        # Bias-corrected running mean: no warm-up in which the threshold would be too low.
-        self.smallest = _THRESHOLD_DECAY * self.smallest + (1 - _THRESHOLD_DECAY) * smallest
-        self.weight = _THRESHOLD_DECAY * self.weight + (1 - _THRESHOLD_DECAY)
         self.steps += 1
         if (self.steps - 1) % 25 and self.steps != self.n_steps:
             return None
@@ -354,10 +358,8 @@ class _Trainer:
         gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)
 
     def _metrics(self, x: torch.Tensor, terms: LossTerms, rate: float) -> dict[str, float]:
-        # At the threshold that inference would use now, not the k that the batch was given.
-        l0 = (self.sae.preactivations(x) > self.smallest / self.weight).sum() / terms.n_tokens
-        parts = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux, l0]
-        total, everything, high, temporal, aux, l0 = self.processes.sum(torch.stack(parts))
+        parts = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux]
+        total, everything, high, temporal, aux = self.processes.sum(torch.stack(parts))
         var = variance(x, terms.n_tokens, self.processes)
         return {
             "step": self.steps - 1,
@@ -366,14 +368,18 @@ class _Trainer:
             "fve_high": 1 - (high / var).item(),
             "temporal": temporal.item(),
             "aux": aux.item(),
-            "l0": l0.item(),
             "alive": (self.idle_tokens < (self.config.dead_after_tokens or 0)).float().mean().item(),
             "learning_rate": rate,
         }
 
     def finish(self) -> TemporalSAE:
-        # One for all latents, whatever a start had.
-        self.sae.threshold = torch.tensor(self.smallest / self.weight, device=self.device)
         self.sae.fold_scale(self.scale)
         self.sae.requires_grad_(False)
+        calibrate(self.sae, torch.from_numpy(self.sample))
         return self.sae.eval()
+
+
+def _learning_rate(d_sae: int, n_steps: int, start: TemporalSAE | None) -> float:
+    """The default; see `TrainingConfig.learning_rate`."""
+    short = min(2.0, max(1.0, (1500 / n_steps) ** 0.5)) if start is None else 1.0
+    return 4e-4 * (16_384 / d_sae) ** 0.5 * short
