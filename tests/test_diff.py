@@ -332,8 +332,8 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
     np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
 
     # With enough problems in common, each side has its own trajectories again.
-    shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 5)
-    assert drawn(shared)["run", "total", "all", "all"].of.n_problems == 5
+    shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 8)
+    assert drawn(shared)["run", "total", "all", "all"].of.n_problems == 8
 
 
 def test_special_and_prompt_tokens_do_not_count() -> None:
@@ -346,11 +346,11 @@ def test_special_and_prompt_tokens_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "note"),
     [
-        ({"n_problems": 1}, ("run", "total", "all", "all"), "1 problems have such trajectories on both sides; 5 are"),
+        ({"n_problems": 1}, ("run", "total", "all", "all"), "1 problems have such trajectories on both sides; 8 are"),
         (
             {"n_problems": 1},
             ("run", "success_minus_failure", "all", "all"),
-            "problems have both outcomes; 5 are needed",
+            "problems have both outcomes; 8 are needed",
         ),
         ({"success_rate": 0.0}, ("run", "success_minus_failure", "all", "all"), "0 problems have both outcomes"),
         ({"success_rate": 0.0}, ("run", "total", "all", "success"), "0 problems have such trajectories"),

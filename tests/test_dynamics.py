@@ -197,7 +197,7 @@ def test_a_run_that_cannot_be_compared_says_why() -> None:
     found = dynamics(world(np.ones((3, 3)), n_problems=4), QUICK)
     assert found is not None
     assert found.table.empty
-    assert found.notes == {"run": "4 problems have trajectories of every step; 5 are needed"}
+    assert found.notes == {"run": "4 problems have trajectories of every step; 8 are needed"}
 
 
 def test_command_line_and_files(

@@ -466,7 +466,7 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     assert "there is no success" in lines[1]
     assert lines[2].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
     outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
-    assert set(outcome.note) == {"0 problems have both outcomes; 5 are needed"}
+    assert set(outcome.note) == {"0 problems have both outcomes; 8 are needed"}
     assert "not (too few problems): all, all success" in lines[7]
     assert (tmp_path / "out" / "report.html").is_file()
 

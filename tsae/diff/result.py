@@ -376,4 +376,10 @@ class FeatureDiff:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
         there = [*_TABLES, *(name for name in _OPTIONAL if (folder / f"{name}.parquet").is_file())]
         tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in there}
+        if not {"delta", "p_differs"} <= set(tables["shifts"]):
+            raise TsaeError(
+                "its shifts have no sizes (column delta): an earlier version drew it",
+                where=folder,
+                fix="Draw it again with `tsae diff`.",
+            )
         return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)
