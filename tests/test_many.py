@@ -202,7 +202,7 @@ def test_one_bar_counts_all_trainings(
     train_many(store, SAEConfig(d_sae=32, k=3), seeds=[0, 1], to=tmp_path, training=training)
     shown = capsys.readouterr().err.split("\r")
     assert "16.0k/16.0k" in shown[-1]
-    assert re.search(r"FVE -?\d\.\d{3}, L0 \d+\.\d, alive \d+\.\d%", shown[-1])
+    assert re.search(r"FVE -?\d\.\d{3}, alive \d+\.\d%", shown[-1])
     train_many(store, SAEConfig(d_sae=32, k=3), seeds=[0, 1], to=tmp_path, training=training)
     assert capsys.readouterr().err == ""
 

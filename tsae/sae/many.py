@@ -45,7 +45,7 @@ def train_many(
             or of its seed, for all of them.
         to: folder for one folder per training, `run_name` tells which; None keeps them in memory.
         training: how they are trained; defaults of `TrainingConfig`.
-        progress: show one bar for all, with the mean of FVE, L0 and the share of latents alive over the seeds.
+        progress: show one bar for all, with the mean of FVE and of the share of latents alive over the seeds.
 
     Returns:
         (site, seed) -> SAE.
