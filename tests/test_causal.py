@@ -301,7 +301,7 @@ def test_bands_come_with_the_problems_of_a_table(found: Intervention) -> None:
 
 def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
     base = make_rollouts(("none", "features", "random_1", "random_2", "same_norm_1", "wrong_sign"), n_problems=30)
-    table = outcome_table(base, confidence=0.95, seed=0)
+    table = outcome_table(base, confidence=0.95)
     frame = base.frame.assign(right=base.frame.outcome == "success")
     means = frame.groupby(["policy", "problem_id"]).right.mean().unstack(0)
     row = table[(table.condition == "features") & (table.behaviour == "accuracy")].iloc[0]
