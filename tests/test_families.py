@@ -178,7 +178,7 @@ def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
 def test_a_feature_of_few_problems_has_no_family() -> None:
     table = story()
     problem = table.rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.trajectory[table.row_of_token]]
-    for n, expected in ((4, "none"), (5, "direct-answer")):
+    for n, expected in ((7, "none"), (8, "direct-answer")):
         codes = table.codes.toarray()
         codes[problem >= n, 0] = 0
         codes[:, 0] *= codes[:, 0] > 0.02  # on its class alone
