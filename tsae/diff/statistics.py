@@ -89,7 +89,8 @@ class Draws:
     minimum_effect: float
     """|Δ| up to which a feature did not move."""
     differs: bool = True
-    """Whether Δ = 0 is tested too; without that p_differs is p."""
+    """Whether Δ = 0 is tested too; without that p_differs is p, and what lies within the minimum effect has no
+    interval: the bootstrap is most of a null's work."""
     q: float = 0.05
     """False-discovery rate for which draws are to suffice."""
     method: FalseDiscoveries = "bh"
@@ -323,13 +324,19 @@ def _infer(
     """
     difference = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
     n, size, least = len(difference), np.abs(difference), draws.minimum_effect * scale
-    half, error, p_at = _bootstrap(groups, draws.n_bootstrap, draws.confidence, draws.seed, [0 * least, least])
+    beyond = np.flatnonzero(size > least)
+    drawn = np.arange(n) if draws.differs else beyond
+    half, error, at_0, at_least = np.full((4, n), np.nan)
+    some = groups if draws.differs else [group[:, drawn] for group in groups]
+    half[drawn], error[drawn], (at_0[drawn], at_least[drawn]) = _bootstrap(
+        some, draws.n_bootstrap, draws.confidence, draws.seed, [0 * least[drawn], least[drawn]]
+    )
     common = (n_tests, n, draws.n_permutations, draws.q, draws.method)
-    p = sequential_p(tests(least), *common, among=np.flatnonzero(size > least))
-    p = p_differs = np.where(half >= size - least, np.maximum(p, p_at[1]), p)
+    p = sequential_p(tests(least), *common, among=beyond)
+    p = p_differs = np.where(half >= size - least, np.maximum(p, at_least), p)
     if draws.differs and draws.minimum_effect > 0:
         p_differs = sequential_p(tests(None), *common)
-        p_differs = np.where(half >= size, np.maximum(p_differs, p_at[0]), p_differs)
+        p_differs = np.where(half >= size, np.maximum(p_differs, at_0), p_differs)
         p = np.maximum(p, p_differs)  # What moved differs.
     return Inference(
         difference=difference,
@@ -413,8 +420,9 @@ def _bootstrap(
         t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
         error[part] = np.sqrt(se_squared)
         half[part] = np.quantile(t, confidence, axis=1) * error[part]
+        if least:
+            t *= error[part].astype(np.float32)[:, None]
         for found, edge in zip(p, least, strict=True):
-            beyond = np.abs(observed) - edge[part]
-            extreme = (t * error[part][:, None] >= beyond[:, None]).sum(1)
-            found[part] = (1 + extreme) / (1 + n_bootstrap)
+            beyond = (np.abs(observed) - edge[part]).astype(np.float32)
+            found[part] = (1 + np.count_nonzero(t >= beyond[:, None], axis=1)) / (1 + n_bootstrap)
     return half, error, p
