@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -110,12 +111,12 @@ class World:
         """Policy and outcome: what of a problem shares more than the problem."""
         return 2 * self.policy + self.success
 
-    def table(self, readings: list[tuple[np.ndarray, np.ndarray]], *, outcomes: bool = True) -> tsae.FeatureTable:
+    def table(self, readings: list[tuple[np.ndarray, np.ndarray]], *, split: bool = True) -> tsae.FeatureTable:
         """One-token responses.
 
         Args:
             readings: of every reader its rows and (n_rows, n_features) activations there, the base first.
-            outcomes: whether they are known.
+            split: whether outcomes and bands are known.
         """
         names = ["base", "up", "down"]
         records = [
@@ -124,8 +125,8 @@ class World:
                 "policy": names[k],
                 "prompt_ids": [0],
                 "response_ids": [2, EOS],
-                "outcome": ("success" if s else "failure") if outcomes else "unknown",
-                "band": b,
+                "outcome": ("success" if s else "failure") if split else "unknown",
+                "band": b if split else None,
             }
             for p, k, s, b in zip(self.problem, self.policy, self.success, self.band, strict=True)
         ]
@@ -136,7 +137,7 @@ class World:
 
 
 def as_table(
-    records: list[dict[str, object]],
+    records: list[dict[str, Any]],
     codes: list[np.ndarray],
     lengths: list[np.ndarray],
     ids: np.ndarray,
@@ -223,7 +224,8 @@ def moved_by_noise(size: float, seed: int, config: tsae.DiffConfig) -> tuple[flo
     world = World.of(rng, 1)
     values = LEVEL + activations(rng, world.problem, world.policy, N_FEATURES)
     of_problem = rng.normal(size=(N_PROBLEMS, N_FEATURES))[world.problem]
-    read = values + size * (rng.normal(size=N_FEATURES) + 0.3 * of_problem + 0.3 * rng.normal(size=values.shape))
+    sign = rng.choice([-1, 1], size=N_FEATURES)
+    read = values + size * (sign + 0.3 * of_problem + 0.3 * rng.normal(size=values.shape))
     rows = np.arange(len(values))
     table = world.table([(rows, values), (rows, read)])
     drawn = draw(*one(table, config, kind="shift", part="same_trajectories"), config)
@@ -263,7 +265,7 @@ def opposed(up: np.ndarray, down: np.ndarray, seed: int, config: tsae.DiffConfig
         return values + delta + own + 0.5 * rng.normal(size=values.shape)
 
     rows = np.arange(len(values))
-    table = world.table([(rows, values), (rows, read(up)), (rows, read(down))], outcomes=False)
+    table = world.table([(rows, values), (rows, read(up)), (rows, read(down))], split=False)
     diff = tsae.feature_diff(table, config, progress=False)
     least = config.minimum_effect + 1e-9
     false = said = right = planted = 0
@@ -350,7 +352,10 @@ LINES = [
             (f"10 at ±{LARGE}, 20 at ±0.1, 10 at 0", MIXED),
         )
     ),
-    *(Line("moved", f"weights with noise: |Δ| about {size}", partial(moved_by_noise, size)) for size in (0.003, 0.03)),
+    *(
+        Line("moved", f"weights with noise, all at Δ = ±{size}", partial(moved_by_noise, size))
+        for size in (0.003, 0.03)
+    ),
     Line("opposed", "nothing", partial(opposed, np.zeros(N_FEATURES), np.zeros(N_FEATURES))),
     Line("opposed", "both runs raise all", partial(opposed, np.full(N_FEATURES, LARGE), np.full(N_FEATURES, LARGE))),
     Line("opposed", f"10 at +{LARGE} and −0.1, 30 raised by the second run", partial(opposed, _UP, _DOWN)),
@@ -363,7 +368,7 @@ LINES = [
 
 def main() -> None:
     options = tyro.cli(CheckStatements, description=__doc__)
-    rows = []
+    rows: list[dict[str, Any]] = []
     print("| statement | planted | false | promised | found |\n|---|---|---|---|---|")
     for line in LINES:
         if options.only and line.statement not in options.only:

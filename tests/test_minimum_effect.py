@@ -205,3 +205,16 @@ def test_small_changes_of_all_problems_differ_and_move_nothing() -> None:
         assert (found.q_differs <= 0.05).mean() > 0.9
         assert (found.q <= 0.05).sum() == 0
         assert found.p.min() == 1
+
+
+def test_a_null_counts_what_the_whole_inference_counts() -> None:
+    """Without the second test what lies within the minimum effect has no interval; nothing else changes."""
+    x = np.random.default_rng(0).normal(0.3, 1, size=(40, 300))
+    whole = paired_inference(x, np.ones(300), DRAWS)
+    quick = paired_inference(x, np.ones(300), replace(DRAWS, differs=False))
+    beyond = np.abs(whole.delta) > 0.1
+    np.testing.assert_array_equal(quick.p[~beyond], 1)
+    np.testing.assert_array_equal(quick.q <= 0.05, whole.q <= 0.05)
+    for name in ("low", "high", "delta_low", "error"):
+        np.testing.assert_allclose(getattr(quick, name)[beyond], getattr(whole, name)[beyond], rtol=1e-4)
+        assert np.isnan(getattr(quick, name)[~beyond]).all()
