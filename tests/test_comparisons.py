@@ -272,11 +272,10 @@ def test_what_one_band_has_does_not_reach_the_null_of_another() -> None:
     interaction = diff.contrast(kind="interaction", checkpoint="base", band="hard-medium")
     assert interaction.n_discoveries == 3
     assert interaction.n_null <= 0.4
-    counted = diff.contrasts[(diff.contrasts.outcome == "all") & (diff.contrasts.note == "")]
+    counted = diff.contrasts[diff.contrasts.note == ""]
     assert counted.n_null.notna().all()
     assert (counted.null_any <= counted.n_null + 1e-12).all()
-    # Shifts of successes or failures alone are not counted in the report.
-    assert diff.contrasts.n_null[diff.contrasts.outcome != "all"].isna().all()
+    assert diff.contrasts.n_null[diff.contrasts.note != ""].isna().all()
 
 
 def test_where_trajectories_cannot_be_split_there_is_no_null() -> None:

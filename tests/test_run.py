@@ -46,7 +46,7 @@ TINY = RunConfig(
     training_tokens=20_000,
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
-STAGES = ["series", "rollouts", "bands", "activations", "sae", "evaluation", "features", "diff", "report"]
+STAGES = ["series", "rollouts", "bands", "activations", "sae", "evaluation", "features", "diff", "noise", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,7 @@ def test_adapters_over_a_base_in_the_cache(
         # The vocabulary is the base's; peft would ask the hub whether it is.
         model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
     lines: list[str] = []
-    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
     diff = analyze_run(config, progress=False, say=lines.append)
     assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
     assert lines[-1].endswith("report.html")
@@ -327,7 +327,7 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
     shutil.copytree(trl_run / "completions", run / "completions")
     (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
     lines: list[str] = []
-    config = replace(TINY, path=run, tokens=4_000, to=tmp_path / "out")
+    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
     diff = analyze_run(config, progress=False, say=lines.append)
     assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
     local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")

@@ -262,7 +262,8 @@ def comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) -> list[
     """All shifts, then all outcome effects, then all interactions."""
     effects = list(outcome_comparisons(features, rows, config))
     shifts = shift_comparisons(features, rows, config)
-    return [*shifts, *effects, *interaction_comparisons(effects, config)]
+    between = (_unless_refused(features, found) for found in interaction_comparisons(effects, config))
+    return [*shifts, *effects, *between]
 
 
 def main_comparisons(found: Sequence[Comparison], checkpoint: str) -> list[Comparison]:
