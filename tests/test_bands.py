@@ -291,3 +291,18 @@ def test_contrasts_of_refused_bands_say_why() -> None:
         else:
             assert contrast.note == why
             assert contrast.inference is None
+
+
+def test_policies_with_one_response_each_are_banded_together() -> None:
+    """Four models' solutions to a problem: two of them measure what the other two are banded by."""
+    records = [
+        {"problem_id": f"p{p}", "policy": f"m{m}", "prompt_ids": [BOS], "response_ids": [3, EOS],
+         "outcome": "success" if (p % 3 == 0 or (p % 3 == 1 and m in (0, 3))) else "failure"}
+        for p in range(60) for m in range(4)
+    ]  # fmt: skip
+    frame = Rollouts.from_records(records).with_bands(None).frame
+    kept = frame.dropna(subset="band")
+    rate = frame.assign(right=frame.outcome == "success").groupby("problem_id").right.mean()
+    assert set(kept.band) == {"easy", "medium", "hard"}
+    assert (kept.band[kept.problem_id.map(rate) == 1] == "easy").all()
+    assert (kept.band[kept.problem_id.map(rate) == 0] == "hard").all()

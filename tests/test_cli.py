@@ -137,7 +137,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--batch-tokens", 512)  # fmt: skip
     run("encode", "--sae", to / "sae", "--store", to / "acts", "--to", to / "features")
     run("diff", "--features", to / "features", "--to", to / "diff", "--tokenizer", to / "series",
-        "--annotator", "test_cli:classes", "--min-problems", 5, "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
+        "--annotator", "test_cli:classes", "--min-problems", 5,
+        "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
     run("report", "--diff", to / "diff", "--features", to / "features", "--to", to / "report.html", "--title", "Tiny")
     return to
 

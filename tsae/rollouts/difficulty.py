@@ -176,13 +176,13 @@ def find_bands(
     """The band of every trajectory, by a pass rate that it is no part of.
 
     With `measured_on`, a problem's band is that of its pass rate there. Without, bands are cross-fitted: a trajectory's
-    half is its rank within problem and policy modulo 2, and its pass rate that of the reference's trajectories of the
-    other half. Where both rates of a problem lie in one band, this is the band of all its trajectories. Where they do
-    not, chance (a hash of the problem's id) chooses one half, whose trajectories get their band; the other half gets
-    none. So every problem has one band at most, and the mean over the problems of a band is unbiased: with R_h the
-    mean of half h, the problem adds ½ Σ_h R_h · 1[R_(1−h) in the band] in expectation. Were both halves kept, each in a
-    band of its own, problems whose halves agree would count half as much as they must, and hard problems would look
-    easier than they are.
+    half is its rank within problem and policy modulo 2 (where all policies count together, its rank within the problem,
+    since each may have one trajectory), and its pass rate that of the reference's trajectories of the other half. Where
+    both rates of a problem lie in one band, this is the band of all its trajectories. Where they do not, chance (a hash
+    of the problem's id) chooses one half, whose trajectories get their band; the other half gets none. So every problem
+    has one band at most, and the mean over the problems of a band is unbiased: with R_h the mean of half h, the problem
+    adds ½ Σ_h R_h · 1[R_(1−h) in the band] in expectation. Were both halves kept, each in a band of its own, problems
+    whose halves agree would count half as much as they must, and hard problems would look easier than they are.
 
     Args:
         frame: trajectories with the columns problem_id, policy and outcome.
@@ -200,7 +200,8 @@ def find_bands(
         rates = rates_of(measured_on, where, reference)
         used, halves = resolve(cutoffs, rates), (rates, rates)
     else:
-        half = frame.groupby(["problem_id", "policy"], sort=False).cumcount().to_numpy() % 2
+        of = ["problem_id"] if reference is None else ["problem_id", "policy"]
+        half = frame.groupby(of, sort=False).cumcount().to_numpy() % 2
         measured = rates_of(frame, where, reference)  # Says what is wrong where nothing is known.
         by_half = [frame[half == 1 - h] for h in (0, 1)]
         halves = tuple(
