@@ -30,7 +30,7 @@ from tsae.report.packing import number_array
 from tsae.report.page import render
 from tsae.report.sections import linked
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
-from tsae.report.terminal import gates_text, opposed_text, outcome_text
+from tsae.report.terminal import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -731,3 +731,18 @@ def test_panels_have_the_heights_and_gaps_that_were_asked_for() -> None:
     assert made.height * (top[0] - bottom[1]) == pytest.approx(50)
     assert [title.text for title in made.figure.layout.annotations] == list("abcde")
     assert panels(["alone"], 3, panel=200, gap=50, horizontal=0.1).height == 200
+
+
+def test_bands_that_are_steps_are_said_before_all_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = {"easy": {"1": 0, "25": 7}, "medium": {"1": 3, "25": 0}, "hard": {"1": 5, "25": 0}}
+    why = "bands and training steps cannot be told apart"
+    bands = {**make().info["bands"], "refused": why, "confounded_with_step": {"table": table, "sentence": why}}
+    diff = replace(make(), info={**make().info, "bands": bands})
+    assert findings(diff)[0].sentences == (f"{why[0].upper()}{why[1:]}. Bands are shown, and not compared.",)
+    page = diff.to_html(tmp_path / "r.html").read_text()
+    assert page.index("cannot be told apart") < page.index("<bdi>up-run</bdi>")
+    assert "Problems by band and training step" in page
+    print_findings(diff)
+    said = capsys.readouterr().out
+    assert said.index("cannot be told apart") < said.index("Behaviour on each band")
+    assert re.search(r"easy +0 +7\n", said)

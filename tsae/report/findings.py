@@ -32,6 +32,8 @@ class Finding:
     """A few words beside the heading."""
     checkpoint: str | None = None
     """The run that it is about."""
+    warns: bool = False
+    """Whether it has to be read before all others."""
 
 
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
@@ -42,7 +44,15 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
     rest = [_opposed(diff), _outcomes(diff) if not runs else None]
     found += [finding for finding in rest if finding is not None]
     beside = [_predicted(diff), _along_steps(diff), _tested(diff)]
-    return [*found[: limit - 1], *(finding for finding in beside if finding is not None), _belief(diff)]
+    warned = Finding("Before all others", (warning,), "gates", warns=True) if (warning := bands_warning(diff)) else None
+    kept = [warned, *found[: limit - 1], *beside, _belief(diff)]
+    return [finding for finding in kept if finding is not None]
+
+
+def bands_warning(diff: FeatureDiff) -> str:
+    """That bands are training steps, where they are; empty otherwise."""
+    refused = (diff.info.get("bands") or {}).get("refused") or ""
+    return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
 
 
 def findings_content(diff: FeatureDiff) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
 def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None]) -> str:
     found = findings(diff)
     # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
-    beside = [f for f in found if f.checkpoint] or found[:-1]
+    beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     spoken = " ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found)
     picture = overview(diff)
     drawn["overview"] = picture
@@ -200,7 +200,7 @@ def _first_screen(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | No
     return (
         f'<header><h1>{html_text(title)}</h1><p class="lead">{html_text(lead(diff))}</p></header>'
         f'<div class="first">{_findings(diff, beside, "Findings", "beside")}{figure}'
-        f"{_findings(diff, found[len(beside) :], 'Further findings', 'below')}</div>"
+        f"{_findings(diff, [f for f in found if f not in beside], 'Further findings', 'below')}</div>"
     )
 
 

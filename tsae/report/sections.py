@@ -79,7 +79,18 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
         ("Written with", html_text(_listed(provenance))),
     ]
     listing = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
-    return f"{readers}<dl>{listing}</dl>"
+    return f"{readers}<dl>{listing}</dl>{_bands_by_step(diff)}"
+
+
+def _bands_by_step(diff: FeatureDiff) -> str:
+    """Problems of every band by the step at which they were asked, where the two cannot be told apart."""
+    found = (diff.info.get("bands") or {}).get("confounded_with_step")
+    if not found:
+        return ""
+    counts = {band: {int(step): n for step, n in row.items()} for band, row in found["table"].items()}
+    steps = sorted({step for row in counts.values() for step in row})
+    body = [[band, *(f"{counts[band].get(step, 0):,}" for step in steps)] for band in views.BANDS if band in counts]
+    return table("Problems by band and training step", ["band", *(f"step {step}" for step in steps)], body)
 
 
 def _controls_text(diff: FeatureDiff) -> str:

@@ -12,9 +12,10 @@ import pandas as pd
 from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
-from tsae.report.findings import feature_sentences, null_sentences, survival_sentences
+from tsae.report.findings import bands_warning, feature_sentences, null_sentences, survival_sentences
 from tsae.report.text import visible
 from tsae.report.views import (
+    BANDS,
     PART_NAMES,
     bands_of,
     final_checkpoints,
@@ -31,6 +32,10 @@ from tsae.sae.evaluation import Evaluation
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
     """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
+    if warning := bands_warning(diff):
+        print()
+        print(textwrap.fill(visible(warning), 118))
+        print(bands_by_step_text(diff))
     print()
     print(behaviour_text(diff.behaviours))
     for checkpoint in final_checkpoints(diff):
@@ -57,6 +62,17 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(dynamics_text(diff))
     print()
     print(gates_text(diff, evaluation))
+
+
+def bands_by_step_text(diff: FeatureDiff) -> str:
+    """Problems of every band by the step at which they were asked; empty where that was not measured."""
+    found = (diff.info.get("bands") or {}).get("confounded_with_step")
+    if not found:
+        return ""
+    table = pd.DataFrame(found["table"]).fillna(0).astype(int)
+    table.index = table.index.astype(int)
+    table = table.sort_index().T.reindex([band for band in BANDS if band in table])
+    return table.rename_axis(columns="  problems at step").to_string()
 
 
 def behaviour_text(table: pd.DataFrame) -> str:
