@@ -100,7 +100,7 @@ def least_text(diff: FeatureDiff) -> str:
 
 
 def survivors_text(found: pd.DataFrame) -> str:
-    """“Left of these: 61 at like length, 58 at like position, 40 given the token.”; empty if nothing was measured."""
+    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token.”; empty if nothing was measured."""
     names = {"length": "at like length", "position": "at like position", "token": "given the token"}
     cells = []
     for control in CONTROLS:
@@ -109,7 +109,7 @@ def survivors_text(found: pd.DataFrame) -> str:
         part = "" if comparable == len(found) else f" of {comparable} comparable"
         cells.append(f"{(verdict == SURVIVES).sum()}{part} {names[control]}")
     measured = any(found[f"survives_{control}"].isin([SURVIVES, FAILS]).any() for control in CONTROLS)
-    return f"Left of these: {', '.join(cells)}." if measured else ""
+    return f"Of these {len(found)} the controls leave {', '.join(cells)}." if measured else ""
 
 
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
