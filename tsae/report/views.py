@@ -100,7 +100,10 @@ def least_text(diff: FeatureDiff) -> str:
 
 
 def survivors_text(found: pd.DataFrame) -> str:
-    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token.”; empty if nothing was measured."""
+    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token.”
+
+    Empty where nothing was measured.
+    """
     names = {"length": "at like length", "position": "at like position", "token": "given the token"}
     cells = []
     for control in CONTROLS:
