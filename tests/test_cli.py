@@ -277,7 +277,8 @@ def test_the_same_commands_write_the_same_bytes(pipeline: Path, tmp_path: Path) 
         assert (tmp_path / "a" / file.relative_to(pipeline / "acts")).read_bytes() == file.read_bytes()
     run("encode", "--sae", pipeline / "sae", "--store", tmp_path / "a", "--to", tmp_path / "features")
     run("diff", "--features", tmp_path / "features", "--to", tmp_path / "diff", "--tokenizer", pipeline / "series",
-        "--annotator", "test_cli:classes", "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
+        "--annotator", "test_cli:classes", "--min-problems", 5,
+        "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
     for name in ("shifts.parquet", "contrasts.parquet", "diff.json"):
         assert (tmp_path / "diff" / name).read_bytes() == (pipeline / "diff" / name).read_bytes()
 

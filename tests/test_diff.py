@@ -729,7 +729,7 @@ def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
 def test_the_bench_agrees_with_the_plain_way(tmp_path: Path) -> None:
     """All steps in processes of their own; the larger table is made once."""
     script = Path(__file__).parents[1] / "scripts" / "bench_diff.py"
-    size = ["--trajectories=192", "--tokens=30", "--k=4", "--d-sae=64", "--small", "96", "30", "4", "64"]
+    size = ["--trajectories=192", "--tokens=30", "--k=4", "--d-sae=64", "--small", "192", "30", "4", "64"]
     size += ["--n-bootstrap=100", "--n-permutations=1000", f"--to={tmp_path / 'features'}"]
     for _ in range(2):
         text = subprocess.check_output([sys.executable, script, *size], text=True, cwd=tmp_path)
