@@ -123,10 +123,8 @@ def insert_discoveries(
     """
     wanted: dict[str, list[int]] = {}
     for checkpoint in diff.checkpoints:
-        of = {"checkpoint": checkpoint, "band": "all", "outcome": "all"}
-        drawn = set(diff.shifts[(diff.shifts.kind == "shift") & (diff.shifts.checkpoint == checkpoint)].part)
-        part = "total" if "total" in drawn else "same_trajectories"
-        for row in diff.top(n, kind="shift", part=part, **of).itertuples():
+        of = {"checkpoint": checkpoint, "part": diff.main_part(checkpoint), "band": "all", "outcome": "all"}
+        for row in diff.top(n, kind="shift", **of).itertuples():
             wanted.setdefault(checkpoint if row.difference > 0 else diff.base, []).append(int(row.feature))
     for row in diff.top(n, kind="outcome", checkpoint=diff.base, band="all").itertuples():
         wanted.setdefault(diff.base, []).append(int(row.feature))
