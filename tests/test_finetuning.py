@@ -86,7 +86,7 @@ def test_before_the_first_step_a_tsae_is_what_it_was(second: ActivationStore, ba
     fve = [evaluate(sae, second, max_norm=10).fve for sae in (unscaled(trainer), start)]
     assert fve[0] == pytest.approx(fve[1], abs=1e-6)
     # As it would be saved after no step at all, but for the threshold, which is the new store's.
-    sae = trainer.finish()
+    sae = trainer.finish(tokens(second).numpy())
     sae.threshold = start.threshold
     codes = start.encode(x)
     assert 0 < float((codes > 0).float().mean()) < 1
@@ -106,7 +106,8 @@ def test_steps_that_move_nothing_leave_the_weights(second: ActivationStore, base
 
 def test_the_threshold_is_the_new_stores(second: ActivationStore, base: Path) -> None:
     trainer = trainer_of(second, TemporalSAE.load(base))
-    sae, x = trainer.finish(), torch.from_numpy(trainer.sample)
+    x = torch.from_numpy(trainer.windows.first_tokens)
+    sae = trainer.finish(x.numpy())
     assert int((sae.encode(x) > 0).sum()) == CONFIG.k * len(x)
 
 

@@ -548,8 +548,26 @@ def test_a_calibrated_sae_has_k_codes_per_token(k: int) -> None:
 def test_a_training_too_short_for_a_running_mean_ends_at_k(planted: tuple[ActivationStore, np.ndarray]) -> None:
     store, _ = planted
     sae = train(store, PLANTED, training=replace(TRAINING, tokens=15_360), progress=False)
-    l0 = evaluate(sae, store, held_out=False, max_trajectories=400).l0
-    assert l0 == pytest.approx(PLANTED.k, rel=0.01)
+    assert evaluate(sae, store).l0 == pytest.approx(PLANTED.k, rel=0.01)
+
+
+@pytest.mark.parametrize(("n_problems", "set_on"), [(200, "problems left out"), (199, "training problems")])
+def test_the_threshold_is_set_on_problems_left_out_where_there_are_enough(
+    tmp_path: Path, n_problems: int, set_on: str
+) -> None:
+    rng = np.random.default_rng(0)
+    store = synthetic_store(tmp_path / "acts", [rng.normal(size=(6, D)) for _ in range(n_problems)])
+    config = replace(PLANTED, d_sae=400)
+    sae = train(store, config, training=replace(TRAINING, tokens=51_200), progress=False)
+    assert sae.training_info["threshold_set_on"] == set_on
+
+    def l0(held_out: bool) -> float:
+        x = Windows(store, "x.site", held_out=held_out, partner=None).first_tokens
+        return float((sae.encode(torch.from_numpy(x)) > 0).sum(1).float().mean())
+
+    # Tokens that were read many times have fewer codes than those that were never read.
+    assert l0(set_on == "problems left out") == pytest.approx(PLANTED.k, rel=0.003)
+    assert l0(False) < 0.9 * l0(True)
 
 
 def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) -> None:
@@ -565,7 +583,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
             expected = terms.reconstruction + terms.reconstruction_high + share * terms.temporal
             assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert trainer.steps == 20
-    fine_tuned = _Trainer(windows, config, training, Processes(), trainer.finish())
+    fine_tuned = _Trainer(windows, config, training, Processes(), trainer.finish(windows.first_tokens))
     batch = next(fine_tuned.batches())
     row = fine_tuned.step(batch)
     assert row is not None

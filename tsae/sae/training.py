@@ -4,8 +4,8 @@
    outlier limit are left out; x is scaled to mean norm √d_model. The decoder bias starts from such a sample too.
 2. Adam on the loss of `tsae.sae.loss`; after every step decoder rows return to unit norm (their gradient's parallel
    part is removed before).
-3. The inference threshold is calibrated at the end: on a sample of training tokens, k codes are active on average
-   (`tsae.sae.calibration`).
+3. The inference threshold is calibrated at the end: on a sample of the problems that were left out, k codes are active
+   on average (`tsae.sae.calibration`).
 4. The scale is folded into the saved weights, so that the SAE reads raw activations.
 
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
@@ -24,14 +24,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from tsae.activations.segments import kept_problems
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.distributed import Processes, join
 from tsae.errors import TsaeError
-from tsae.sae.calibration import calibrate
+from tsae.sae.calibration import FEWEST, calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.finetuning import trainable
 from tsae.sae.initial import initial_bias
@@ -100,29 +102,46 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
             windows: Windows | None = None
             for site in dict.fromkeys(plans[i].site for i in left):
                 here = [i for i in left if plans[i].site == site]
+                unseen = _unseen(store, plans[here[0]])
                 windows = _windows(store, plans[here[0]]) if windows is None else windows.at(site)
-                saes.update(zip(here, _train(windows, [plans[i] for i in here], processes, bar), strict=True))
+                saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
     return [saes[i] for i in range(len(plans))]
 
 
 def _windows(store: Source, plan: Plan) -> Windows:
     training = plan.training
-    assert training.data_seed is not None
+    partner = training.partner if plan.config.temporal_weight > 0 else None
     return store.windows(
-        plan.site,
-        span=training.span,
-        window=training.window,
-        held_out=False,
-        max_norm=training.max_norm,
-        partner=training.partner if plan.config.temporal_weight > 0 else None,
-        step_ends=training.step_ends,
-        balance=training.balance,
-        seed=training.data_seed,
+        plan.site, held_out=False, partner=partner, step_ends=training.step_ends, **_read_alike(training)
     )
 
 
-def _train(windows: Windows, plans: Sequence[Plan], processes: Processes, bar: Any) -> list[TemporalSAE]:
-    runs = [_Run(windows, plan, processes) for plan in plans]
+def _unseen(store: Source, plan: Plan) -> np.ndarray | None:
+    """(n, d_model) tokens of the problems that training leaves out; None where these are too few to go by."""
+    left_out = np.flatnonzero(kept_problems(store, True) & store.rows)
+    problems = store.rollouts.table["problem_id"].take(left_out)
+    if len(set(problems.to_pylist())) < FEWEST:
+        return None
+    # A live source computes them, into a buffer that is given back before the training's is filled.
+    return store.windows(plan.site, held_out=True, partner=None, **_read_alike(plan.training)).first_tokens
+
+
+def _read_alike(training: TrainingConfig) -> dict[str, Any]:
+    """Options of the windows on either side."""
+    assert training.data_seed is not None
+    return {
+        "span": training.span,
+        "window": training.window,
+        "max_norm": training.max_norm,
+        "balance": training.balance,
+        "seed": training.data_seed,
+    }
+
+
+def _train(
+    windows: Windows, unseen: np.ndarray | None, plans: Sequence[Plan], processes: Processes, bar: Any
+) -> list[TemporalSAE]:
+    runs = [_Run(windows, unseen, plan, processes) for plan in plans]
     # A kill may have left one behind: it reads what the others have seen, until it is where they are.
     reader = min((run.trainer for run in runs), key=lambda trainer: trainer.steps)
     for batch in reader.batches():
@@ -146,8 +165,8 @@ class _Run:
         row: its last metrics.
     """
 
-    def __init__(self, windows: Windows, plan: Plan, processes: Processes) -> None:
-        self.windows, self.plan, self.processes = windows, plan, processes
+    def __init__(self, windows: Windows, unseen: np.ndarray | None, plan: Plan, processes: Processes) -> None:
+        self.windows, self.unseen, self.plan, self.processes = windows, unseen, plan, processes
         self.row: dict[str, float] = {}
         self.wandb = None
         if plan.training.wandb_project is not None and processes.first:
@@ -183,9 +202,10 @@ class _Run:
 
     def finish(self) -> TemporalSAE:
         store, folder = self.windows.store, self.plan.folder
-        model = self.trainer.finish()
+        model = self.trainer.finish(self.windows.first_tokens if self.unseen is None else self.unseen)
         model.training_info = {
             "training": asdict(self.plan.training),
+            "threshold_set_on": "training problems" if self.unseen is None else "problems left out",
             "store": {
                 "readers": store.readers,
                 **{key: store.manifest[key] for key in ("rollouts", "dtype")},
@@ -236,12 +256,12 @@ class _Trainer:
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         self.scale = windows.d_model**0.5 / windows.norms.mean
-        # Kept for `finish`: a live source would have to compute it once more.
-        self.sample = windows.first_tokens
+        # Computed now: a live source holds these tokens only at the start. `finish` may need them.
+        sample = windows.first_tokens
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
-            bias = torch.from_numpy(initial_bias(self.sample, training.initial_bias)) * self.scale
+            bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
             generator = torch.Generator().manual_seed(training.seed)
             self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
             self.sae.initialize(bias, generator)
@@ -372,10 +392,11 @@ class _Trainer:
             "learning_rate": rate,
         }
 
-    def finish(self) -> TemporalSAE:
+    def finish(self, sample: np.ndarray) -> TemporalSAE:
+        """The SAE of raw activations, with its threshold calibrated on (n, d_model) tokens."""
         self.sae.fold_scale(self.scale)
         self.sae.requires_grad_(False)
-        calibrate(self.sae, torch.from_numpy(self.sample))
+        calibrate(self.sae, torch.from_numpy(sample))
         return self.sae.eval()
 
 
