@@ -225,9 +225,9 @@ def test_what_does_not_fit_is_refused_by_name(
 
     refused(r"site=y\.site is asked for, the start was trained at x\.site", site="y.site")
     refused(r"trained at x\.site, the store has blocks\.1", store)
-    refused(r"d_sae=32, groups=\(0\.2, 0\.8\) are asked for, the start has d_sae=128", config=SAEConfig(d_sae=32, k=3))
+    refused(r"d_sae=32, groups=\(0\.1, 0\.9\) are asked for, the start has d_sae=128", config=SAEConfig(d_sae=32, k=3))
     refused(
-        r"groups=\(0\.5, 0\.5\) are asked for, the start has d_sae=128, groups=\(0\.2, 0\.8\)",
+        r"groups=\(0\.5, 0\.5\) are asked for, the start has d_sae=128, groups=\(0\.1, 0\.9\)",
         config=SAEConfig(d_sae=128, k=3, groups=(0.5, 0.5)),
     )
     refused("a ForeignConfig says what an SAE is", config=ForeignConfig(d_sae=128))
@@ -358,7 +358,7 @@ def test_the_command_takes_the_starts_own_config(
         r"[│\s]+", " ", capsys.readouterr().out
     )
     for more, message in (
-        (["--d-sae", 32], "d_sae=32, groups=(0.2, 0.8) are asked for, the start has d_sae=128"),
+        (["--d-sae", 32], "d_sae=32, groups=(0.1, 0.9) are asked for, the start has d_sae=128"),
         (["--site", "y"], "site=y is asked for, the start was trained at x.site"),
         (["--seeds", 0, 1], "a start has one site, and no seed of initial weights"),
     ):

@@ -63,7 +63,7 @@ def dense_loss(
     residual = error.detach()
     aux = (residual - kept @ sae.W_dec).pow(2).mean() / (residual - residual.mean(0)).pow(2).mean()
     temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature, trajectory[pairs[:, 0]])
-    return error_high.pow(2).mean() + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
+    return error_high.pow(2).mean() / 2 + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.1), (30, 0.01)])
@@ -133,7 +133,13 @@ def test_either_temporal_term_with_partners_of_their_own(
 ) -> None:
     generator = torch.Generator().manual_seed(k)
     config = SAEConfig(
-        d_sae=40, k=k, temporal=temporal, temperature=0.5, temporal_weight=0.8, group_weights=group_weights
+        d_sae=40,
+        k=k,
+        groups=(0.2, 0.8),
+        temporal=temporal,
+        temperature=0.5,
+        temporal_weight=0.8,
+        group_weights=group_weights,
     )
     sae = TemporalSAE(8, config)
     sae.initialize(torch.randn(8, generator=generator), generator)
@@ -160,7 +166,7 @@ def test_either_temporal_term_with_partners_of_their_own(
     else:
         expected_term = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], 0.5, trajectory[pairs[:, 1]])
     errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in (8, 40)]
-    weights = group_weights or (1.0, 1.0)
+    weights = group_weights or (0.5, 1.0)
     expected = weights[0] * errors[0] + weights[1] * errors[1]
     expected = expected + 0.8 * (weights[0] if temporal == "l1" else 1) * expected_term
     found = temporal_loss(sae, x, pairs, trajectory=trajectory, others=others)
@@ -215,7 +221,7 @@ def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     assert terms.reconstruction.item() == pytest.approx(everything, rel=1e-5)
     assert terms.temporal.item() == pytest.approx(temporal, rel=1e-5)
     assert terms.aux.item() == pytest.approx(aux, rel=1e-5)
-    assert terms.total.item() == pytest.approx(high + everything + 0.7 * temporal + 0.1 * aux, rel=1e-5)
+    assert terms.total.item() == pytest.approx(high / 2 + everything + 0.7 * temporal + 0.1 * aux, rel=1e-5)
     assert terms.fired.tolist() == [True, True, True]
 
 
@@ -476,8 +482,8 @@ def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: s
 
 
 def test_the_high_group_has_its_share() -> None:
-    assert SAEConfig().d_high == round(0.2 * 4096)
-    assert SAEConfig(d_sae=10, k=2).d_high == 2
+    assert SAEConfig().d_high == round(0.1 * 4096)
+    assert SAEConfig(d_sae=10, k=2, groups=(0.2, 0.8)).d_high == 2
 
 
 # --- training
@@ -570,6 +576,14 @@ def test_the_threshold_is_set_on_problems_left_out_where_there_are_enough(
     assert l0(False) < 0.9 * l0(True)
 
 
+def test_the_first_of_several_groups_has_half_a_weight_beside_a_temporal_term() -> None:
+    assert SAEConfig().weights == (0.5, 1.0)
+    assert SAEConfig(groups=(0.1, 0.3, 0.6)).weights == (0.5, 1.0, 1.0)
+    assert SAEConfig(temporal_weight=0.0).weights == (1.0, 1.0)
+    assert SAEConfig(groups=(1.0,)).weights == (1.0,)
+    assert SAEConfig(group_weights=(0.2, 0.8)).weights == (0.2, 0.8)
+
+
 def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) -> None:
     windows = Windows(planted[0], "x.site", held_out=False)
     training = replace(TRAINING, tokens=512 * 20, temporal_rise_share=0.5)
@@ -580,7 +594,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
         terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
         row = trainer.step(batch)
         if row is not None:
-            expected = terms.reconstruction + terms.reconstruction_high + share * terms.temporal
+            expected = terms.reconstruction + terms.reconstruction_high / 2 + share * terms.temporal
             assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert trainer.steps == 20
     fine_tuned = _Trainer(windows, config, training, Processes(), trainer.finish(windows.first_tokens))

@@ -144,7 +144,7 @@ def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | Non
     width, fill = max(map(len, prompts)), tokenizer.pad_token_id
     ids = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    sae = TemporalSAE(4, SAEConfig(d_sae=4, k=2), site="x")
+    sae = TemporalSAE(4, SAEConfig(d_sae=4, k=2, groups=(0.25, 0.75)), site="x")
     sae.initialize(torch.zeros(4), torch.Generator().manual_seed(0))
     changes: list[Any] = []
 

@@ -31,7 +31,7 @@ def calibrate(sae: TemporalSAE, x: torch.Tensor) -> None:
         x: (n, d_model) tokens, in any floating-point precision; chunks of it go to the SAE's device.
     """
     wanted, device = sae.config.k * len(x), sae.W_enc.device
-    # The largest codes so far: one more than are to be active, for that one is the threshold.
+    # The largest codes so far: one more than are to be active.
     largest, bound = torch.zeros(0, device=device), torch.zeros((), device=device)
     sae.threshold = torch.zeros((), device=device)
     for part in x.split(_CHUNK):
@@ -40,4 +40,7 @@ def calibrate(sae: TemporalSAE, x: torch.Tensor) -> None:
         if len(largest) > wanted:
             largest = largest.topk(wanted + 1, sorted=False).values
             bound = largest.min()
+    if len(largest) > wanted:
+        # Between two codes, not at one: other batches round it to either side.
+        bound = largest.topk(2, largest=False).values.mean()
     sae.threshold = bound

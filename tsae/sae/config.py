@@ -21,12 +21,13 @@ class SAEConfig:
     """Width of the dictionary: number of latents."""
     k: int = 20
     """Latents active per token, on average over a batch (BatchTopK)."""
-    groups: tuple[float, ...] = (0.2, 0.8)
+    groups: tuple[float, ...] = (0.1, 0.9)
     """Shares of the latents in the Matryoshka groups, which add up to 1. The first group is the high-level one; every
-    group is decoded together with those before it. The paper's are .2 and .8; (1.0,) is a plain BatchTopK SAE."""
+    group is decoded together with those before it. The paper's are .2 and .8, which explain less variance, above all
+    after short trainings (docs/measured.md). (1.0,) is a plain BatchTopK SAE."""
     group_weights: tuple[float, ...] | None = None
-    """Weight of the reconstruction up to each group; by default 1 each, as in the paper. Its authors' code has the
-    groups' shares, .2 and .8."""
+    """Weight of the reconstruction up to each group; by default ½ for the high-level group where there are others and a
+    temporal term, else 1. The paper's are 1 and 1, those of its authors' code the groups' shares, .2 and .8."""
     temporal: Literal["contrastive", "l1"] = "contrastive"
     """What makes the high-level codes of partners alike: InfoNCE, as in the paper, or the similarity-weighted L1
     distance that its authors' code has in its place without the contrastive flag."""
@@ -63,7 +64,7 @@ class SAEConfig:
             raise TsaeError(
                 f"groups={self.groups} add up to {sum(self.groups):g}, expected positive shares that add up to 1",
                 where="SAEConfig",
-                fix="Give shares such as (0.2, 0.8).",
+                fix="Give shares such as (0.1, 0.9).",
             )
         if any(stop <= start for start, stop in self.group_bounds):
             raise TsaeError(
@@ -90,6 +91,14 @@ class SAEConfig:
     def d_high(self) -> int:
         """Number of high-level latents, the first ones."""
         return self.group_bounds[0][1]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """`group_weights`, or the default for these groups."""
+        if self.group_weights is not None:
+            return self.group_weights
+        first = 0.5 if self.temporal_weight > 0 and len(self.groups) > 1 else 1.0
+        return (first, *[1.0] * (len(self.groups) - 1))
 
     @property
     def group_bounds(self) -> tuple[tuple[int, int], ...]:

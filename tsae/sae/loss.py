@@ -1,14 +1,14 @@
 """The T-SAE's loss (Bhalla et al., arXiv 2511.05541), on tokens x scaled to mean norm √d_model:
 
-    L = ‖x − x̂_high‖² / d_model + ‖x − x̂‖² / d_model + α · InfoNCE + β · AuxK          (means over tokens)
+    L = w · ‖x − x̂_high‖² / d_model + ‖x − x̂‖² / d_model + α · InfoNCE + β · AuxK      (means over tokens)
 
 Dividing by d_model is the paper's sum over dimensions for tokens of mean norm 1: both reconstruction terms then run
 from 1 (nothing explained) to 0 at any width, so that α means the same for every model. (With sums at norm √d_model,
 α = 1 left InfoNCE at chance on the testbed, d_model 96: a temporal term in name only.)
 
 - x̂_high decodes the high-level codes alone, x̂ all codes (two-group Matryoshka). With more groups there is one term for
-  every group with those before it, with one group only the last; `group_weights` weigh the terms. (The authors'
-  code takes the mean of the weighted terms over its two groups: its α of .1 is .2 here.)
+  every group with those before it, with one group only the last; `SAEConfig.weights` weigh the terms (w is 1 in the
+  paper, ½ here). The authors' code takes the mean of the weighted terms over its two groups: its α of .1 is .2 here.
 - InfoNCE, over the batch's N pairs of adjacent tokens, with s_ij = cos(h_i(t), h_j(t − 1)) / τ on high-level codes h
   (or their inner product / τ, as in the authors' code):
 
@@ -19,7 +19,7 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
   a copy of the positive would be pushed away while the positive is drawn near.
 
 - With `temporal="l1"` a similarity-weighted L1 takes InfoNCE's place, as in the authors' code without its contrastive
-  flag: over the same pairs (s, t) of tokens, with w the first of the `group_weights` (there .2; else 1),
+  flag: over the same pairs (s, t) of tokens, with w as above (there .2),
 
       w · mean [ cos(x(t), x(s)) · Σ_j |h_j(t) − h_j(s)| ] / √d_model
 
@@ -111,8 +111,7 @@ def temporal_loss(
         group = high if start == 0 else codes.columns(start, stop)
         residual = residual - sparse.decode(group, sae.W_dec[start:stop], precision)
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
-    weights = config.group_weights or (1.0,) * len(errors)
-    total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
+    total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()
 
     temporal = x.new_zeros(())
     if config.temporal_weight > 0:
@@ -129,7 +128,7 @@ def temporal_loss(
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
-            total = total + temporal_share * config.temporal_weight * weights[0] * temporal
+            total = total + temporal_share * config.temporal_weight * config.weights[0] * temporal
         else:
             if config.negatives == "batch":
                 trajectory = None
