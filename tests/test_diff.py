@@ -20,22 +20,17 @@ import scipy.sparse as sp
 from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
+from tsae.diff.comparisons import comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, comparisons, draw, outcome_comparisons, shift_comparisons
+from tsae.diff.contrasts import draw
 from tsae.diff.diff import feature_diff
 from tsae.diff.null import null_counts
 from tsae.diff.permutations import sign_flips
 from tsae.diff.result import FeatureDiff
-from tsae.diff.statistics import (
-    Draws,
-    bootstrap_interval,
-    group_difference,
-    outcome_inference,
-    paired_inference,
-    q_values,
-    sequential_p,
-)
+from tsae.diff.rows import Rows
+from tsae.diff.statistics import Draws, bootstrap_interval, outcome_inference, paired_inference, q_values, sequential_p
 from tsae.diff.threads import in_threads
+from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts

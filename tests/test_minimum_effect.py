@@ -14,7 +14,6 @@ from tsae.diff.permutations import Count, band_permutations, label_permutations,
 from tsae.diff.statistics import (
     Draws,
     Inference,
-    group_difference,
     interaction_inference,
     moved_p,
     outcome_inference,
@@ -22,6 +21,7 @@ from tsae.diff.statistics import (
     paired_inference,
     q_values,
 )
+from tsae.diff.within_problems import group_difference
 
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 

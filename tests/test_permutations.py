@@ -12,9 +12,9 @@ from builders import feature_table, make_rollouts
 from scipy.stats import hypergeom, spearmanr
 
 from tsae.diff.config import DiffConfig, FalseDiscoveries
-from tsae.diff.contrasts import Rows
 from tsae.diff.diff import _length_correlation
 from tsae.diff.permutations import Count, label_permutations, weight_permutations
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import (
     Draws,
     interaction_inference,

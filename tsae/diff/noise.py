@@ -21,8 +21,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, draw, shift_comparisons
+from tsae.diff.contrasts import Contrast, draw
+from tsae.diff.rows import Rows
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable

@@ -11,10 +11,10 @@ import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows
 from tsae.diff.covariance import Samples, sums
 from tsae.diff.permutations import permuted_weights
-from tsae.diff.statistics import group_difference
+from tsae.diff.rows import Rows
+from tsae.diff.within_problems import group_difference
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 

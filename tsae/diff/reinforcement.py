@@ -30,10 +30,11 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, draws
+from tsae.diff.contrasts import draws
 from tsae.diff.covariance import Gradient, Samples, effective_responses, graded_groups, sums
 from tsae.diff.probabilities import logged, response_logprobs
 from tsae.diff.realised import active_features, comparisons
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import infer, weighted
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError

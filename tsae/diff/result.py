@@ -13,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.diff.comparisons import MAIN_PARTS, main_part
 from tsae.diff.confounds import survival
-from tsae.diff.contrasts import MAIN_PARTS, main_part
 from tsae.diff.statistics import q_values
 from tsae.errors import TsaeError
 from tsae.keys import several
