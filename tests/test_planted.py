@@ -17,8 +17,9 @@ from tsae.diff.power import detectable_delta, power, power_text
 from tsae.diff.statistics import (
     Draws,
     bootstrap_interval,
-    interaction_inference,
-    outcome_inference,
+    infer,
+    interaction,
+    outcomes,
     paired_inference,
     q_values,
 )
@@ -130,7 +131,7 @@ def test_effects_that_average_to_nothing_are_no_discovery() -> None:
         values = sp.csr_array(rng.normal(size=effect.shape) + success[:, None] * effect)
         sides = np.flatnonzero(success), np.flatnonzero(~success)
         differences = group_difference(values, *sides, problem, np.arange(n_problems))
-        p.append(outcome_inference(differences, np.ones(30), values, success, problem, DRAWS).p)
+        p.append(infer(outcomes(differences, np.ones(30), values, success, problem, DRAWS.seed), DRAWS).p)
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 
@@ -188,16 +189,17 @@ def test_interactions_keep_their_level_where_bands_vary_differently() -> None:
     rng = np.random.default_rng(0)
     p, covered = [], []
     for _ in range(20):
-        found = interaction_inference(3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50)), np.ones(50), DRAWS)
+        few, many = 3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50))
+        found = infer(interaction(few, many, np.ones(50), DRAWS.seed), DRAWS)
         p.append(found.p)
         covered.append((found.low <= 0) & (found.high >= 0))
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.025)
     assert np.mean(covered) == pytest.approx(0.95, abs=0.025)
     same = np.full((6, 1), 2.0)
-    nothing = interaction_inference(same, same, np.ones(1), DRAWS)
+    nothing = infer(interaction(same, same, np.ones(1), DRAWS.seed), DRAWS)
     assert nothing.p.tolist() == [1]
     assert nothing.difference.tolist() == nothing.low.tolist() == nothing.high.tolist() == nothing.delta.tolist() == [0]
-    apart = interaction_inference(np.full((9, 1), 2.0), np.zeros((9, 1)), np.ones(1), DRAWS)
+    apart = infer(interaction(np.full((9, 1), 2.0), np.zeros((9, 1)), np.ones(1), DRAWS.seed), DRAWS)
     assert 1 / 1001 <= apart.p[0] < 0.01
 
 

@@ -303,23 +303,6 @@ def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -
     return infer(paired(differences, scale, draws.seed), draws)
 
 
-def outcome_inference(
-    differences: np.ndarray,
-    scale: np.ndarray,
-    values: sp.csr_array,
-    success: np.ndarray,
-    problem: np.ndarray,
-    draws: Draws,
-) -> Inference:
-    """`infer` of `outcomes`."""
-    return infer(outcomes(differences, scale, values, success, problem, draws.seed), draws)
-
-
-def interaction_inference(a: np.ndarray, b: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
-    """`infer` of `interaction`."""
-    return infer(interaction(a, b, scale, draws.seed), draws)
-
-
 def bootstrap_interval(
     differences: np.ndarray, n_bootstrap: int, confidence: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
