@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,7 +70,8 @@ class Rows:
             pooled=_is_pooled(features, by_reader, problem, config),
             scales={},
         )
-        return replace(rows, scales=_scales(rows, features.readers, config))
+        own = [by_reader[reader, rows.own(reader)] for reader in features.readers]
+        return replace(rows, scales=dict(zip(features.readers, scales(rows, own[0], own, config), strict=True)))
 
     def own(self, reader: str) -> str | None:
         """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
@@ -84,20 +86,21 @@ class Rows:
         return rows
 
 
-def _scales(rows: Rows, readers: list[str], config: DiffConfig) -> dict[str, Scale]:
-    """The deviation over base trajectories; of a feature that the base hardly has, pooled with the checkpoint's."""
-    own = {reader: rows.by_reader[reader, rows.own(reader)] for reader in readers}
-    base = own[readers[0]]
+def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: DiffConfig) -> list[Scale]:
+    """What Δ is measured in where the base's rows are compared with others: one scale for each of the others.
+
+    The deviation over the base's rows; of a feature that the base hardly has, pooled with that over the other rows.
+    """
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
-    variance = {r: _variance(rows.values[own[r]]) for r in readers}
-    silent = (active < config.min_problems) | (variance[readers[0]] == 0)
-    found = {}
-    for reader in readers:
-        freedom = [max(len(own[r]) - 1, 0) for r in (readers[0], reader)]
-        both = [variance[r] for r in (readers[0], reader)]
-        pooled = (freedom[0] * both[0] + freedom[1] * both[1]) / max(sum(freedom), 1)
-        found[reader] = Scale(np.sqrt(np.where(silent, pooled, both[0])), silent)
+    of_base = _variance(rows.values[base])
+    silent = (active < config.min_problems) | (of_base == 0)
+    found = []
+    for other in others:
+        of_other = of_base if np.array_equal(other, base) else _variance(rows.values[other])
+        freedom = [max(len(side) - 1, 0) for side in (base, other)]
+        pooled = (freedom[0] * of_base + freedom[1] * of_other) / max(sum(freedom), 1)
+        found.append(Scale(np.sqrt(np.where(silent, pooled, of_base)), silent))
     return found
 
 
