@@ -21,15 +21,22 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+import tsae
+from tsae.activations.config import CaptureConfig
+from tsae.checkpoints.files import folder_of
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
+from tsae.pipeline import Choice, analyse, claim
+from tsae.provenance import versions, write_json
+from tsae.report.text import visible
 from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.rollouts.outcomes import outcome_reward
+from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from tsae.activations.store import ActivationStore
-    from tsae.checkpoints.series import CheckpointSeries
     from tsae.diff.result import FeatureDiff
-    from tsae.pipeline import Choice
     from tsae.rollouts.table import Rollouts
 
 _FIRINGS = 1000
@@ -104,9 +111,6 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
             nothing to compare it with, rewards of which none is known to mean success, or a folder `to` that holds
             something else. Before anything is computed, where that can be known.
     """
-    from tsae.activations.config import CaptureConfig
-    from tsae.pipeline import analyse, claim
-    from tsae.provenance import versions
     from tsae.rollouts.logs.detect import find_log
 
     series, origin = find_series(config)
@@ -156,9 +160,6 @@ class _Stages:
         self.lines: dict[str, str] = dict(self.before)
 
     def say(self, stage: str, line: str) -> None:
-        from tsae.provenance import write_json
-        from tsae.report.text import visible
-
         done = " [from disk]" if stage in self.before else ""
         # Names come from the log and from folders, and do not get at the terminal's controls.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
@@ -172,9 +173,6 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
     Raises:
         TsaeError: where there are none, the base is not there, or nothing can be compared with it.
     """
-    from tsae.checkpoints.files import folder_of
-    from tsae.checkpoints.series import CheckpointSeries
-
     path = config.path
     if config.base is not None:
         base, told = config.base, " (as asked)"
@@ -204,9 +202,6 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     """The SAE that a store can train, and how long: see `RunConfig`."""
-    from tsae.pipeline import Choice
-    from tsae.sae.config import SAEConfig, TrainingConfig
-
     d_model = store.d_model(next(iter(store.manifest["sites"])))
     tokens = sum(shard.n_tokens for shard in store.shards())
     k = config.k or min(SAEConfig().k, max(4, d_model // 12))
@@ -235,7 +230,6 @@ def _rollouts(
 
     Of the whole log memory holds an outline; token ids and texts only of what is drawn.
     """
-    import tsae
     from tsae.rollouts.difficulty import band_counts
     from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
     from tsae.rollouts.importing import import_log
@@ -309,7 +303,6 @@ def _log(config: RunConfig) -> Path:
 def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
     """Which reward means success, where the log leaves a choice: the only one that is named for it."""
     from tsae.rollouts.logs.entry import Entry
-    from tsae.rollouts.outcomes import outcome_reward
 
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"
