@@ -1,7 +1,7 @@
 """`tsae run`: from the folder that a trainer left, checkpoints and rollout log, to the report.
 
-What nobody says is decided here, and said: which checkpoints are compared, which reward means success, where bands
-begin, how much is read, how wide the SAE is. Everything decided is an option.
+Chooses what was not given, and prints each choice: which checkpoints are compared, which reward means success, where
+bands begin, how much is read, how wide the SAE is. Every choice is also an option.
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported; problems get bands by the base's pass rates where these are known, else by those that
@@ -52,8 +52,8 @@ class RunConfig:
     path: Positional[Path]
     """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
     to: Path = Path("analysis")
-    """Folder for rollouts, activations, SAE, evaluation, features, diff and report; one that was begun is gone on
-    with."""
+    """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
+    resumed."""
     base: str | None = None
     """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
     configuration of the checkpoints or their model card name; else the earliest checkpoint stands in for it."""
@@ -228,7 +228,7 @@ def _rollouts(
 ) -> Rollouts:
     """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them.
 
-    Of the whole log memory holds an outline; token ids and texts only of what is drawn.
+    Memory holds an outline of the whole log, and token ids and texts of the drawn trajectories alone.
     """
     from tsae.rollouts.difficulty import band_counts
     from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts

@@ -211,7 +211,7 @@ def _compare(
     b: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Comparison:
-    """a against b over the problems that both have, and that are those of the rows `among` which are given."""
+    """Set a against b over the problems that both have; with `among`, only over problems of these rows."""
     both = np.intersect1d(rows.problem[a], rows.problem[b])
     if among is not None:
         both = np.intersect1d(both, rows.problem[among])
@@ -221,6 +221,6 @@ def _compare(
 
 
 def _unless_refused(features: FeatureTable, found: Comparison) -> Comparison:
-    """A comparison within a band is not drawn where the bands say themselves that they cannot be told from steps."""
+    """Refuse a comparison within a band where the bands cannot be told from training steps, as their info says."""
     refused = (features.rollouts.info.get("bands") or {}).get("refused")
     return replace(found, note=refused) if refused and found.band != "all" else found

@@ -206,7 +206,7 @@ def _as_of(rollouts: Rollouts, policy: str) -> Rollouts:
 
 
 def _part(features: FeatureTable, readers: Sequence[str], chosen: np.ndarray, texts: Rollouts) -> FeatureTable:
-    """What some readers made of some trajectories, given as rollouts of their own."""
+    """The rows of some readers on the chosen trajectories, as a table whose rollouts are `texts`."""
     rows = np.concatenate([features.rows(reader=reader) for reader in readers])
     rows = rows[np.isin(features.trajectory[rows], chosen)]
     tokens = np.concatenate([np.arange(*features.row_offsets[row : row + 2]) for row in rows])

@@ -19,9 +19,10 @@ class Scale(NamedTuple):
     """What Δ of a checkpoint's contrasts is measured in."""
 
     deviation: np.ndarray
-    """(n_features,) standard deviation over base trajectories; where silent, pooled with the checkpoint's."""
+    """(n_features,) standard deviation over base trajectories; where silent, pooled with that of the checkpoint."""
     silent: np.ndarray
-    """(n_features,) bool: at base active in fewer than min_problems problems, or the same in all trajectories."""
+    """(n_features,) bool: whether the base says too little of the feature's deviation. It is then active in fewer than
+    min_problems of the base's problems, or has one mean in all of the base's trajectories."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Rows:
     by_reader: dict[tuple[str, str | None], np.ndarray]
     """Rows of (reader, policy); of all policies under (reader, None)."""
     pooled: bool
-    """Whether who sampled a trajectory makes no difference: readers share no problems, only what they read."""
+    """Whether all trajectories count as one policy's: all readers read the same ones, and their own share too few
+    problems to be compared."""
     scales: dict[str, Scale]
     """Of every reader."""
 

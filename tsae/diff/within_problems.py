@@ -1,4 +1,4 @@
-"""Means and AUROCs within problems: what every trajectory of a problem says, as one number a problem and feature."""
+"""Means and AUROCs within problems: one number for every problem and feature."""
 
 from __future__ import annotations
 
