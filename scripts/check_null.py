@@ -33,8 +33,10 @@ import tyro
 import tsae
 from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
-from tsae.diff.contrasts import Contrast, Rows, comparisons, draw, shift_comparisons
+from tsae.diff.comparisons import comparisons, shift_comparisons
+from tsae.diff.contrasts import Contrast, draw
 from tsae.diff.null import null_counts
+from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
 from tsae.provenance import versions, write_json

@@ -23,12 +23,12 @@ import numpy as np
 import scipy.sparse as sp
 
 import tsae
-from tsae.diff.contrasts import Rows
 from tsae.diff.covariance import Samples, effective_responses, sums
 from tsae.diff.permutations import permuted_weights
 from tsae.diff.probabilities import response_logprobs
 from tsae.diff.realised import spearman
-from tsae.diff.statistics import group_difference
+from tsae.diff.rows import Rows
+from tsae.diff.within_problems import group_difference
 
 DRAWS = 2000
 LEAST = 0.1

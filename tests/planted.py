@@ -15,8 +15,10 @@ import numpy as np
 from builders import EOS, feature_table
 from scipy.stats import norm, ttest_ind
 
+from tsae.diff.comparisons import interaction_comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, draw, interaction_comparisons, outcome_comparisons, shift_comparisons
+from tsae.diff.contrasts import Contrast, draw
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import q_values
 from tsae.rollouts.table import Rollouts
 

@@ -10,8 +10,10 @@ import pytest
 from builders import BOS, EOS, feature_table
 
 import tsae
+from tsae.diff.comparisons import comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, comparisons, draw, shift_comparisons
+from tsae.diff.contrasts import draw
+from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.confounding import confounding

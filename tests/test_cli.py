@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -80,15 +81,16 @@ def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What --help prints of every command, on lines of up to 400 characters."""
+    """What --help prints of every command, in a terminal of 90 columns: wide enough for one column of boxes alone."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "400")
+        patch.setenv("COLUMNS", "90")
         for command in COMMANDS:
-            with redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as stopped:
+            said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # boxes are drawn in UTF-8 only
+            with redirect_stdout(said), pytest.raises(SystemExit) as stopped:
                 main([*command, "--help"])
             assert stopped.value.code == 0, command
-            found[" ".join(command)] = said.getvalue()
+            found[" ".join(command)] = said.buffer.getvalue().decode()
     return found
 
 
@@ -98,11 +100,17 @@ def test_help_is_there(helps: dict[str, str]) -> None:
 
 
 def test_help_is_wrapped_for_the_terminal_alone(helps: dict[str, str]) -> None:
-    """Lines end where the terminal does, not where the source does."""
+    """Lines end where the terminal does, not where the source does: the next word would not have fitted."""
+    n_wrapped = 0
     for command, said in helps.items():
-        inside = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]
-        broken = [line for line in inside if line and line[0].islower()]
-        assert broken == [], command
+        inside = [line[2:-2] for line in said.splitlines() if line.startswith("│") and line.endswith("│")]
+        for line, following in itertools.pairwise(inside):
+            # A text stands beside its option, two spaces on, or below it and deeper.
+            text = line.startswith("     ") or "  " in line.strip()
+            if text and line.strip() and following.strip() and following.startswith("     "):
+                n_wrapped += 1
+                assert len(f"{line.rstrip()} {following.split()[0]}") > len(line), (command, line, following)
+    assert n_wrapped > 100
 
 
 def test_options_that_errors_name_exist(helps: dict[str, str]) -> None:

@@ -20,22 +20,17 @@ import scipy.sparse as sp
 from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
+from tsae.diff.comparisons import comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, comparisons, draw, outcome_comparisons, shift_comparisons
+from tsae.diff.contrasts import draw
 from tsae.diff.diff import feature_diff
 from tsae.diff.null import null_counts
 from tsae.diff.permutations import sign_flips
 from tsae.diff.result import FeatureDiff
-from tsae.diff.statistics import (
-    Draws,
-    bootstrap_interval,
-    group_difference,
-    outcome_inference,
-    paired_inference,
-    q_values,
-    sequential_p,
-)
+from tsae.diff.rows import Rows
+from tsae.diff.statistics import Draws, bootstrap_interval, infer, outcomes, paired_inference, q_values, sequential_p
 from tsae.diff.threads import in_threads
+from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
@@ -120,14 +115,8 @@ def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.Monkey
     draws = 40_000
     monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)
     scale = rng.uniform(0.5, 2, size=10)
-    found = outcome_inference(
-        three,
-        scale,
-        sp.csr_array(values[shuffled]),
-        success[shuffled],
-        problem[shuffled],
-        replace(DRAWS, n_permutations=draws),
-    )
+    asked = outcomes(three, scale, sp.csr_array(values[shuffled]), success[shuffled], problem[shuffled], DRAWS.seed)
+    found = infer(asked, replace(DRAWS, n_permutations=draws))
     np.testing.assert_allclose(found.difference, statistic(success))
     assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     for of_delta, of_difference in (("delta", "difference"), ("delta_low", "low"), ("delta_high", "high")):

@@ -14,14 +14,15 @@ from tsae.diff.permutations import Count, band_permutations, label_permutations,
 from tsae.diff.statistics import (
     Draws,
     Inference,
-    group_difference,
-    interaction_inference,
+    infer,
+    interaction,
     moved_p,
-    outcome_inference,
+    outcomes,
     paired,
     paired_inference,
     q_values,
 )
+from tsae.diff.within_problems import group_difference
 
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 
@@ -134,12 +135,11 @@ def inferences(least: float, seed: int = 0) -> dict[str, Inference]:
     values = sp.csr_array(scale * (noise + effect * success[:, None]))
     sides = np.flatnonzero(success), np.flatnonzero(~success)
     differences = group_difference(values, *sides, problem, np.arange(n))
+    pairs, *bands = (scale * rng.normal(mean, sd, size=(n, 60)) for mean, sd in ((effect, 1), (effect, 1), (0, 0.5)))
     return {
-        "paired": paired_inference(scale * rng.normal(effect, 1, size=(n, 60)), scale, draws),
-        "outcome": outcome_inference(differences, scale, values, success, problem, draws),
-        "interaction": interaction_inference(
-            scale * rng.normal(effect, 1, size=(n, 60)), scale * rng.normal(0, 0.5, size=(n, 60)), scale, draws
-        ),
+        "paired": paired_inference(pairs, scale, draws),
+        "outcome": infer(outcomes(differences, scale, values, success, problem, draws.seed), draws),
+        "interaction": infer(interaction(*bands, scale, draws.seed), draws),
     }
 
 

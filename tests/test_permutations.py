@@ -12,12 +12,13 @@ from builders import feature_table, make_rollouts
 from scipy.stats import hypergeom, spearmanr
 
 from tsae.diff.config import DiffConfig, FalseDiscoveries
-from tsae.diff.contrasts import Rows
 from tsae.diff.diff import _length_correlation
 from tsae.diff.permutations import Count, label_permutations, weight_permutations
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import (
     Draws,
-    interaction_inference,
+    infer,
+    interaction,
     most_draws,
     paired_inference,
     q_values,
@@ -152,7 +153,7 @@ def test_interactions_with_equal_arrangements_against_enumeration() -> None:
     variance = (mean_a - mean_a**2) / 9 + (mean_b - mean_b**2) / 14
     t = np.abs(mean_a - mean_b) / np.sqrt(variance)
     exact = hypergeom.pmf(k, 25, 5, 10)[t >= t[5] - 1e-9].sum()
-    p = interaction_inference(a, b, np.ones(1), replace(DRAWS, n_permutations=40_000)).p[0]
+    p = infer(interaction(a, b, np.ones(1), DRAWS.seed), replace(DRAWS, n_permutations=40_000)).p[0]
     assert p == pytest.approx(exact, rel=0.4)
 
 

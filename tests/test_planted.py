@@ -17,13 +17,13 @@ from tsae.diff.power import detectable_delta, power, power_text
 from tsae.diff.statistics import (
     Draws,
     bootstrap_interval,
-    group_difference,
-    interaction_inference,
-    outcome_inference,
+    infer,
+    interaction,
+    outcomes,
     paired_inference,
     q_values,
-    within_problem_auroc,
 )
+from tsae.diff.within_problems import group_difference, within_problem_auroc
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -131,7 +131,7 @@ def test_effects_that_average_to_nothing_are_no_discovery() -> None:
         values = sp.csr_array(rng.normal(size=effect.shape) + success[:, None] * effect)
         sides = np.flatnonzero(success), np.flatnonzero(~success)
         differences = group_difference(values, *sides, problem, np.arange(n_problems))
-        p.append(outcome_inference(differences, np.ones(30), values, success, problem, DRAWS).p)
+        p.append(infer(outcomes(differences, np.ones(30), values, success, problem, DRAWS.seed), DRAWS).p)
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 
@@ -179,7 +179,7 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
         axis=0,
     )
     for limit in (64_000_000, 1):
-        monkeypatch.setattr("tsae.diff.statistics._AUROC_BYTES", limit)
+        monkeypatch.setattr("tsae.diff.within_problems._AUROC_BYTES", limit)
         found = within_problem_auroc(sp.csc_array(values), a, b, problem, problems)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -189,16 +189,17 @@ def test_interactions_keep_their_level_where_bands_vary_differently() -> None:
     rng = np.random.default_rng(0)
     p, covered = [], []
     for _ in range(20):
-        found = interaction_inference(3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50)), np.ones(50), DRAWS)
+        few, many = 3 * rng.normal(size=(10, 50)), rng.normal(size=(40, 50))
+        found = infer(interaction(few, many, np.ones(50), DRAWS.seed), DRAWS)
         p.append(found.p)
         covered.append((found.low <= 0) & (found.high >= 0))
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.025)
     assert np.mean(covered) == pytest.approx(0.95, abs=0.025)
     same = np.full((6, 1), 2.0)
-    nothing = interaction_inference(same, same, np.ones(1), DRAWS)
+    nothing = infer(interaction(same, same, np.ones(1), DRAWS.seed), DRAWS)
     assert nothing.p.tolist() == [1]
     assert nothing.difference.tolist() == nothing.low.tolist() == nothing.high.tolist() == nothing.delta.tolist() == [0]
-    apart = interaction_inference(np.full((9, 1), 2.0), np.zeros((9, 1)), np.ones(1), DRAWS)
+    apart = infer(interaction(np.full((9, 1), 2.0), np.zeros((9, 1)), np.ones(1), DRAWS.seed), DRAWS)
     assert 1 / 1001 <= apart.p[0] < 0.01
 
 

@@ -18,6 +18,7 @@ from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, re
 from tsae.diff.covariance import relative_probabilities
 from tsae.diff.probabilities import response_logprobs
 from tsae.diff.realised import spearman
+from tsae.diff.rows import Rows
 from tsae.report.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
@@ -93,6 +94,21 @@ def test_reinforcement_is_the_covariance_within_groups() -> None:
         raw = total[name[1:] or "reinforcement"]
         np.testing.assert_allclose(total[f"delta{name}"], raw / deviation, rtol=1e-5, atol=1e-9)
     assert set(total.scale) == {"base"}
+
+
+def test_deviations_are_those_of_the_diff() -> None:
+    """Of features that the base lacks too, which the run's rollouts alone reinforce."""
+    whole = world(effect=np.linspace(-1, 1, 12))
+    codes = whole.codes.toarray().reshape(2, len(whole.rollouts.frame), 3, 12)
+    codes[:, (whole.rollouts.frame.policy == "base").to_numpy(), :, :4] = 0
+    readers = [(reader, whole.trajectory[whole.rows(reader=reader)]) for reader in ("base", "run")]
+    table = feature_table(whole.rollouts, codes.reshape(-1, 12), readers)
+    found = reinforcement(table, QUICK, policy="run").table
+    total = found[found["by"] == "all"].set_index("feature")
+    assert total.scale.tolist() == ["pooled"] * 4 + ["base"] * 8
+    scale = Rows.of(table, QUICK).scales["run"]
+    np.testing.assert_array_equal(scale.silent, np.arange(12) < 4)
+    np.testing.assert_allclose(total.reinforcement / total.delta, scale.deviation, rtol=1e-6)
 
 
 def test_parts_add_up_and_single_successes_are_named() -> None:

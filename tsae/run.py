@@ -1,7 +1,7 @@
 """`tsae run`: from the folder that a trainer left, checkpoints and rollout log, to the report.
 
-What nobody says is decided here, and said: which checkpoints are compared, which reward means success, where bands
-begin, how much is read, how wide the SAE is. Everything decided is an option.
+Chooses what was not given, and prints each choice: which checkpoints are compared, which reward means success, where
+bands begin, how much is read, how wide the SAE is. Every choice is also an option.
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported; problems get bands by the base's pass rates where these are known, else by those that
@@ -21,15 +21,22 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+import tsae
+from tsae.activations.config import CaptureConfig
+from tsae.checkpoints.files import folder_of
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
+from tsae.pipeline import Choice, analyse, claim
+from tsae.provenance import versions, write_json
+from tsae.report.text import visible
 from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.rollouts.outcomes import outcome_reward
+from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from tsae.activations.store import ActivationStore
-    from tsae.checkpoints.series import CheckpointSeries
     from tsae.diff.result import FeatureDiff
-    from tsae.pipeline import Choice
     from tsae.rollouts.table import Rollouts
 
 _FIRINGS = 1000
@@ -45,8 +52,8 @@ class RunConfig:
     path: Positional[Path]
     """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
     to: Path = Path("analysis")
-    """Folder for rollouts, activations, SAE, evaluation, features, diff and report; one that was begun is gone on
-    with."""
+    """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
+    resumed."""
     base: str | None = None
     """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
     configuration of the checkpoints or their model card name; else the earliest checkpoint stands in for it."""
@@ -104,9 +111,6 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
             nothing to compare it with, rewards of which none is known to mean success, or a folder `to` that holds
             something else. Before anything is computed, where that can be known.
     """
-    from tsae.activations.config import CaptureConfig
-    from tsae.pipeline import analyse, claim
-    from tsae.provenance import versions
     from tsae.rollouts.logs.detect import find_log
 
     series, origin = find_series(config)
@@ -156,9 +160,6 @@ class _Stages:
         self.lines: dict[str, str] = dict(self.before)
 
     def say(self, stage: str, line: str) -> None:
-        from tsae.provenance import write_json
-        from tsae.report.text import visible
-
         done = " [from disk]" if stage in self.before else ""
         # Names come from the log and from folders, and do not get at the terminal's controls.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
@@ -172,9 +173,6 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
     Raises:
         TsaeError: where there are none, the base is not there, or nothing can be compared with it.
     """
-    from tsae.checkpoints.files import folder_of
-    from tsae.checkpoints.series import CheckpointSeries
-
     path = config.path
     if config.base is not None:
         base, told = config.base, " (as asked)"
@@ -204,9 +202,6 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     """The SAE that a store can train, and how long: see `RunConfig`."""
-    from tsae.pipeline import Choice
-    from tsae.sae.config import SAEConfig, TrainingConfig
-
     d_model = store.d_model(next(iter(store.manifest["sites"])))
     tokens = sum(shard.n_tokens for shard in store.shards())
     k = config.k or min(SAEConfig().k, max(4, d_model // 12))
@@ -233,9 +228,8 @@ def _rollouts(
 ) -> Rollouts:
     """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them.
 
-    Of the whole log memory holds an outline; token ids and texts only of what is drawn.
+    Memory holds an outline of the whole log, and token ids and texts of the drawn trajectories alone.
     """
-    import tsae
     from tsae.rollouts.difficulty import band_counts
     from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
     from tsae.rollouts.importing import import_log
@@ -309,7 +303,6 @@ def _log(config: RunConfig) -> Path:
 def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
     """Which reward means success, where the log leaves a choice: the only one that is named for it."""
     from tsae.rollouts.logs.entry import Entry
-    from tsae.rollouts.outcomes import outcome_reward
 
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"

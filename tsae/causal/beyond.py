@@ -1,8 +1,9 @@
 """How far an edit goes beyond the same edit of random features: the random sets are a sample, not a constant.
 
-Five random sets differ from each other, often by more than problems can explain. If only problems were drawn anew, any
-sixth random set would be found to go "beyond" the five (in up to two of three draws, docs/measured.md). So the
-difference D = the chosen features' mean over problems − the mean over sets and problems has an interval of three parts:
+Random sets differ from each other, often by more than the choice of problems explains. An interval that varies only the
+problems is therefore too narrow: by it a sixth random set goes "beyond" five others in up to two of three draws
+(docs/measured.md). Let D be the chosen features' mean over problems minus the mean over sets and problems. Its interval
+has three parts:
 
 1. *Sets.* Let m_s be the mean over problems of random set s, and v their variance over S sets. If the chosen features
    were one more random set, D would have variance v · (1 + 1/S): this is the prediction interval of one more
@@ -74,7 +75,8 @@ def beyond_random(chosen: np.ndarray, sets: np.ndarray, confidence: float, share
     means = sets.mean(1)
     alike = (1 + shared) / (1 - shared)
     of_sets = means.var(ddof=1) * (alike + 1 / n_sets)
-    # Every random set against the mean of the others, as the chosen features are against the mean of all.
+    # The same variance for a random set. Each is compared with the mean of the other S − 1 sets, the chosen features
+    # with the mean of all S; the last factor makes up for that.
     others = (sets - (sets.sum(0) - sets) / (n_sets - 1)).var(axis=1, ddof=1).mean() * (1 - 1 / n_sets**2)
     excess = max(0.0, float(against.var(ddof=1) - others)) / n_problems
     half = np.sqrt(student.ppf(upper, n_sets - 1) ** 2 * of_sets + student.ppf(upper, n_problems - 1) ** 2 * excess)

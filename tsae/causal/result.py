@@ -54,7 +54,7 @@ def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0)
 
 
 def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFrame:
-    """What every single edit does beyond the random sets, by band and behaviour."""
+    """How far each edit goes beyond the random sets, by band and behaviour."""
     frame, measured = rollouts.frame, measures(rollouts)
     sets = [name for name in rollouts.policies if re.fullmatch(r"random_\d+", name)]
     edits = [name for name in rollouts.policies if name not in ("none", "no_op") and not _SET.search(name)]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import OmitArgPrefixes
 
+import tsae
 from tsae.causal.config import InterventionConfig
+from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import DiffConfig, InfluenceConfig
 from tsae.errors import TsaeError
@@ -58,9 +60,7 @@ class Diff:
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.causal.insertion import insert_discoveries
-        from tsae.checkpoints.loading import token_strings
         from tsae.diff.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
@@ -174,7 +174,6 @@ class Causal:
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.causal.controls import mean_difference
         from tsae.plugins import find_function
         from tsae.report.terminal import behaviour_text
@@ -217,8 +216,6 @@ class Causal:
 
     def _family(self) -> list[int]:
         """Features that one checkpoint raised and another lowered; none where they are chosen by number alone."""
-        import tsae
-
         if self.diff is None and self.choose:
             return []
         if self.diff is None or self.raised is None or self.lowered is None:
@@ -255,7 +252,6 @@ class Reinforcement:
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.report.reinforcement import prediction_text, reinforcement_text
 
         series = load_series(*self.series) if self.series else None
@@ -297,7 +293,6 @@ class Influence:
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.report.reinforcement import influence_text
 
         series = load_series(*self.series)
@@ -331,8 +326,6 @@ class Report:
 
     def run(self) -> None:
         import pandas as pd
-
-        import tsae
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes
 
+import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.errors import TsaeError
@@ -37,7 +38,6 @@ class Capture:
     config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.distributed import first_process
 
         series = load_series(*self.series)
@@ -65,7 +65,6 @@ class Drift:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        import tsae
         from tsae.report.drift import drift_text, write_drift
 
         series = load_series(*self.series)

@@ -10,17 +10,17 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tsae
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.provenance import write_json
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
     from tsae.rollouts.table import Rollouts
 
 
 def load_series(*sources: str | Path) -> CheckpointSeries:
     """The series, with its notes on standard error."""
-    from tsae.checkpoints.series import CheckpointSeries
-
     series = CheckpointSeries.load(*sources)
     for note in series.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -33,8 +33,6 @@ def own_rollouts(path: Path, policy: str) -> Rollouts:
     Raises:
         TsaeError: where it sampled nothing.
     """
-    import tsae
-
     rollouts = tsae.Rollouts.read(path)
     if policy not in rollouts.policies:
         raise TsaeError(
@@ -56,8 +54,6 @@ def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     It goes into the file, whole or not at all; for ``-`` to standard output, and what the command prints meanwhile goes
     to standard error, so that a program reads nothing else. Without a path it goes nowhere.
     """
-    from tsae.provenance import write_json
-
     out = sys.stdout
 
     def write(content: Mapping[str, Any]) -> None:

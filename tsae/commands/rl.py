@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+import tsae
 from tsae.commands.common import load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
@@ -119,7 +120,6 @@ class Weights:
             )
 
     def run(self) -> None:
-        import tsae
         from tsae.rl.credit import Credit
         from tsae.rl.exporting import read_logprob, stored_logprob, write_credit
 

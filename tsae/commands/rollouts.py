@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+import tsae
+from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
 
@@ -33,8 +35,6 @@ class Sample:
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
 
     def run(self) -> None:
-        import tsae
-        from tsae.checkpoints.loading import ModelLoader
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems
 
@@ -89,7 +89,6 @@ class Bands:
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
 
     def run(self) -> None:
-        import tsae
         from tsae.rollouts.difficulty import band_counts, found_how
         from tsae.rollouts.table import problem_bands
 
@@ -122,8 +121,6 @@ class Difficulty:
     config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
 
     def run(self) -> None:
-        import tsae
-
         found = tsae.difficulty(
             tsae.Rollouts.read(self.rollouts),
             self.config,
@@ -155,7 +152,6 @@ class Behaviours:
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
     def run(self) -> None:
-        import tsae
         from tsae.plugins import find_function
         from tsae.report.terminal import behaviour_text, format_text
         from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours

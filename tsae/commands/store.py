@@ -8,7 +8,9 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+import tsae
 from tsae.activations.config import Subset
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.commands.common import as_json, say_wrote
 from tsae.errors import TsaeError
 
@@ -54,7 +56,6 @@ class Check:
     def run(self) -> None:
         from tsae.activations.checking import check_store, repair_store
         from tsae.activations.store import read_manifest
-        from tsae.checkpoints.series import CheckpointSeries
 
         if self.repair != (self.series is not None):
             raise TsaeError(
@@ -105,7 +106,6 @@ class Statistics:
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
 
     def run(self) -> None:
-        import tsae
         from tsae.report.terminal import statistics_text
 
         table = tsae.trajectory_statistics(tsae.ActivationStore(self.store).subset(self.subset), quantile=self.quantile)

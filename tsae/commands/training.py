@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
+import tsae
 from tsae.activations.config import LiveConfig, Subset
+from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -19,7 +22,6 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 if TYPE_CHECKING:
     from tsae.activations.source import Source
     from tsae.activations.store import ActivationStore
-    from tsae.checkpoints.series import CheckpointSeries
     from tsae.sae.model import TemporalSAE
     from tsae.sae.separation import Separation
 
@@ -68,7 +70,6 @@ class Train:
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
     def run(self) -> None:
-        import tsae
         from tsae.distributed import first_process
         from tsae.sae.many import run_name
 
@@ -98,8 +99,6 @@ class Train:
             print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
 
     def _source(self) -> Source:
-        import tsae
-
         live = self.live
         if self.store is not None and live == Live():
             return tsae.ActivationStore(self.store)
@@ -115,8 +114,6 @@ class Train:
 
     def _training(self, store: Source) -> TrainingConfig:
         """With the step ends that the tokenizer knows, where one is given."""
-        from tsae.checkpoints.loading import tokenizer_fingerprint
-
         if self.tokenizer is None and self.step_text is None:
             return self.training
         if self.tokenizer is None or self.training.partner != "step" or self.training.step_ends:
@@ -146,7 +143,6 @@ def start_as_default(args: Sequence[str]) -> Train | None:
     found, _ = options.parse_known_args(args)
     if found.start is None or found.store is None:
         return None
-    import tsae
     from tsae.sae.finetuning import starting_config
 
     config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
@@ -185,7 +181,6 @@ class Evaluate:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        import tsae
         from tsae.sae.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
@@ -216,7 +211,6 @@ class Evaluate:
             write(content)
 
     def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
-        from tsae.checkpoints.loading import token_strings
         from tsae.features.annotations import find_annotator
         from tsae.sae.separation import separation
 
@@ -243,8 +237,6 @@ class Export:
     """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
 
     def run(self) -> None:
-        import tsae
-
         sae = tsae.TemporalSAE.load(self.sae)
         say_wrote(sae.to_saelens(self.to, architecture=self.architecture), f"{sae} as {self.architecture}")
 
@@ -262,7 +254,5 @@ class Encode:
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
 
     def run(self) -> None:
-        import tsae
-
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
         say_wrote(self.to, tsae.encode(sae, store, to=self.to))

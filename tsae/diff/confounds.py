@@ -25,10 +25,13 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Comparison, Contrast, Rows
-from tsae.diff.statistics import group_difference, group_interval
+from tsae.diff.contrasts import Contrast
+from tsae.diff.rows import Rows
+from tsae.diff.statistics import group_interval
 from tsae.diff.threads import in_threads
+from tsae.diff.within_problems import group_difference
 from tsae.features.sums import grouped_sums
 from tsae.features.table import FeatureTable
 

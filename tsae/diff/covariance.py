@@ -1,7 +1,8 @@
 """Covariances of advantage and feature within groups: what policy gradient does to a feature, to first order.
 
-Take one problem and a policy π that is free in every response y: its logits θ_y are the parameters. A step of policy
-gradient on the advantages A changes the mean of a feature f by the learning rate times
+Consider one problem, and a policy π with one parameter for every response y: its logit θ_y. Such a policy can change
+the probability of each response on its own. A step of policy gradient on the advantages A changes the mean of a feature
+f by the learning rate times
 
     natural   Σ_y π(y)  (A_y − E A) (f_y − E f) = Cov(A, f)              Fisher-preconditioned step, dθ_y ∝ A_y − E A
     vanilla   Σ_y π(y)² (A_y − E A) (f_y − E f) = Cov(π (A − E A), f)    plain step, dθ_y ∝ π(y) (A_y − E A)
@@ -120,10 +121,11 @@ def sums(code: np.ndarray, weights: np.ndarray) -> sp.csr_array:
 
 
 def graded_groups(samples: Samples) -> int:
-    """Groups in which the advantage is no function of the outcome.
+    """Number of groups in which advantages say more than success or failure.
 
-    In the others, with k successes among n and nothing in between, successes carry exactly (n − k)/n of every feature's
-    covariance: of w_i ∝ 1 − k/n for a success and −k/n for a failure that follows, whatever the feature.
+    In every other group all successes share one advantage and all failures another. With k successes among n rollouts
+    their advantages are proportional to 1 − k/n and −k/n. The successes then carry exactly (n − k)/n of every feature's
+    covariance, whatever the feature.
     """
     outcome = pd.factorize(samples.frame.outcome)[0]
     cells = pd.DataFrame({"group": samples.group, "outcome": outcome, "advantage": samples.frame.advantage.to_numpy()})

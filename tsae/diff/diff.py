@@ -13,13 +13,15 @@ import pandas as pd
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
+from tsae.diff.comparisons import Comparison, comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import confound_table
-from tsae.diff.contrasts import Comparison, Contrast, Rows, comparisons, draw
+from tsae.diff.contrasts import Contrast, draw
 from tsae.diff.dynamics import dynamics
 from tsae.diff.families import Families, assign_families, family_shifts
 from tsae.diff.null import REPEATS, null_counts
 from tsae.diff.result import FeatureDiff
+from tsae.diff.rows import Rows
 from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens

@@ -32,10 +32,13 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
+from tsae.diff.comparisons import comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, active_features, comparisons, draws, main_comparisons
-from tsae.diff.statistics import paired_inference, q_values, side_means
+from tsae.diff.contrasts import active_features, draws
+from tsae.diff.rows import Rows
+from tsae.diff.statistics import paired_inference, q_values
 from tsae.diff.threads import one_blas_thread
+from tsae.diff.within_problems import side_means
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.bootstrap import weights

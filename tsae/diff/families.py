@@ -24,9 +24,12 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, draws, shift_comparisons
-from tsae.diff.statistics import group_difference, paired_inference, q_values
+from tsae.diff.contrasts import draws
+from tsae.diff.rows import Rows
+from tsae.diff.statistics import paired_inference, q_values
+from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses
 from tsae.features.table import FeatureTable

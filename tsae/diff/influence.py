@@ -33,6 +33,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
+from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.series import Checkpoint
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import Fixed, Forward, padded
 from tsae.errors import TsaeError
@@ -43,7 +46,6 @@ from tsae.rollouts.table import Rollouts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
     from tsae.sae.model import TemporalSAE
 
 PARTS = ("representation", "policy")
@@ -143,7 +145,6 @@ def influence(
     import torch
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.loading import ModelLoader
     from tsae.sae.model import TemporalSAE
 
     config, on = config or InfluenceConfig(), rollouts if on is None else on
@@ -201,9 +202,7 @@ def _check(
 ) -> list[int]:
     """Special token ids of the checkpoint's tokenizer, once everything fits together."""
     from tsae.activations.plan import check_context, check_tokenizer
-    from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
     from tsae.checkpoints.hooks import check_sites
-    from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
 
     folder = folder_of(checkpoint)
     if not is_gguf(folder) and is_adapter(folder):

@@ -15,23 +15,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.activations.capture import capture
+from tsae.activations.config import CaptureConfig
+from tsae.checkpoints.noise import update_of
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, Rows, draw, shift_comparisons
+from tsae.diff.contrasts import Contrast, draw
+from tsae.diff.rows import Rows
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
+from tsae.features.encode import encode
 from tsae.features.table import FeatureTable
-
-if TYPE_CHECKING:
-    from tsae.activations.config import CaptureConfig
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.rollouts.table import Rollouts
-    from tsae.sae.model import TemporalSAE
+from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
 
 COLUMNS = ("checkpoint", "draw", "share", "feature", "difference", "delta", "p", "q")
 NOTHING_TRAINED = (
@@ -96,8 +99,6 @@ def noise_null(
     Raises:
         TsaeError: where the SAE is not that of the table, or the series lacks a checkpoint of it.
     """
-    from tsae.sae.model import TemporalSAE
-
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     config = config or DiffConfig()
@@ -138,8 +139,6 @@ def _of_checkpoint(
     scratch: str | Path | None,
     progress: bool,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    from tsae.checkpoints.noise import update_of
-
     update = update_of(checkpoint)
     norm = {"update_norm": update.relative}
     if not update.relative:
@@ -207,7 +206,7 @@ def _as_of(rollouts: Rollouts, policy: str) -> Rollouts:
 
 
 def _part(features: FeatureTable, readers: Sequence[str], chosen: np.ndarray, texts: Rollouts) -> FeatureTable:
-    """What some readers made of some trajectories, given as rollouts of their own."""
+    """The rows of some readers on the chosen trajectories, as a table whose rollouts are `texts`."""
     rows = np.concatenate([features.rows(reader=reader) for reader in readers])
     rows = rows[np.isin(features.trajectory[rows], chosen)]
     tokens = np.concatenate([np.arange(*features.row_offsets[row : row + 2]) for row in rows])
@@ -235,11 +234,6 @@ def _read(
     progress: bool,
 ) -> FeatureTable:
     """The base's and the noisy checkpoints' codes, by way of a store that is deleted again."""
-    from tsae.activations.capture import capture
-    from tsae.activations.config import CaptureConfig
-    from tsae.checkpoints.series import CheckpointSeries
-    from tsae.features.encode import encode
-
     assert checkpoint.base is not None
     series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
     reading = replace(capturing or CaptureConfig(), plan="all", token_statistics=False)

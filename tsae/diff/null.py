@@ -13,8 +13,10 @@ from functools import partial
 
 import numpy as np
 
+from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Comparison, Rows, draws, problem_effects, question, tested_features
+from tsae.diff.contrasts import draws, problem_effects, question, tested_features
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import moved_p, q_values
 from tsae.diff.threads import in_threads
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
 
 COLUMN = "logprob"
 """Of rollouts: Σ log π over response tokens, the end token among them, at the temperature of sampling, in nats."""
@@ -45,7 +42,6 @@ def response_logprobs(
     from tsae.activations.plan import check_context, check_tokenizer
     from tsae.activations.reading import OutOfMemory, read_batches
     from tsae.checkpoints.hooks import HuggingFaceReader
-    from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
     from tsae.checkpoints.predictions import PredictingReader
 
     policy = rollouts.frame.policy.to_numpy()[rows]

@@ -11,17 +11,17 @@ import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows
 from tsae.diff.covariance import Samples, sums
 from tsae.diff.permutations import permuted_weights
-from tsae.diff.statistics import group_difference
+from tsae.diff.rows import Rows
+from tsae.diff.within_problems import group_difference
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 _SPLITS = 50  # of the problems into halves, for reliabilities
 
 
-def comparisons(
+def agreements(
     source: FeatureTable,
     rows: Rows,
     picked: np.ndarray,
@@ -53,8 +53,8 @@ def comparisons(
     band = pd.Series(rows.band[picked]).groupby(problem).first()
     here = [b for b in BANDS if (band == b).any()]
     both = np.intersect1d(np.intersect1d(rows.problem[run], rows.problem[own]), problem)
-    tested = active_features(rows.values[np.concatenate([run, own])], rows.problem[np.concatenate([run, own])], 1)
-    tested = np.intersect1d(tested, features)
+    active = np.flatnonzero((rows.values[np.concatenate([run, own])] > 0).sum(0))
+    tested = np.intersect1d(active, features)
     realised = np.zeros((0, len(tested)))
     if len(both) and len(tested):
         realised = group_difference(sp.csr_array(rows.values[:, tested]), run, own, rows.problem, both)
@@ -88,14 +88,6 @@ def comparisons(
                     extreme = np.abs(np.concatenate(nulls)) >= abs(empty["rho"]) * (1 - 1e-5)
                     empty["p"] = (1 + extreme.sum()) / (1 + len(extreme))
                 yield {**record, **empty, "note": note}
-
-
-def active_features(values: sp.csr_array, problem: np.ndarray, min_problems: int) -> np.ndarray:
-    """Features active in at least min_problems problems; none where nobody read anything."""
-    if not len(problem):
-        return np.zeros(0, dtype=np.int64)
-    active = sp.csr_array(sums(problem, np.ones(len(problem))) @ values.astype(bool).astype(np.float64))
-    return np.flatnonzero(np.asarray(active.astype(bool).sum(0)).ravel() >= min_problems)
 
 
 _NUMBERS = ("rho", "low", "high", "p", "reliability_predicted", "reliability_realised", "ceiling", "rho_halves")

@@ -30,12 +30,14 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, draws
+from tsae.diff.contrasts import active_features, draws
 from tsae.diff.covariance import Gradient, Samples, effective_responses, graded_groups, sums
 from tsae.diff.probabilities import logged, response_logprobs
-from tsae.diff.realised import active_features, comparisons
+from tsae.diff.realised import agreements
+from tsae.diff.rows import Rows, scales
 from tsae.diff.statistics import infer, weighted
 from tsae.diff.threads import one_blas_thread
+from tsae.diff.within_problems import side_means
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.keys import several
@@ -65,7 +67,8 @@ class Reinforcement:
     reinforcement   the part's share of the sum, in units of activation · advantage; shares of one `by` add up to all
     low, high       bootstrap interval over problems
     delta, delta_low, delta_high   the same in the feature's standard deviations over base trajectories
-    scale           base; or pooled, with the rollouts it was computed from, where the base's own leave it silent
+    scale           base; or pooled with the rollouts it was computed from, where the feature is silent at base, as in
+                    `FeatureDiff.shifts`
     p, q            that it is 0; Benjamini–Hochberg over the features of the part
     """
     groups: pd.DataFrame
@@ -166,7 +169,7 @@ class Reinforcement:
             record
             for checkpoint in diff.checkpoints
             for part in _REALISED
-            for record in comparisons(
+            for record in agreements(
                 self.source, self.rows, self.picked, self.samples, tested, self.config, checkpoint, part
             )
         ]
@@ -222,20 +225,24 @@ def reinforcement(
         logprob = response_logprobs(features.rollouts, trajectories, series, device=device)
     samples = Samples.of(frame, logprob, features.origin)
     values = sp.csr_array(rows.values[picked].astype(np.float64))
-    tested = active_features(values, samples.problem, config.min_problems)
+    problems = np.unique(samples.problem)
+    tested = active_features(config, side_means(values, np.arange(len(picked)), samples.problem, problems))
     groups = _group_frame(samples)
     graded = graded_groups(samples)
     masks = _parts(frame, groups.kind.to_numpy()[samples.group], by_outcome=graded > 0)
     dense = values[:, tested].toarray()
-    scale, scaled_by = _scale(rows.values, rows.by_reader[base, rows.own(base)], picked, tested)
-    n_problems, tables = int(samples.problem.max()) + 1, []
+    (scale,) = scales(rows, rows.by_reader[base, rows.own(base)], [picked], config)
+    # What does not vary has no covariance, so that its Δ is 0 in any unit.
+    deviation = np.where(scale.deviation > 0, scale.deviation, 1.0)[tested]
+    scaled_by = np.where(scale.silent, "pooled", "base")[tested]
+    n_problems, tables = len(problems), []
     for gradient in samples.relative:
         moved = samples.moved(dense, gradient)
         for (by, part), mask in masks.items():
             weight = samples.weight * mask
             each = (sums(samples.problem, weight) @ moved) * n_problems  # the mean over problems is the part's share
             # A first-order change per unit step: how large it would become is the step's affair, so 0 is the null.
-            asked = weighted(each, scale, moved, weight, samples.group, config.seed)
+            asked = weighted(each, deviation, moved, weight, samples.group, config.seed)
             found = infer(asked, replace(draws(config), minimum_effect=0.0))
             columns = {
                 "gradient": gradient,
@@ -265,21 +272,6 @@ def reinforcement(
         samples=samples,
         config=config,
     )
-
-
-def _scale(
-    values: sp.csr_array, base: np.ndarray, picked: np.ndarray, tested: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(n_tested,) standard deviations over the base's trajectories, or over those picked where a feature is silent in
-    the base's; and which of them it is."""
-    deviations = []
-    for rows in (base, np.union1d(base, picked)):
-        of_rows = sp.csc_array(values[rows][:, tested].astype(np.float64))
-        mean, square = of_rows.mean(0), (of_rows**2).mean(0)
-        deviations.append(np.sqrt(np.maximum(square - mean**2, 0) * len(rows) / max(1, len(rows) - 1)))
-    silent = ~(deviations[0] > 0)
-    pooled = np.where(deviations[1] > 0, deviations[1], 1.0)
-    return np.where(silent, pooled, deviations[0]), np.where(silent, "pooled", "base")
 
 
 def _notes(samples: Samples, graded: int) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.diff.comparisons import MAIN_PARTS, main_part
 from tsae.diff.confounds import survival
-from tsae.diff.contrasts import MAIN_PARTS, main_part
 from tsae.diff.statistics import q_values
 from tsae.errors import TsaeError
 from tsae.keys import several
@@ -124,33 +124,34 @@ class FeatureDiff:
         """
         wanted = {name: several(value) for name, value in keys.items()}
         contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
-        table, confounds = self._of_contrasts("shifts", contrast), self._of_contrasts("confounds", contrast)
+        table = self._of_contrasts(contrast)
         for name, value in wanted.items():
-            if name not in table.columns:
-                raise TsaeError(f"no column {name!r}; there are {', '.join(table.columns)}", where="FeatureDiff.table")
+            if name not in self.shifts.columns:
+                there = ", ".join(self.shifts.columns)
+                raise TsaeError(f"no column {name!r}; there are {there}", where="FeatureDiff.table")
             if name not in contrast:
                 table = table[table[name].isin(value)]
-        table = table.assign(moved=table.q <= self.q)
         if discoveries:
             table = table[table.moved]
-        table = table.reset_index(drop=True)
-        controlled = table.join(survival(confounds, table))
-        return controlled.join(self.features, on="feature").reset_index(drop=True)
+        return table.join(self.features, on="feature").reset_index(drop=True)
 
     @cached_property
-    def _places(self) -> dict[str, dict[tuple[str, ...], np.ndarray]]:
-        """Rows of every contrast, by table: comparing names over all rows for every look takes seconds."""
-        tables = {"shifts": self.shifts, "confounds": self.confounds}
-        return {n: t.groupby(list(CONTRAST), sort=False).indices if len(t) else {} for n, t in tables.items()}
+    def _judged(self) -> pd.DataFrame:
+        """`shifts` with moved and the controls' verdicts: finding these for every look is a third of a page's time."""
+        return self.shifts.assign(moved=self.shifts.q <= self.q, **survival(self.confounds, self.shifts))
 
-    def _of_contrasts(self, name: str, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
-        """Rows of the shifts or confounds whose contrast has these keys, in their order."""
-        table: pd.DataFrame = getattr(self, name)
-        if not keys or not len(table):
-            return table
+    @cached_property
+    def _places(self) -> dict[tuple[str, ...], np.ndarray]:
+        """Rows of every contrast's shifts: comparing names over all rows for every look takes seconds."""
+        return self.shifts.groupby(list(CONTRAST), sort=False).indices
+
+    def _of_contrasts(self, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
+        """Judged shifts of the contrasts with these keys, in their order."""
+        if not keys or not len(self.shifts):
+            return self._judged
         wanted = [(CONTRAST.index(key), values) for key, values in keys.items()]
-        found = [rows for of, rows in self._places[name].items() if all(of[i] in values for i, values in wanted)]
-        return table.iloc[np.sort(np.concatenate(found)) if found else []]
+        found = [rows for of, rows in self._places.items() if all(of[i] in values for i, values in wanted)]
+        return self._judged.iloc[np.sort(np.concatenate(found)) if found else []]
 
     @property
     def q(self) -> float:
@@ -247,9 +248,7 @@ class FeatureDiff:
             mains = {self.main_part(up), self.main_part(down)}
             part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
         keys = {"kind": ("shift",), "part": (part,), "band": (band,), "outcome": ("all",)}
-        raised, lowered = (
-            self._of_contrasts("shifts", {**keys, "checkpoint": (c,)}).set_index("feature") for c in (up, down)
-        )
+        raised, lowered = (self._of_contrasts({**keys, "checkpoint": (c,)}).set_index("feature") for c in (up, down))
         both = raised.index.intersection(lowered.index)
         p = np.where(
             (raised.delta[both] > 0) & (lowered.delta[both] < 0), np.maximum(raised.p[both], lowered.p[both]), 1.0

@@ -51,12 +51,10 @@ from tsae.diff.permutations import (
     together,
     weight_permutations,
 )
-from tsae.features.sums import grouped_sums
 
 _FIRST = 250  # draws before features are settled for the first time
 _ENOUGH = 100  # draws as extreme that settle a feature
-_AUROC_BYTES = 2_000_000  # of dense values at once, which stay in a core's cache
-_WIDE = 512  # features whose bootstrap draws are made at once, for the same reason
+_WIDE = 512  # features whose bootstrap draws are made at once, which stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -176,89 +174,6 @@ def sequential_p(
                 return p
         if not len(undecided):
             return p
-
-
-def group_difference(
-    values: sp.csr_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
-) -> np.ndarray:
-    """Per-problem difference of means.
-
-    Args:
-        values: (n_rows, n_features).
-        a: rows of one side.
-        b: rows of the other.
-        problem: (n_rows,) problem code of every row.
-        problems: codes of the problems to use; each has rows on both sides.
-
-    Returns:
-        (n_problems, n_features) mean over a's rows of the problem − mean over b's.
-    """
-    return side_means(values, a, problem, problems) - side_means(values, b, problem, problems)
-
-
-def side_means(values: sp.csr_array, rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
-    """(n_problems, n_features) mean over the given rows of every problem."""
-    rows, where = _of_problems(rows, problem, problems)
-    weight = 1.0 / np.bincount(where, minlength=len(problems))[where]
-    return grouped_sums(values, rows, where, weight, len(problems))
-
-
-def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Those of the rows that belong to the problems, and the place of each one's problem among these."""
-    position = np.full(int(problem.max()) + 1, -1)
-    position[problems] = np.arange(len(problems))
-    where = position[problem[rows]]
-    return rows[where >= 0], where[where >= 0]
-
-
-def within_problem_auroc(
-    values: sp.csc_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
-) -> np.ndarray:
-    """(n_features,) mean over problems of `problem_aurocs`."""
-    n_rows, n_features = values.shape
-    block = max(1, _AUROC_BYTES // (4 * n_rows))
-    blocks = [values[:, start : start + block] for start in range(0, n_features, block)]
-    return np.concatenate([problem_aurocs(part, a, b, problem, problems).mean(0) for part in blocks])
-
-
-def problem_aurocs(
-    values: sp.csr_array | sp.csc_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
-) -> np.ndarray:
-    """Chance that a trajectory of side a has the larger value than one of side b of the same problem; ties count half.
-
-    Args:
-        values: (n_rows, n_features).
-        a: rows of one side.
-        b: rows of the other.
-        problem: (n_rows,) problem code of every row.
-        problems: codes of the problems to use; each has rows on both sides.
-
-    Returns:
-        (n_problems, n_features), .5 where the sides do not differ.
-    """
-    dense = values.toarray()
-    sides, pairs = [], np.ones(len(problems))
-    for rows in (a, b):
-        rows, where = _of_problems(rows, problem, problems)
-        order = np.argsort(where, kind="stable")
-        rows, where = rows[order], where[order]
-        size = np.bincount(where, minlength=len(problems))
-        slot = np.arange(len(rows)) - (size.cumsum() - size)[where]
-        # An empty place is neither larger nor smaller than any value.
-        filled = np.full((int(size.max()), len(problems), dense.shape[1]), np.nan, dtype=np.float32)
-        filled[slot, where] = dense[rows]
-        sides.append(filled)
-        pairs *= size
-    wins = np.zeros(sides[0].shape[1:], dtype=np.float32)  # pairs in which a is larger − those in which b is
-    found = np.empty(wins.shape, dtype=bool)
-    for x in sides[0]:
-        for start in range(0, len(sides[1]), 127):
-            few = np.zeros(wins.shape, dtype=np.int8)
-            for y in sides[1][start : start + 127]:
-                few += np.greater(x, y, out=found).view(np.int8)
-                few -= np.less(x, y, out=found).view(np.int8)
-            wins += few
-    return 0.5 + wins / (2 * pairs)[:, None]
 
 
 @dataclass(frozen=True)
@@ -386,23 +301,6 @@ def moved_p(tested: Tested, draws: Draws) -> np.ndarray:
 def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
     """`infer` of `paired`."""
     return infer(paired(differences, scale, draws.seed), draws)
-
-
-def outcome_inference(
-    differences: np.ndarray,
-    scale: np.ndarray,
-    values: sp.csr_array,
-    success: np.ndarray,
-    problem: np.ndarray,
-    draws: Draws,
-) -> Inference:
-    """`infer` of `outcomes`."""
-    return infer(outcomes(differences, scale, values, success, problem, draws.seed), draws)
-
-
-def interaction_inference(a: np.ndarray, b: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
-    """`infer` of `interaction`."""
-    return infer(interaction(a, b, scale, draws.seed), draws)
 
 
 def bootstrap_interval(

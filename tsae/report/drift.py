@@ -11,6 +11,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tsae.checkpoints.drift import drift_by
+from tsae.report import write_page
+from tsae.report.page import document, figure_block
+from tsae.report.sections import table
 from tsae.report.style import finish
 from tsae.report.text import count, figure_text, html_text, percent
 
@@ -63,10 +66,6 @@ def write_drift(drift: pd.DataFrame, path: str | Path, *, title: str = "Where tr
     Raises:
         TsaeError: where the path is a folder.
     """
-    from tsae.report import write_page
-    from tsae.report.page import document, figure_block
-    from tsae.report.sections import table
-
     drawn: dict[str, go.Figure | None] = {}
     last = last_of_runs(drift)
     caption = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.checkpoints.loading import token_strings
 from tsae.errors import TsaeError
 from tsae.features.contexts import Context, context, top_contexts
 from tsae.report.cards import card, heading_html, show, text_html, tokens_html
@@ -172,8 +173,6 @@ def _strongest(features: FeatureTable, row: int, n: int = 4) -> list[int]:
 
 
 def _strings(checkpoint: Checkpoint) -> list[str]:
-    from tsae.checkpoints.loading import token_strings
-
     return token_strings(checkpoint.load_tokenizer())
 
 

@@ -26,8 +26,10 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
+from tsae.diff.comparisons import outcome_comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Rows, draw, outcome_comparison
+from tsae.diff.contrasts import draw
+from tsae.diff.rows import Rows
 from tsae.diff.statistics import bootstrap_interval, outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable

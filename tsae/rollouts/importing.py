@@ -19,10 +19,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import BY_NAME, Verifier, find_verifier
 from tsae.rollouts.config import ImportConfig
@@ -34,9 +36,6 @@ from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
 from tsae.rollouts.outcomes import outcome_reward
 from tsae.rollouts.table import Rollouts, outcome_name
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 
@@ -68,8 +67,6 @@ def import_log(
             should be.
     """
     from tqdm.auto import tqdm
-
-    from tsae.checkpoints.loading import tokenizer_fingerprint
 
     path, to, config = Path(path), Path(to), config or ImportConfig()
     form, files = find_log(path, config)
@@ -362,8 +359,6 @@ def _problem(entry: Entry, prompt: Prompt) -> str:
 
 
 def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-
     if isinstance(checkpoint, CheckpointSeries):
         return checkpoint
     if isinstance(checkpoint, Checkpoint):

@@ -1,8 +1,9 @@
 """Intervals over problems: trajectories of a problem are not independent, so problems are what varies.
 
-Student's t, since the percentile bootstrap is too narrow for few problems. Of changes that are none it calls up to 52 %
-changes over two problems, 17 % over five and 6 % over sixty (`scripts/check_changes.py`). Numbers that are no means,
-as entropies, go through the jackknife: their pseudo-values are averaged like measurements (Tukey 1958).
+Student's t, since the percentile bootstrap is too narrow for few problems. Where nothing changed, the bootstrap reports
+a change in up to 52 % of draws of two problems, 17 % of five and 6 % of sixty (`scripts/check_changes.py`). Numbers
+that are no means, such as entropies, go through the jackknife: their pseudo-values are averaged like measurements
+(Tukey 1958).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 from scipy.stats import t as student
 
 FEWEST = 8
-"""Problems below which nothing is called a change. From here on at most 6 % of changes that are none are called one,
-whatever is measured; over two problems 9 %, and below eight a rare behaviour cannot show a change at all."""
+"""Fewest problems over which a change is reported. Where nothing changed, a change is reported in at most 6 % of draws
+of this many problems or more, whatever is measured; with two problems it would be 9 %. With fewer than eight a rare
+behaviour cannot show a change at all."""
 
 
 def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint
+from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
@@ -16,9 +18,6 @@ from tsae.rollouts.table import Rollouts, outcome_name
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint
 
     Around = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
 
@@ -93,8 +92,6 @@ def sample(
     """
     import torch
     from tqdm.auto import tqdm
-
-    from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint
 
     config = config or SamplingConfig()
     tokenizer = checkpoint.load_tokenizer()

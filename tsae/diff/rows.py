@@ -1,0 +1,137 @@
+"""The rows that contrasts are drawn on: what each row is, and what Δ is measured in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.diff.config import DiffConfig
+from tsae.diff.within_problems import side_means
+from tsae.features.table import FeatureTable
+
+
+class Scale(NamedTuple):
+    """What Δ of a checkpoint's contrasts is measured in."""
+
+    deviation: np.ndarray
+    """(n_features,) standard deviation over base trajectories; where silent, pooled with that of the checkpoint."""
+    silent: np.ndarray
+    """(n_features,) bool: whether the base says too little of the feature's deviation. It is then active in fewer than
+    min_problems of the base's problems, or has one mean in all of the base's trajectories."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Per-row data of a FeatureTable that contrasts are drawn on."""
+
+    values: sp.csr_array
+    """(n_rows, n_features) mean activation over the span."""
+    columns: sp.csc_array
+    """The same by columns."""
+    problem: np.ndarray
+    """(n_rows,) problem codes."""
+    band: np.ndarray
+    """(n_rows,) easy, medium, hard, or None."""
+    outcome: np.ndarray
+    """(n_rows,) success, failure or unknown."""
+    n_tokens: np.ndarray
+    """(n_rows,) tokens of the span."""
+    by_reader: dict[tuple[str, str | None], np.ndarray]
+    """Rows of (reader, policy); of all policies under (reader, None)."""
+    pooled: bool
+    """Whether all trajectories count as one policy's: all readers read the same ones, and their own share too few
+    problems to be compared."""
+    scales: dict[str, Scale]
+    """Of every reader."""
+
+    @classmethod
+    def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
+        frame = features.rollouts.frame.iloc[features.trajectory]
+        by_reader: dict[tuple[str, str | None], np.ndarray] = {}
+        for reader in features.readers:
+            by_reader[reader, None] = features.rows(reader=reader)
+            # The base reads what every run sampled; every other reader the base's trajectories and its own.
+            for policy in features.readers if reader == features.readers[0] else (features.readers[0], reader):
+                by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
+        problem = pd.factorize(frame.problem_id)[0]
+        values = features.row_means(config.span)
+        counted = features.row_of_token[features.span_mask(config.span)]
+        rows = cls(
+            values=values,
+            columns=sp.csc_array(values),
+            problem=problem,
+            band=frame.band.to_numpy(dtype=object),
+            outcome=frame.outcome.to_numpy(dtype=object),
+            n_tokens=np.bincount(counted, minlength=features.n_rows),
+            by_reader=by_reader,
+            pooled=_is_pooled(features, by_reader, problem, config),
+            scales={},
+        )
+        own = [by_reader[reader, rows.own(reader)] for reader in features.readers]
+        return replace(rows, scales=dict(zip(features.readers, scales(rows, own[0], own, config), strict=True)))
+
+    def own(self, reader: str) -> str | None:
+        """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
+        return reader if not self.pooled and len(self.by_reader[reader, reader]) else None
+
+    def pick(self, reader: str, policy: str | None, band: str, outcome: str) -> np.ndarray:
+        rows = self.by_reader[reader, policy]
+        if band != "all":
+            rows = rows[self.band[rows] == band]
+        if outcome != "all":
+            rows = rows[self.outcome[rows] == outcome]
+        return rows
+
+
+def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: DiffConfig) -> list[Scale]:
+    """What Δ is measured in where the base's rows are compared with others: one scale for each of the others.
+
+    The deviation over the base's rows; of a feature that the base hardly has, pooled with that over the other rows.
+    """
+    problems = np.unique(rows.problem[base])
+    active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
+    of_base = _variance(rows.values[base])
+    silent = (active < config.min_problems) | (of_base == 0)
+    found = []
+    for other in others:
+        of_other = of_base if np.array_equal(other, base) else _variance(rows.values[other])
+        freedom = [max(len(side) - 1, 0) for side in (base, other)]
+        pooled = (freedom[0] * of_base + freedom[1] * of_other) / max(sum(freedom), 1)
+        found.append(Scale(np.sqrt(np.where(silent, pooled, of_base)), silent))
+    return found
+
+
+def _variance(values: sp.csr_array) -> np.ndarray:
+    """(n_features,) variance over rows, by n − 1; 0 where rounding is all there is."""
+    n = values.shape[0]
+    if n < 2:
+        return np.zeros(values.shape[1])
+    exact = values.astype(np.float64)
+    mean, square = np.asarray(exact.mean(0)).ravel(), np.asarray(exact.multiply(exact).mean(0)).ravel()
+    variance = (square - mean**2) * n / (n - 1)
+    return np.where(variance > 1e-9 * square, variance, 0.0)
+
+
+def _is_pooled(
+    features: FeatureTable,
+    by_reader: dict[tuple[str, str | None], np.ndarray],
+    problem: np.ndarray,
+    config: DiffConfig,
+) -> bool:
+    """Whether all readers read the same trajectories, and none can be paired as the base's and a checkpoint's own."""
+    base, *others = features.readers
+    if len(np.unique(problem)) < config.min_problems:
+        return False
+    read = np.sort(features.trajectory[by_reader[base, None]])
+    for reader in others:
+        if not np.array_equal(np.sort(features.trajectory[by_reader[reader, None]]), read):
+            return False
+        both = np.intersect1d(problem[by_reader[reader, reader]], problem[by_reader[base, base]])
+        if len(both) >= config.min_problems:
+            return False
+    return True
