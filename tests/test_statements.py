@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
+import check_statements
 import numpy as np
 import pytest
 
 from tsae.diff.config import DiffConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import check_statements
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 
