@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import tyro
-from statements import Line, controls, diffs
+from statements import Line, changes, controls, credit, diffs, random_sets, reinforced
 
 import tsae
 
-LINES: list[Line] = [*diffs.LINES, *controls.LINES]
+LINES: list[Line] = [line for of in (diffs, controls, changes, random_sets, reinforced, credit) for line in of.LINES]
 """Whoever adds a statement to the report adds its lines here."""
 
 
