@@ -60,10 +60,10 @@ def check(line: Line, draws: int, config: tsae.DiffConfig) -> dict[str, Any]:
     return {
         "statement": line.statement,
         "planted": line.where,
-        "false": None if false is None else round(false, 4),
-        "error": None if false is None else round(float(np.nanstd(drawn[:, 0])) / math.sqrt(draws), 4),
+        "false": false,
+        "error": None if false is None else float(np.nanstd(drawn[:, 0])) / math.sqrt(draws),
         "promised": line.promised,
-        "found": None if found is None else round(found, 3),
+        "found": found,
         "seconds": round(time.process_time() - start, 1),
     }
 
@@ -82,6 +82,7 @@ def main() -> None:
         print(f"| {line.statement} | {line.where} | {false} | {line.promised:g} | {found} |", flush=True)
     ratio = max((row["false"] / row["promised"] for row in rows if row["false"] is not None), default=None)
     worst = None if ratio is None else round(ratio, 2)
+    rows = [{name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()} for row in rows]
     print(json.dumps({"name": "check_statements", "ratio": worst, "draws": options.draws, "rows": rows}))
 
 
