@@ -1,9 +1,8 @@
 """How often a behaviour is said to have risen or fallen where it did neither, by number of problems.
 
-Two policies answer every problem eight times. They do so alike, or so that what rises in few problems falls a little in
-all others: then the mean change is none as well. Called a change is what the interval of the paired change leaves 0 out
-of. Beside the intervals of `tsae.rollouts.intervals`, which call nothing a change below 8 problems, the percentile
-bootstrap.
+From this comes the number of problems below which nothing is called a change. The worlds are those of
+check_statements.py. Called a change is what the interval of the paired change leaves 0 out of. Beside the intervals of
+`tsae.rollouts.intervals`, which call nothing a change below 8 problems, the percentile bootstrap.
 
     python scripts/check_changes.py [--draws 4000]
 
@@ -18,39 +17,11 @@ import json
 import numpy as np
 from numpy.random import Generator
 from scipy.stats import t as student
+from statements.changes import WORLDS
 
 from tsae.rollouts.intervals import FEWEST, change_interval
 
 PROBLEMS = (2, 3, 5, 6, 8, 10, 16, 30, 60)
-SAMPLES = 8
-
-
-def binary(rng: Generator, p: np.ndarray, effect: np.ndarray | float = 0.0) -> np.ndarray:
-    """(n,) differences of the shares of eight responses each."""
-    after = rng.binomial(SAMPLES, np.clip(p + effect, 0, 1))
-    return (after - rng.binomial(SAMPLES, p)) / SAMPLES
-
-
-def long_tailed(rng: Generator, n: int) -> np.ndarray:
-    """(n,) differences of mean lengths."""
-    level = rng.lognormal(0, 0.5, (n, 1))
-    a, b = (level * rng.lognormal(0, 0.8, (n, SAMPLES)) for _ in range(2))
-    return np.asarray((a - b).mean(1))
-
-
-WORLDS = {
-    "binary, problems differ": lambda rng, n: binary(rng, rng.beta(0.7, 0.7, n)),
-    "binary, 2 % of responses": lambda rng, n: binary(rng, np.full(n, 0.02)),
-    "binary, in few problems": lambda rng, n: binary(rng, rng.beta(0.05, 2, n)),
-    "normal": lambda rng, n: rng.normal(size=n),
-    "long-tailed lengths": long_tailed,
-    "rises .4 in 20 %, falls .1 in others": lambda rng, n: binary(
-        rng, np.full(n, 0.5), np.where(rng.random(n) < 0.2, 0.4, -0.1)
-    ),
-    "rises .45 in 10 %, falls .05 in others": lambda rng, n: binary(
-        rng, np.full(n, 0.5), np.where(rng.random(n) < 0.1, 0.45, -0.05)
-    ),
-}
 
 
 def percentile_calls(rng: Generator, differences: np.ndarray) -> np.ndarray:

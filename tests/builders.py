@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
+
+# Scripts and tests share their planted worlds, and these their tables.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from statements.tables import BOS, EOS
+from statements.tables import feature_table as feature_table
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
-BOS, PAD, EOS = 17, 18, 19
+PAD = 18
 N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
 
@@ -129,40 +134,6 @@ def make_rollouts(
                 )
     info = {} if tokenizer is None else {"tokenizer": tokenizer}
     return Rollouts.from_records(records, info)
-
-
-def feature_table(
-    rollouts: Any,
-    codes: np.ndarray,
-    readers: list[tuple[str, np.ndarray]],
-    *,
-    d_high: int = 1,
-    special: tuple = (BOS, EOS),
-) -> Any:
-    """A FeatureTable from dense codes.
-
-    Args:
-        rollouts: the trajectories.
-        codes: (n_tokens, n_features) of all rows after one another.
-        readers: (id, row ids of the trajectories that it read), the base first.
-    """
-    from tsae import FeatureTable
-
-    trajectory = np.concatenate([rows for _, rows in readers])
-    texts = [np.concatenate(rollouts.tokens(int(row))) for row in trajectory]
-    records = [
-        {"id": id, "run": None if i == 0 else id, "step": i, "trained_on": None, "n_tokens": 1, "fve": 0.9, "l0": 1.0}
-        for i, (id, _) in enumerate(readers)
-    ]
-    return FeatureTable(
-        codes=sp.csr_array(codes.astype(np.float32)),
-        token_ids=np.concatenate(texts).astype(np.int32),
-        row_offsets=np.concatenate([[0], np.cumsum([len(text) for text in texts])]),
-        reader=np.repeat(np.arange(len(readers), dtype=np.int32), [len(rows) for _, rows in readers]),
-        trajectory=trajectory,
-        rollouts=rollouts,
-        info={"sae": {"d_high": d_high, "site": "x"}, "readers": records, "special_ids": list(special)},
-    )
 
 
 def synthetic_store(

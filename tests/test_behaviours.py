@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from builders import SHARED
+from statements.changes import WORLDS
 
 import tsae
 from tsae.errors import TsaeError
@@ -386,14 +387,6 @@ def test_formats_are_read_off_the_texts_of_every_band() -> None:
 
 
 # --- how often a change is called one where there is none
-
-
-WORLDS = {
-    "binary": lambda rng, n: (rng.binomial(8, p := rng.beta(0.7, 0.7, n)) - rng.binomial(8, p)) / 8,
-    "rare": lambda rng, n: (rng.binomial(8, 0.02, n) - rng.binomial(8, 0.02, n)) / 8,
-    "continuous": lambda rng, n: rng.normal(size=n),
-    "skewed": lambda rng, n: rng.binomial(8, 0.5 + np.where(rng.random(n) < 0.2, 0.4, -0.1)) / 8 - 0.5,
-}
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
 from scipy.stats import binomtest
+from statements.random_sets import KINDS, exchangeable, said, sharing, spread
 
 import tsae
 from tsae.causal.beyond import beyond_random, overlap
@@ -326,29 +327,14 @@ def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
 # -- beyond random
 
 
-def exchangeable(rng: np.random.Generator, n_sets: int, n_problems: int = 60, kind: str = "normal") -> np.ndarray:
-    """(n_sets + 1, n_problems) effects of sets of one kind: a set's own effect, a problem's, and both together."""
-    size = n_sets + 1
-    effect = {
-        "normal": lambda: rng.normal(0, 0.2, size),
-        "none": lambda: np.zeros(size),
-        "heavy": lambda: rng.standard_t(3, size) * 0.1,
-        "one in ten": lambda: 0.5 * (rng.random(size) < 0.1),
-    }[kind]()
-    noise = rng.normal(0, 0.5, (size, n_problems)) * (1 + np.abs(effect))[:, None]
-    return effect[:, None] + rng.normal(0, 0.4, n_problems) + noise
-
-
 def false_rate(kind: str, n_sets: int, draws: int, seed: int = 0) -> float:
     rng, n_false = np.random.default_rng(seed), 0
     for _ in range(draws):
-        drawn = exchangeable(rng, n_sets, kind=kind)
-        found = beyond_random(drawn[0], drawn[1:], 0.95)
-        n_false += not found.low <= 0 <= found.high
+        n_false += said(exchangeable(rng, n_sets, kind=kind)) != 0
     return n_false / draws
 
 
-@pytest.mark.parametrize("kind", ["normal", "none", "heavy", "one in ten"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
     rate = false_rate(kind, InterventionConfig().n_random, 1000)
     assert rate <= 0.06 + 2 * np.sqrt(0.06 * 0.94 / 1000)  # 2 standard errors of 1,000 draws
@@ -364,31 +350,23 @@ def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_sets", [5, 12, 20])
-@pytest.mark.parametrize("kind", ["normal", "none", "heavy", "one in ten"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
     rng, found, draws = np.random.default_rng(1), {0: 0, 3: 0, 4: 0}, 2000
     for _ in range(draws):
         drawn = exchangeable(rng, n_sets, kind=kind)
-        unit = {"normal": 0.2, "none": 0.0, "heavy": 0.1 * np.sqrt(3), "one in ten": 0.15}[kind]
-        spread = np.sqrt(unit**2 + 0.25 / 60)  # of the means of random sets
         for size in found:
-            beyond = beyond_random(drawn[0] + size * spread, drawn[1:], 0.95)
-            found[size] += not beyond.low <= 0 <= beyond.high
+            found[size] += said(drawn, size * spread(kind)) != 0
     print(kind, n_sets, {size: n / draws for size, n in found.items()})
     assert found[0] / draws <= (0.06 if n_sets >= 12 else 0.09) + 2 * np.sqrt(0.06 * 0.94 / draws)
 
 
 def test_random_sets_that_share_features_count_for_less() -> None:
-    """Sets of 6 from 20 features, chosen ones apart: effects of features add up."""
     rng, n_false, plain = np.random.default_rng(0), 0, 0
     for _ in range(1000):
-        effect = rng.normal(size=26) / np.sqrt(6)
-        sets = [rng.choice(20, 6, replace=False).tolist() for _ in range(10)]
-        drawn = np.array([effect[20:].sum(), *(effect[s].sum() for s in sets)])[:, None] + rng.normal(0, 0.5, (11, 60))
-        beyond = beyond_random(drawn[0], drawn[1:], 0.95, overlap(sets))
-        n_false += not beyond.low <= 0 <= beyond.high
-        beyond = beyond_random(drawn[0], drawn[1:], 0.95)
-        plain += not beyond.low <= 0 <= beyond.high
+        drawn, shared = sharing(rng)
+        n_false += said(drawn, shared=shared) != 0
+        plain += said(drawn) != 0
     assert n_false <= 60 + 2 * 7.5
     assert plain > 100
     assert overlap([[1, 2], [2, 3], [4, 5]]) == pytest.approx(1 / 6)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import EOS, feature_table
-from planted_credit import draw, planted_credit
+from statements.credit import planted_credit, says
 
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -233,17 +233,17 @@ def test_effects_are_chosen_and_shrunk_on_the_problems_learned_from() -> None:
 @pytest.mark.parametrize("estimator", ["action", "value", "effects"])
 def test_credit_finds_what_is_planted_and_nothing_else(estimator: Any) -> None:
     effect = 0.4 if estimator == "action" else 0.8
-    assert sum(draw(seed, effect, estimator) for seed in range(5)) == 5
+    assert sum(says(seed, effect, estimator) for seed in range(5)) == 5
     # At most 5 % of false statements are promised: more than three of 20 have a chance of .016.
-    assert sum(draw(seed, 0.0, estimator, n_problems=24) for seed in range(20)) <= 3
+    assert sum(says(seed, 0.0, estimator, n_problems=24) for seed in range(20)) <= 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["action", "value", "effects"])
 def test_how_often_credit_errs_and_finds(estimator: Any) -> None:
-    false = np.mean([draw(seed, 0.0, estimator, n_problems=24) for seed in range(400)])
+    false = np.mean([says(seed, 0.0, estimator, n_problems=24) for seed in range(400)])
     assert false <= 0.06
-    found = np.mean([draw(seed, 0.3 if estimator == "action" else 0.5, estimator) for seed in range(200)])
+    found = np.mean([says(seed, 0.3 if estimator == "action" else 0.5, estimator) for seed in range(200)])
     assert found >= 0.8
 
 

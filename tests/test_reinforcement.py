@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from builders import EOS, feature_table, make_rollouts
+from builders import make_rollouts
 from scipy.stats import spearmanr
+from statements.reinforced import discoveries, false_and_right, heterogeneous, world
 
 import tsae
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
@@ -22,52 +23,6 @@ from tsae.diff.rows import Rows
 from tsae.report.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
-
-
-def world(
-    *,
-    n_problems: int = 24,
-    n_samples: int = 6,
-    n_features: int = 12,
-    effect: np.ndarray | float = 0.0,
-    shift: np.ndarray | float = 0.0,
-    seed: int = 0,
-    bands: bool = True,
-    **columns: Any,
-) -> FeatureTable:
-    """One-token responses of base and run: a problem's level, noise, `effect` on successes, `shift` on the run's.
-
-    The first third of the problems is easy, and so on; the harder, the rarer are successes. An effect may be one for
-    all, one a feature, or (n_problems, n_features).
-    """
-    rng = np.random.default_rng(seed)
-    level = rng.normal(4, 1, size=(n_problems, n_features))
-    of_problem = np.broadcast_to(effect, (n_problems, n_features))
-    records, values = [], []
-    for policy in ("base", "run"):
-        for problem in range(n_problems):
-            band = problem * 3 // n_problems
-            for _ in range(n_samples):
-                right = bool(rng.random() < (0.8, 0.5, 0.2)[band])
-                records.append(
-                    {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [1],
-                        "response_ids": [2, EOS],
-                        "reward": float(right),
-                        "outcome": "success" if right else "failure",
-                        "band": ("easy", "medium", "hard")[band] if bands else None,
-                        **columns,
-                    }
-                )
-                values.append(level[problem] + of_problem[problem] * right + shift * (policy == "run"))
-    values = np.maximum(values + 0.5 * rng.normal(size=(len(records), n_features)), 0)
-    rollouts = Rollouts.from_records(records).with_advantages()
-    codes = np.zeros((3 * len(records), n_features))
-    codes[1::3] = values
-    read = np.arange(len(records))
-    return feature_table(rollouts, np.concatenate([codes, codes]), [("base", read), ("run", read)])
 
 
 def test_reinforcement_is_the_covariance_within_groups() -> None:
@@ -290,23 +245,14 @@ def test_nothing_is_found_where_advantage_and_features_are_independent() -> None
     assert 0.02 <= np.mean(rejected) <= 0.08
 
 
-def heterogeneous(seed: int, size: float = 0.4) -> FeatureTable:
-    """60 problems in which success raises or lowers a feature as it happens; only the first ten features of 40 have a
-    mean effect, which is smaller than what problems differ by."""
-    effect = np.random.default_rng([seed, 9]).normal(0, 1, (60, 40))
-    effect[:, :10] += size
-    return world(n_problems=60, n_features=40, effect=effect, seed=seed, bands=False)
-
-
 def false_and_found(repeats: int) -> tuple[np.ndarray, np.ndarray]:
     """Of every repetition (false / all discoveries, share of the ten that was found)."""
     config, false, found = DiffConfig(n_bootstrap=300, n_permutations=1000), [], []
     for seed in range(repeats):
-        table = reinforcement(heterogeneous(seed), config).table.query("part == 'all'")
-        discovered = table[table.q <= 0.05]
+        discovered = discoveries(heterogeneous(seed, 0.4), config)
         assert ((discovered.low > 0) | (discovered.high < 0)).all()
-        false.append((discovered.feature >= 10).sum() / max(1, len(discovered)))
-        found.append((discovered.feature < 10).sum() / 10)
+        for rates, rate in zip((false, found), false_and_right(discovered), strict=True):
+            rates.append(rate)
     return np.array(false), np.array(found)
 
 

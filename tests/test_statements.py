@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
+import check_statements
 import numpy as np
 import pytest
 
 from tsae.diff.config import DiffConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import check_statements
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 
@@ -20,13 +16,17 @@ QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 def test_every_line_is_drawn() -> None:
     for line in check_statements.LINES:
         false, found = line.draw(0, QUICK)
-        assert 0 <= false <= 1, line
+        assert not (math.isnan(false) and math.isnan(found)), line
+        assert math.isnan(false) or 0 <= false <= 1, line
         assert math.isnan(found) or 0 <= found <= 1, line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", check_statements.LINES, ids=lambda line: f"{line.statement}: {line.where}")
 def test_no_statement_is_false_more_often_than_promised(line: check_statements.Line) -> None:
-    false = np.array([line.draw(seed, QUICK)[0] for seed in range(200)])
+    false, found = np.array([line.draw(seed, QUICK) for seed in range(200)]).T
+    if np.isnan(false).all():  # Nothing false can be said; so that the line does show something:
+        assert found.mean() > line.promised
+        return
     error = max(false.std() / math.sqrt(len(false)), math.sqrt(line.promised * (1 - line.promised) / 200 / 4))
     assert false.mean() <= line.promised + 2.5 * error

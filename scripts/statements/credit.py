@@ -1,4 +1,4 @@
-"""Rollouts with a known truth for credit: what features and tokens tell of success, and how much.
+"""Credit has an effect: rollouts whose features and tokens tell of success, or do not.
 
 Problems differ in how often they are solved (a pass rate of .3 to .9), and features differ between problems in step
 with that, as lengths and topics do: none of it tells success from failure within a problem. On top of it goes one
@@ -12,11 +12,15 @@ effect, in the way that each estimator can see:
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from functools import partial
 
 import numpy as np
-from builders import EOS, feature_table
 
+from statements import Line
+from statements.tables import EOS, feature_table
+from tsae.diff.config import DiffConfig
+from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig, Estimator
 from tsae.rl.learning import fit_credit
 from tsae.rollouts.table import Rollouts
@@ -24,8 +28,10 @@ from tsae.rollouts.table import Rollouts
 N_FEATURES, LENGTH = 40, 6
 
 
-def planted_credit(seed: int, effect: float, estimator: Estimator, *, n_problems: int = 60, n_samples: int = 8) -> Any:
-    """A FeatureTable of the reference's own rollouts."""
+def planted_credit(
+    seed: int, effect: float, estimator: Estimator, *, n_problems: int = 60, n_samples: int = 8
+) -> FeatureTable:
+    """Features of the reference's own rollouts."""
     rng = np.random.default_rng([seed, 99])
     n, rate = n_problems * n_samples, np.repeat(rng.uniform(0.3, 0.9, n_problems), n_samples)
     right = rng.random(n) < rate
@@ -63,7 +69,37 @@ def planted_credit(seed: int, effect: float, estimator: Estimator, *, n_problems
     return table
 
 
-def draw(seed: int, effect: float, estimator: Estimator = "effects", **size: int) -> bool:
-    """Whether credit says that its scores tell success from failure; false where the effect is 0."""
+def says(seed: int, effect: float, estimator: Estimator = "effects", **size: int) -> bool:
+    """Whether credit says that its scores tell success from failure."""
     table = planted_credit(seed, effect, estimator, **size)
     return fit_credit(table, CreditConfig(estimator=estimator, seed=seed)).significant
+
+
+def none(estimator: Estimator, n_problems: int, seed: int, config: DiffConfig) -> tuple[float, float]:
+    """Nothing tells of success within a problem."""
+    return float(says(seed, 0.0, estimator, n_problems=n_problems)), math.nan
+
+
+def some(estimator: Estimator, effect: float, seed: int, config: DiffConfig) -> tuple[float, float]:
+    """There is nothing false to say."""
+    return math.nan, float(says(seed, effect, estimator))
+
+
+ESTIMATORS: tuple[Estimator, ...] = ("action", "value", "effects")
+
+LINES = [
+    *(
+        Line("credit has an effect", f"nothing, {n} problems, {estimator}", partial(none, estimator, n))
+        for estimator in ESTIMATORS
+        for n in (24, 60)
+    ),
+    *(
+        Line("credit has an effect", f"failures have {size} more wrong tokens, action", partial(some, "action", size))
+        for size in (0.2, 0.3)
+    ),
+    *(
+        Line("credit has an effect", f"{size} SD in 10 features, {estimator}", partial(some, estimator, size))
+        for estimator in ESTIMATORS[1:]
+        for size in (0.3, 0.5)
+    ),
+]
