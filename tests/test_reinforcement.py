@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from builders import make_rollouts
+from builders import feature_table, make_rollouts
 from scipy.stats import spearmanr
 from statements.reinforced import discoveries, false_and_right, heterogeneous, world
 
