@@ -1,12 +1,12 @@
 """Which tokens are copies of one another: the same reader read the same text up to them.
 
-A causal model computes the same activations for them, so that sibling rollouts, and all rollouts under one system
-prompt, hold the same tokens again and again. They are told by what was read, not by comparing activations, which differ
-in their last bits where batches of the capture differed.
+A causal model computes the same activations for copies. Rollouts of one prompt share its tokens, and all rollouts with
+one system prompt share that. Copies are found by the text that was read. Activations would not do: their last bits
+differ between batches of a capture.
 
-The text up to a token is known by a sum, modulo 2⁶⁴, of one pseudo-random number for each (place, token id) of it: two
-texts that differ have the same sum with probability 2⁻⁶⁴. Sums are held for every 64th token, and made from there for
-the tokens of a batch: 8 bytes every 64 tokens.
+A text is known by one number. Every pair of a place and the token id there has a pseudo-random number; the sum of these,
+modulo 2⁶⁴, is the text's. Two different texts have the same sum with probability 2⁻⁶⁴. The sum up to every 64th token
+is kept, which takes 8 bytes; sums up to the tokens between are made when a batch asks for them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Copies:
 
 
 def _sums(shard: Shard) -> np.ndarray:
-    """(⌈n_tokens / 64⌉,) uint64: the sum over a trajectory's tokens before each 64th token of the shard."""
+    """(n,) uint64 for every 64th token of the shard: the sum over the tokens before it in its trajectory."""
     lengths = np.diff(shard.offsets)
     place = np.arange(shard.n_tokens) - np.repeat(shard.offsets[:-1], lengths)
     total = _running(place, shard.token_ids)
