@@ -4,9 +4,9 @@ A causal model computes the same activations for copies. Rollouts of one prompt 
 one system prompt share that. Copies are found by the text that was read. Activations would not do: their last bits
 differ between batches of a capture.
 
-A text is known by one number. Every pair of a place and the token id there has a pseudo-random number; the sum of these,
-modulo 2⁶⁴, is the text's. Two different texts have the same sum with probability 2⁻⁶⁴. The sum up to every 64th token
-is kept, which takes 8 bytes; sums up to the tokens between are made when a batch asks for them.
+A text is known by one number. Every pair of a place and the token id there has a pseudo-random number, and the sum of
+these, modulo 2⁶⁴, is the text's. Two different texts have the same sum with probability 2⁻⁶⁴. The sum up to every 64th
+token is kept, which takes 8 bytes; sums up to the tokens between are made when a batch asks for them.
 """
 
 from __future__ import annotations
