@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import UseAppendAction, arg
 
 from tsae.errors import TsaeError
 
@@ -40,7 +42,24 @@ class SamplingConfig:
 
 
 LogFormat = Literal[
-    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "plain"
+    "auto",
+    "trl",
+    "verl",
+    "open-instruct",
+    "nemo-rl",
+    "prime-rl",
+    "prime-rl-tokens",
+    "open-r1",
+    "ms-swift",
+    "slime",
+    "areal",
+    "roll",
+    "verifiers",
+    "rllm",
+    "skyrl",
+    "openrlhf",
+    "inspect",
+    "plain",
 ]
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated"]
 
@@ -77,6 +96,30 @@ class ColumnNames:
     """Token ids of the response, its end token with them."""
 
 
+def name_columns(column: UseAppendAction[tuple[str, ...]] = ()) -> ColumnNames:
+    """Names of columns from "FIELD=NAME", as the command line gives them.
+
+    Args:
+        column: The column of the log that holds a FIELD, as FIELD=NAME: prompt, response, problem_id, answer, correct,
+            reward, advantage, policy, step, finish_reason, level, prompt_ids or response_ids.
+
+    Raises:
+        TsaeError: for what is no FIELD=NAME, and a field that is named twice.
+    """
+    known, named = [field.name for field in fields(ColumnNames)], dict[str, str]()
+    for item in column:
+        name, equals, value = item.partition("=")
+        if name not in known or not equals or not value or name in named:
+            wrong = "is named a second time" if name in named else f"is none of {', '.join(known)}"
+            raise TsaeError(
+                f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME",
+                where="--column",
+                fix="Say, for example, --column response=output.",
+            )
+        named[name] = value
+    return ColumnNames(**named)
+
+
 @dataclass(frozen=True)
 class ImportConfig:
     """How a rollout log is read."""
@@ -106,7 +149,8 @@ class ImportConfig:
     repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
-    columns: ColumnNames = field(default_factory=ColumnNames)
+    columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)
+    """Which column holds what."""
     keep_columns: tuple[str, ...] = ()
     """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else is written as JSON. Of
     extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""

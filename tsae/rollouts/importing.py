@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,8 @@ class _Import:
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
+        self.assumed: Counter[str] = Counter()
+        """By what readers took for granted: of how many trajectories."""
         self.exact: set[str] = set()
         """Checkpoints that sampled part of the log themselves."""
         self.stands_in: dict[str, tuple[int, str]] = {}
@@ -178,6 +181,8 @@ class _Import:
                 f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
                 f"responses were sampled by weights {'' if self.form.synchronous else 'at least '}one update older"
             )
+        for assumed, n in sorted(self.assumed.items()):
+            yield f"{n:,} responses {assumed}"
         if self.retokenised:
             yield (
                 f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
@@ -212,6 +217,7 @@ class _Import:
         problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
         self.retokenised += entry.response_ids is None
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
+        self.assumed.update(() if entry.assumed is None else (entry.assumed,))
         self.reward_names.update(dict.fromkeys(entry.rewards))
         self._enter(entry, file_number, problem, policy, prompt, response, reward, right)
         record = {
@@ -267,7 +273,7 @@ class _Import:
             raise TsaeError(
                 f"has no reference answer to check with {self.config.verifier}",
                 where=entry.where,
-                fix="Name the column of the answer (--answer).",
+                fix="Name the column of the answer (--column answer=NAME).",
             )
         try:
             right = bool(self.verify(response.text, entry.answer))

@@ -11,9 +11,27 @@ from pathlib import Path
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs import nemo_rl, open_instruct, open_r1, plain, prime_rl, trl, verl
+from tsae.rollouts.logs import (
+    areal,
+    inspect_logs,
+    ms_swift,
+    nemo_rl,
+    open_instruct,
+    open_r1,
+    openrlhf,
+    plain,
+    prime_rl,
+    rllm,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    verifiers,
+    verl,
+)
 from tsae.rollouts.logs.entry import Reader, Row
 from tsae.rollouts.logs.files import LogFile, find_files, first_row, run_folder
+from tsae.rollouts.logs.unknown import unknown_columns
 
 
 @dataclass(frozen=True)
@@ -31,10 +49,16 @@ class Format:
     """Two files of one run and step are then one too many."""
     synchronous: bool = True
     """Whether the weights that sampled for a step are those right before its update."""
+    suffixes: tuple[str, ...] = (".jsonl", ".parquet")
+    """Of its files."""
+
+    def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
+        """Whether a file with this first row may be its."""
+        return file.suffix in self.suffixes and self.fits(row, config)
 
 
 FORMATS = (
-    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True),
+    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True, suffixes=(".parquet",)),
     Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True),
     Format(
         "open-instruct",
@@ -57,6 +81,15 @@ FORMATS = (
         synchronous=False,
     ),
     Format("open-r1", "open-r1 generations", None, open_r1.fits, open_r1.read),
+    Format("ms-swift", "ms-swift completions", ms_swift.FILE, ms_swift.fits, ms_swift.read),
+    Format("slime", "slime rollout data", slime.FILE, slime.fits, slime.read, a_file_a_step=True, suffixes=(".pt",)),
+    Format("areal", "AReaL trajectories", areal.FILE, areal.fits, areal.read, synchronous=False),
+    Format("roll", "ROLL rollout dump", roll.FILE, roll.fits, roll.read, a_file_a_step=True),
+    Format("verifiers", "verifiers rollouts", verifiers.FILE, verifiers.fits, verifiers.read, synchronous=False),
+    Format("rllm", "rLLM episodes", rllm.FILE, rllm.fits, rllm.read, suffixes=(".json",)),
+    Format("skyrl", "SkyRL evaluations", skyrl.FILE, skyrl.fits, skyrl.read),
+    Format("openrlhf", "OpenRLHF batch inference", None, openrlhf.fits, openrlhf.read),
+    Format("inspect", "Inspect log", inspect_logs.FILE, inspect_logs.fits, inspect_logs.read, suffixes=(".eval",)),
     Format("plain", "plain log", None, plain.fits, plain.read),
 )
 
@@ -70,6 +103,13 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
     files = find_files(path)
     if config.format != "auto":
         chosen = next(form for form in FORMATS if form.name == config.format)
+        odd = next((file for file in files if path.is_file() and file.suffix not in chosen.suffixes), None)
+        if odd is not None:
+            raise TsaeError(
+                f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none",
+                where=odd,
+                fix="Name its columns (--format plain --column response=NAME …), or say no --format.",
+            )
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files of other names than the trainer's, are taken at the user's word.
         return chosen, _ordered(chosen, matching or files, path, config)
@@ -77,8 +117,8 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
     named: dict[str, list[Path]] = {}
     for form in FORMATS:
         matching = [f for f in files if form.file is not None and form.file.search(_name(f))]
-        first = next((row for f in matching if (row := first_row(f)) is not None), None)
-        if first is not None and form.fits(first, config):
+        first = next(((f, row) for f in matching if (row := first_row(f)) is not None), None)
+        if first is not None and form.takes(*first, config):
             named[form.name] = matching
     rows: dict[Path, Row] = {}
     if not named:
@@ -86,7 +126,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
         if not rows:
             raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
         for form in FORMATS:
-            matching = [f for f, row in rows.items() if form.fits(row, config)]
+            matching = [f for f, row in rows.items() if form.takes(f, row, config)]
             if matching:
                 named[form.name] = matching
     if len(named) > 1:
@@ -98,11 +138,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
         )
     if not named:
         file, unknown = next(iter(rows.items()))
-        raise TsaeError(
-            f"no known log has the columns {', '.join(unknown)}; known are {', '.join(form.name for form in FORMATS)}",
-            where=file,
-            fix="Name the columns that hold the prompt and the response (--prompt, --response).",
-        )
+        raise unknown_columns(path, file, unknown, config, [form.title for form in FORMATS])
     ((name, matching),) = named.items()
     chosen = next(form for form in FORMATS if form.name == name)
     if len(matching) < len(rows):
@@ -117,6 +153,12 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
 
 def _name(file: Path) -> str:
     return file.resolve().as_posix()
+
+
+def _counted(path: Path) -> tuple[tuple[int, int | str], ...]:
+    """Sorts numbers in a path as numbers: 2.jsonl comes before 10.jsonl."""
+    parts = re.split(r"(\d+)", path.as_posix())
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
 
 
 def _ordered(form: Format, files: Sequence[Path], path: Path, config: ImportConfig) -> list[LogFile]:
@@ -138,7 +180,7 @@ def _ordered(form: Format, files: Sequence[Path], path: Path, config: ImportConf
             where=path,
             fix=f"Say --subset {next(iter(subsets))}.",
         )
-    found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, f.path))
+    found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.a_file_a_step:
         for a, b in pairwise(found):
             if a.step is not None and (a.run, a.step) == (b.run, b.step):

@@ -27,14 +27,18 @@ class Entry:
     """Of the line or row in its file."""
     prompt: str | list[dict[str, Any]] | None = None
     """Text, or the messages of a conversation."""
-    prompt_is: Literal["question", "verbatim", "stripped"] = "question"
-    """What a text is: the question, to which a chat template is still to be applied; exactly what the model read; or
-    that with its special tokens left out."""
+    prompt_is: Literal["question", "verbatim", "stripped", "rendered"] = "question"
+    """What a text is: the question, to which a chat template is still to be applied; exactly what the model read; that
+    with its special tokens left out; or that with all of them written out, so that the tokenizer adds none."""
     prompt_ids: np.ndarray | None = None
     """(n_prompt,) integers."""
     response: str | None = None
     response_ids: np.ndarray | None = None
     """(n_response,) integers, with the end token where the model gave one."""
+    response_rendered: bool = False
+    """The text has its special tokens written out: without an end token it was cut off."""
+    response_length: int | None = None
+    """Tokens that were sampled, where a log of text counts them."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By name; None where a function did not score this trajectory."""
     reward: float | None = None
@@ -61,6 +65,8 @@ class Entry:
     """Unique among the entries of a log, where the log has such a thing."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
+    assumed: str | None = None
+    """What its reader took for granted, to be counted and printed: "were sampled by …"."""
 
 
 class Unusable(TsaeError):

@@ -14,8 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
+from tsae.rollouts.logs import containers
 
-SUFFIXES = (".jsonl", ".parquet")
+_A_LOG = re.compile(
+    # Folders of checkpoints are full of .pt and .json files: of these only what is called as slime's and rLLM's.
+    r"\.(jsonl|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|^episode_hash[^/]*\.json$"
+)
+_CONTAINERS = {
+    ".pt": containers.read_torch,
+    ".eval": containers.read_inspect,
+    ".json": containers.read_json,
+    ".pkl": containers.refuse_pickle,
+    ".pickle": containers.refuse_pickle,
+}
 LONGEST_LINE = 1 << 28
 """Bytes; a longer line is no trajectory, and reading it would need as much memory."""
 
@@ -39,7 +50,8 @@ class LogFile:
 
     def place(self, number: int) -> str:
         """Where a row is, for error messages."""
-        return f"{self.path}: row {number}" if self.path.suffix == ".parquet" else f"{self.path}:{number}"
+        by_line = self.path.suffix not in (".parquet", *_CONTAINERS)
+        return f"{self.path}:{number}" if by_line else f"{self.path}: row {number}"
 
 
 def run_folder(path: Path) -> Path:
@@ -51,7 +63,7 @@ def run_folder(path: Path) -> Path:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The .jsonl and .parquet files of a folder and of those below it, sorted; or the one file.
+    """The files of a folder and of those below it that may be logs, sorted; or the one file.
 
     Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are passed over, since what
     they lead to is read where it lies.
@@ -62,12 +74,12 @@ def find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise TsaeError("no such log", where=path, fix="Give a .jsonl or .parquet file, or a folder of them.")
+        raise TsaeError("no such log", where=path, fix="Give a file that a trainer wrote, or a folder of them.")
     root, found = path.resolve(), []
     for folder, below, names in os.walk(path):
         kept = [name for name in below if not name.startswith(".") and not _CHECKPOINT.fullmatch(name)]
         below[:] = sorted(kept)
-        for name in (*kept, *(name for name in names if name.endswith(SUFFIXES))):
+        for name in (*kept, *(name for name in names if _A_LOG.search(name))):
             file = Path(folder, name)
             if file.is_symlink():
                 if not file.resolve().is_relative_to(root):
@@ -80,7 +92,7 @@ def find_files(path: Path) -> list[Path]:
                 found.append(file)
     if not found:
         raise TsaeError(
-            f"holds no {' or '.join(SUFFIXES)} file",
+            "holds no log: no .jsonl, .parquet or .eval file, and none of slime's (.pt) or rLLM's (.json)",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
         )
@@ -88,13 +100,16 @@ def find_files(path: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) of every row: lines are counted from 1, rows of Parquet from 0.
+    """(number, row) of every row: lines are counted from 1, rows of other files from 0.
 
     Raises:
         TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
     """
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
+        return
+    if path.suffix in _CONTAINERS:
+        yield from enumerate(_CONTAINERS[path.suffix](path))
         return
     with path.open("rb") as lines:
         number = 0

@@ -76,10 +76,13 @@ class Ledger:
         keys = np.asarray(self.key)
         kept = np.ones(len(self), dtype=bool)
         first, second = _neighbours(keys, keys != 0)
-        if len(first) and "repeated" not in config.skip:
+        trajectory, reward = np.asarray(self.trajectory), np.asarray(self.reward)
+        again = (trajectory[first] != trajectory[second]) | (reward[first] != reward[second])
+        # What stands there twice, word for word, is one trajectory; anything else has to be decided.
+        if again.any() and "repeated" not in config.skip:
             raise TsaeError(
-                f"the trajectory of {self._place(files, first[0])} comes here again",
-                where=self._place(files, second[0]),
+                f"the trajectory of {self._place(files, first[again][0])} comes here again, and is another",
+                where=self._place(files, second[again][0]),
                 fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
             )
         if len(first):
@@ -88,8 +91,7 @@ class Ledger:
         if copies:
             self._drop_copies(kept, files, config)
         if not config.noisy_rewards:
-            reward = np.asarray(self.reward)
-            first, second = _neighbours(np.asarray(self.trajectory), kept)
+            first, second = _neighbours(trajectory, kept)
             differs = ~((reward[first] == reward[second]) | (np.isnan(reward[first]) & np.isnan(reward[second])))
             if differs.any():
                 a, b = first[differs][0], second[differs][0]

@@ -34,7 +34,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             raise TsaeError(
                 f"has no generations, or no prompt or problem; its columns are {', '.join(row)}",
                 where=where,
-                fix="Name the column of the prompt (--prompt).",
+                fix="Name the column of the prompt (--column prompt=NAME).",
             )
         generations = row[column]
         rewards = _aligned(row, "pass_rate_rewards", generations, where)

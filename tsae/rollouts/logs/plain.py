@@ -48,7 +48,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             raise TsaeError(
                 f"has no text in {' and '.join(missing)}; its columns are {', '.join(row)}",
                 where=where,
-                fix="Name the columns that hold the prompt and the response (--prompt, --response).",
+                fix="Name the columns that hold them (--column prompt=NAME --column response=NAME).",
             )
         reward = number(row.get(names.reward), names.reward, where)
         columns = config.rewards or (() if reward is None else (names.reward,))

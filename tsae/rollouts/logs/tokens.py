@@ -104,7 +104,9 @@ class Tokens:
         assert entry.response is not None
         tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
         same = self.tokenizer.decode(tokens) == entry.response
-        reason = entry.finish_reason
+        # Equal text of another number of tokens was sampled as other tokens.
+        same = same and entry.response_length in (None, len(tokens))
+        reason = entry.finish_reason or ("length" if entry.response_rendered else None)
         limit = self.config.max_response_tokens
         if reason is None and limit is not None:
             reason = "stop" if len(tokens) < limit else "length"
@@ -114,7 +116,8 @@ class Tokens:
             tokens.append(self.end)
         if not tokens:
             raise Unusable("empty", "the response is empty", where=entry.where)
-        return Response(np.asarray(tokens, dtype=np.int32), entry.response, reason or "unknown", same)
+        text = self._decode(np.asarray(tokens)) if entry.response_rendered else entry.response
+        return Response(np.asarray(tokens, dtype=np.int32), text, reason or "unknown", same)
 
     def check_length(self, prompt: Prompt, response: Response, where: str) -> None:
         """Raise `Unusable` for a trajectory that is longer than the model's context."""
@@ -135,6 +138,8 @@ class Tokens:
         assert prompt is not None
         if style != "auto" or entry.prompt_is == "question":
             return encode_prompt(self.tokenizer, prompt, style, entry.where)
+        if entry.prompt_is == "rendered":
+            return tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where)
         if entry.prompt_is == "verbatim" or self.tokenizer.chat_template is None:
             return tokenize(self.tokenizer, prompt, where=entry.where)
         found = restore_template(self.tokenizer, prompt)

@@ -1,0 +1,75 @@
+"""Lines that hold a batch: an object of columns, each with a value a trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, columns_to_keep, number
+from tsae.rollouts.logs.files import LogFile, read_rows
+
+
+def each_of_a_batch(
+    file: LogFile, config: ImportConfig, read: Callable[[list[Row], str], Iterator[Entry | Unusable]]
+) -> Iterator[Entry | Unusable]:
+    """The trajectories of every line of a file; `read` gets a line's rows and where it is.
+
+    It yields one for every row, in order; their places are made more exact, and columns kept, here.
+    """
+    for line, columns in read_rows(file.path):
+        where = file.place(line)
+        rows = rows_of(columns, where)
+        for row, found in zip(rows, read(rows, where), strict=True):
+            if isinstance(found, Entry):
+                found.number, found.extra = line, columns_to_keep(row, config) | found.extra
+            yield found
+
+
+def rows_of(columns: Row, where: str) -> list[Row]:
+    """The rows of an object of columns; a single row of values is itself.
+
+    Raises:
+        TsaeError: where columns are of different lengths.
+    """
+    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+    if not lists:
+        return [columns]
+    lengths = {name: len(values) for name, values in lists.items()}
+    if len(lists) < len(columns) or len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {lengths.get(name, 'a single value')}" for name in columns)
+        raise TsaeError(
+            f"a line of columns, which are of different lengths ({shown})",
+            where=where,
+            fix="Correct or delete that line.",
+        )
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+
+
+def place_in(where: str, index: int) -> str:
+    """Where a row of a line of columns is; rows are counted from 1."""
+    return f"{where}, trajectory {index + 1}"
+
+
+def score(value: Any, name: str, where: str) -> float | None:
+    """A reward; None where a function gave none, which a log in JSON writes as NaN.
+
+    Raises:
+        TsaeError: for infinity, and what is no number.
+    """
+    return None if isinstance(value, float) and math.isnan(value) else number(value, name, where)
+
+
+def follow_from(advantages: Sequence[float], rewards: Sequence[float]) -> bool:
+    """Whether the advantages of a group may be what GRPO, RLOO or Dr. GRPO make of these rewards.
+
+    Within a group, all of them are a rising linear function of the reward.
+    """
+    reward, advantage = (np.asarray(values, dtype=float) - np.mean(values) for values in (rewards, advantages))
+    slope = float(reward @ advantage) / max(float(reward @ reward), 1e-12)
+    off = np.abs(advantage - slope * reward).max()
+    return bool(slope >= 0 and off <= 1e-3 * max(1.0, np.abs(advantage).max()))

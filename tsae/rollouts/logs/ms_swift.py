@@ -1,0 +1,123 @@
+"""ms-swift: what its GRPO appends to ``completions.jsonl`` with ``--log_completions``, one line a logged step.
+
+Read off ms-swift 4.6's ``rlhf_trainers/grpo_trainer.py``, ``megatron/trainers`` and ``ray/megatron/base_trainer.py``.
+A line is an object of columns: step (as text), prompt, completion, one column a reward function, advantages, and after
+these what else was gathered (solution, num_turns, entropy). With Megatron it has a gen_step instead of the step; with
+Ray lines are single trajectories with gen_step and a reward.
+
+- prompt is decoded from the token ids that the template gave, with its special tokens. completion is the engine's
+  text: whether a response ended by itself is not in the log.
+- step is logged after the optimiser step, gen_step before it. A line holds the last generation batch only.
+- Where several steps train on one batch, it is logged at each. An evaluation logs a line of its own under the step
+  before it, and is left out too. A run that went on from an older checkpoint appends its steps a second time.
+- Several rewards are added up by weights that the log does not hold; 1 is ms-swift's default, and the logged
+  advantages have to follow from that sum.
+- An image stands in the prompt as ``[id * count]``, which does not give it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, place_in, score
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, number, text
+from tsae.rollouts.logs.files import LogFile
+
+FILE = re.compile(r"(^|/)completions\.jsonl$")
+_PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
+
+
+def fits(row: Row, config: ImportConfig) -> bool:
+    if {"gen_step", "prompt", "completion"} <= row.keys():
+        return True
+    return {"step", "prompt", "completion"} <= row.keys() and isinstance(row["completion"], list)
+
+
+def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    before: tuple[object, Sequence[object]] = (None, ())
+
+    def of(rows: list[Row], where: str) -> Iterator[Entry | Unusable]:
+        nonlocal before
+        batch = [(row.get("prompt"), row.get("completion")) for row in rows]
+        step = _step(rows[0], where) if rows else None
+        again = None
+        if rows and "gen_step" not in rows[0]:
+            if batch == before[1]:
+                again = "has what the line before has: several steps trained on one generation batch, or an evaluation"
+            elif step == before[0]:
+                again = f"is a second line of step {step}, as an evaluation logs it"
+            before = (step, batch)
+        if again is not None:
+            fix = "Keep the first of them with --skip repeated"
+            yield from (Unusable("repeated", again, where=place_in(where, i), fix=fix) for i in range(len(rows)))
+            return
+        names = config.rewards or _reward_columns(rows)
+        if len(names) > 1 and not config.rewards:
+            _check_sum(rows, names, where)
+        yield from (_entry(row, names, i, config, place_in(where, i)) for i, row in enumerate(rows))
+
+    return each_of_a_batch(file, config, of)
+
+
+def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, where: str) -> Entry:
+    prompt = text(get(row, "prompt", where), "prompt", where)
+    if image := _PLACEHOLDER.search(prompt):
+        raise TsaeError(
+            f"its prompt has an image in it ({image[0]}), which the log does not hold",
+            where=where,
+            fix="Give a log of text alone.",
+        )
+    scores = {name: score(row.get(name), name, where) for name in names}
+    scored = [value for value in scores.values() if value is not None]
+    step = _step(row, where)
+    return Entry(
+        where,
+        prompt=prompt,
+        prompt_is="rendered",
+        response=text(get(row, "completion", where), "completion", where),
+        rewards=scores,
+        reward=sum(scored) if scored else None,
+        unscored=bool(names) and not scored,
+        answer=answer_text(row.get("solution", row.get(config.columns.answer))),
+        step=step,
+        updates=step if "gen_step" in row else step - 1,
+        advantage=number(row.get("advantages"), "advantages", where),
+        # Ray writes a line a trajectory, so that a place in the batch is not known.
+        key=None if "reward" in row and "gen_step" in row else f"{step}/{index}",
+    )
+
+
+def _step(row: Row, where: str) -> int:
+    value = get(row, "gen_step" if "gen_step" in row else "step", where)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise TsaeError(f"step is {value!r}, expected a whole number", where=where, fix="Correct that line.") from None
+
+
+def _reward_columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Names of the columns between completion and advantages."""
+    if not rows:
+        return ()
+    names = list(rows[0])
+    end = names.index("advantages") if "advantages" in names else len(names)
+    return tuple(names[names.index("completion") + 1 : end])
+
+
+def _check_sum(rows: Sequence[Row], names: Sequence[str], where: str) -> None:
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        scored = [value for name in names if (value := score(row.get(name), name, where)) is not None]
+        if scored and row.get("advantages") is not None:
+            groups[str(row.get("prompt"))].append((row["advantages"], sum(scored)))
+    if not all(follow_from(*zip(*group, strict=True)) for group in groups.values()):
+        raise TsaeError(
+            f"the logged advantages do not follow from the sum of {', '.join(names)}: not all of them are rewards, or "
+            "they have weights, which the log does not hold",
+            where=where,
+            fix="Name the columns that are rewards, to be added up with weight 1 (--rewards).",
+        )
