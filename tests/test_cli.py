@@ -295,7 +295,7 @@ def test_a_log_is_imported_and_its_tokenizer_remembered(pipeline: Path, tmp_path
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"q": "1+1?", "a": "#2", "ok": True}) + "\n")
     run("rollouts", "import", log, "--checkpoint", pipeline / "series", "--to", tmp_path / "in.parquet",
-        "--prompt", "q", "--response", "a", "--correct", "ok", "--run", "gpt")  # fmt: skip
+        "--column", "prompt=q", "--column", "response=a", "--column", "correct=ok", "--run", "gpt")  # fmt: skip
     found = tsae.Rollouts.read(tmp_path / "in.parquet")
     assert found.policies == ["gpt"]
     assert found.info["tokenizer"] == tsae.Rollouts.read(pipeline / "raw.parquet").info["tokenizer"]

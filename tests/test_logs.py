@@ -385,7 +385,7 @@ def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> N
     with pytest.raises(TsaeError, match="holds no trajectories"):
         read(tmp_path / "empty", policy)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(TsaeError, match=r"holds no \.jsonl or \.parquet file"):
+    with pytest.raises(TsaeError, match=r"holds no \.jsonl or \.parquet file, nor"):
         read(tmp_path / "nothing", policy)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     with pytest.raises(TsaeError, match=r"latin\.jsonl:1: not a line of JSON in UTF-8"):

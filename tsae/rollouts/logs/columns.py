@@ -50,8 +50,17 @@ def rows_of(columns: Row, where: str) -> list[Row]:
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
+def one_by_one(rows: Sequence[Row], where: str, read: Callable[[Row, int, str], Entry]) -> Iterator[Entry | Unusable]:
+    """What `read` makes of the rows of a line; it gets a row, its number in the line from 0 on, and where it is."""
+    for index, row in enumerate(rows):
+        try:
+            yield read(row, index, place_in(where, index))
+        except Unusable as unusable:
+            yield unusable
+
+
 def place_in(where: str, index: int) -> str:
-    """Where a row of a line of columns is; rows are counted from 1."""
+    """Where a row of a line of columns is; rows are shown counted from 1."""
     return f"{where}, trajectory {index + 1}"
 
 

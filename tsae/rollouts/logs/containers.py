@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,9 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     import torch
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle's protocol, which decides nothing here
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise TsaeError(
             f"holds more than tensors and plain containers ({_cause(error)}), and what may run code is not loaded",
@@ -79,7 +82,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
         TsaeError: where inspect_ai is not installed, or does not read the file.
     """
     try:
-        from inspect_ai.log import read_eval_log, read_eval_log_samples
+        from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
     except ImportError as error:
         raise TsaeError(
             "logs of Inspect are read by inspect_ai, which is not installed",
@@ -89,11 +92,13 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
     try:
         log = read_eval_log(str(path), header_only=True)
         head = {"model": log.eval.model, "task": log.eval.task}
-        for sample in read_eval_log_samples(str(path), all_samples_required=False, resolve_attachments=True):
+        # Logs of runs that were stopped have fewer samples than their header says: the summaries are of those there.
+        for summary in read_eval_log_sample_summaries(str(path)):
+            sample = read_eval_log_sample(str(path), summary.id, summary.epoch, resolve_attachments=True)
             yield head | sample.model_dump(
                 mode="json", include={"id", "epoch", "input", "target", "messages", "output", "scores", "error"}
             )
-    except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         raise TsaeError(
             f"inspect_ai does not read it ({_cause(error)})", where=path, fix="Copy the file again, or leave it out."
         ) from error

@@ -8,6 +8,8 @@ from typing import Any
 from tsae.rollouts.logs.entry import Unusable, is_conversation
 
 _KEPT = {"role", "content"}
+_ABOUT = {"id", "source", "model", "metadata"}
+"""What Inspect says about a message."""
 
 
 def only_answer(messages: Any, where: str) -> str:
@@ -22,7 +24,7 @@ def only_answer(messages: Any, where: str) -> str:
     if not is_conversation(messages):
         raise Unusable("empty", "has no answer", where=where)
     parts = [{name for name, value in message.items() if value not in (None, [], "")} for message in messages]
-    others = sorted(set().union(*parts) - _KEPT - {"id", "source", "model"})
+    others = sorted(set().union(*parts) - _KEPT - _ABOUT)
     content = _text(messages[-1].get("content"))
     if len(messages) > 1 or messages[0]["role"] != "assistant" or others or content is None:
         shown = f" with {', '.join(others)}" if others else ""

@@ -81,7 +81,7 @@ FORMATS = (
         synchronous=False,
     ),
     Format("open-r1", "open-r1 generations", None, open_r1.fits, open_r1.read),
-    Format("ms-swift", "ms-swift completions", ms_swift.FILE, ms_swift.fits, ms_swift.read),
+    Format("ms-swift", "ms-swift completions", ms_swift.FILE, ms_swift.fits, ms_swift.read, suffixes=(".jsonl",)),
     Format("slime", "slime rollout data", slime.FILE, slime.fits, slime.read, a_file_a_step=True, suffixes=(".pt",)),
     Format("areal", "AReaL trajectories", areal.FILE, areal.fits, areal.read, synchronous=False),
     Format("roll", "ROLL rollout dump", roll.FILE, roll.fits, roll.read, a_file_a_step=True),
@@ -138,7 +138,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
         )
     if not named:
         file, unknown = next(iter(rows.items()))
-        raise unknown_columns(path, file, unknown, config, [form.title for form in FORMATS])
+        raise unknown_columns(path, file, unknown, config, [form.name for form in FORMATS])
     ((name, matching),) = named.items()
     chosen = next(form for form in FORMATS if form.name == name)
     if len(matching) < len(rows):

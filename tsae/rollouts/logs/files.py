@@ -92,7 +92,7 @@ def find_files(path: Path) -> list[Path]:
                 found.append(file)
     if not found:
         raise TsaeError(
-            "holds no log: no .jsonl, .parquet or .eval file, and none of slime's (.pt) or rLLM's (.json)",
+            "holds no .jsonl or .parquet file, nor one that slime (.pt), rLLM (.json) or Inspect (.eval) wrote",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
         )

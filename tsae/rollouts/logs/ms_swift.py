@@ -12,6 +12,7 @@ Ray lines are single trajectories with gen_step and a reward.
   before it, and is left out too. A run that went on from an older checkpoint appends its steps a second time.
 - Several rewards are added up by weights that the log does not hold; 1 is ms-swift's default, and the logged
   advantages have to follow from that sum.
+- Of several turns, completion is the last, and prompt has those before it.
 - An image stands in the prompt as ``[id * count]``, which does not give it back.
 """
 
@@ -23,8 +24,9 @@ from collections.abc import Iterator, Sequence
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, place_in, score
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, number, text
+from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, one_by_one, place_in, score
+from tsae.rollouts.logs.conversations import asked, only_answer
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, number, text
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)completions\.jsonl$")
@@ -34,7 +36,7 @@ _PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
 def fits(row: Row, config: ImportConfig) -> bool:
     if {"gen_step", "prompt", "completion"} <= row.keys():
         return True
-    return {"step", "prompt", "completion"} <= row.keys() and isinstance(row["completion"], list)
+    return {"step", "prompt", "completion"} <= row.keys() and isinstance(row["step"], list)
 
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -58,14 +60,15 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         names = config.rewards or _reward_columns(rows)
         if len(names) > 1 and not config.rewards:
             _check_sum(rows, names, where)
-        yield from (_entry(row, names, i, config, place_in(where, i)) for i, row in enumerate(rows))
+        yield from one_by_one(rows, where, lambda row, index, place: _entry(row, names, index, config, place))
 
     return each_of_a_batch(file, config, of)
 
 
 def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, where: str) -> Entry:
-    prompt = text(get(row, "prompt", where), "prompt", where)
-    if image := _PLACEHOLDER.search(prompt):
+    prompt = get(row, "prompt", where)
+    prompt = asked(prompt, where) if is_conversation(prompt) else text(prompt, "prompt", where)
+    if isinstance(prompt, str) and (image := _PLACEHOLDER.search(prompt)):
         raise TsaeError(
             f"its prompt has an image in it ({image[0]}), which the log does not hold",
             where=where,
@@ -78,7 +81,7 @@ def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, whe
         where,
         prompt=prompt,
         prompt_is="rendered",
-        response=text(get(row, "completion", where), "completion", where),
+        response=only_answer(get(row, "completion", where), where),
         rewards=scores,
         reward=sum(scored) if scored else None,
         unscored=bool(names) and not scored,

@@ -3,7 +3,8 @@
 Read off alibaba/ROLL's ``pipeline/rlvr/utils.py`` (main, 2026). A file is one line, an object of columns: global_step,
 id, prompt, messages (JSON), ground_truth, domain, tag, responses, scores, sampling_params and, by domain, others.
 
-- The policy reads the messages through the chat template where there are any, and the prompt as it stands otherwise.
+- The policy reads the messages through the chat template where there are any, and the prompt as it stands otherwise. A
+  template of ROLL's own (other than native) is not in the log.
 - responses are decoded without special tokens: whether one ended by itself is not in the log.
 - Steps are counted from 0, so that step N samples with the weights of N updates; with ``async_generation_ratio`` above
   0 they may be older.
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import each_of_a_batch, place_in, score
+from tsae.rollouts.logs.columns import each_of_a_batch, one_by_one, score
 from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, text, whole
 from tsae.rollouts.logs.files import LogFile
 
@@ -29,11 +30,10 @@ def fits(row: Row, config: ImportConfig) -> bool:
 
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
-    def of(rows: list[Row], where: str) -> Iterator[Entry]:
-        for index, row in enumerate(rows):
-            yield _entry(row, config, place_in(where, index))
+    def of(row: Row, index: int, where: str) -> Entry:
+        return _entry(row, config, where)
 
-    return each_of_a_batch(file, config, of)
+    return each_of_a_batch(file, config, lambda rows, where: one_by_one(rows, where, of))
 
 
 def _entry(row: Row, config: ImportConfig, where: str) -> Entry:

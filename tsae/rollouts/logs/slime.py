@@ -10,7 +10,7 @@ containers are refused.
   which weights sampled it.
 - loss_mask marks, among the response tokens, those that the policy sampled.
 - reward is a number, or a table of them of which ``--reward-key`` names the one that is trained on; the log does not
-  hold that name. A score is taken for the total where there is one.
+  hold that name. A score is taken for the total where there is one, and an acc says what is right.
 - ``eval_{rollout_id}.pt`` holds evaluations, and is read where that file is given.
 """
 
@@ -68,9 +68,12 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             prompt=asked if isinstance(asked, str) or is_conversation(asked) else None,
             prompt_ids=prompt,
             response_ids=response,
+            # Of several turns the text has what others said.
+            response=str(row["response"]) if row.get("response") and len(response) == row["response_length"] else None,
             rewards=rewards,
             reward=rewards.get("score") if len(rewards) > 1 else next(iter(rewards.values()), None),
             unscored=all(value is None for value in rewards.values()),
+            decides="acc" if "acc" in rewards else "".join(rewards) if len(rewards) == 1 else None,
             answer=answer_text(row.get("label")),
             step=step,
             updates=updates,

@@ -99,7 +99,7 @@ class Tokens:
                 raise Unusable("empty", "the response is empty", where=entry.where)
             text, ended = self._decode(ids), int(ids[-1]) in self.ends
             otherwise: Any = entry.finish_reason or ("length" if entry.cut_without_end else "unknown")
-            same = None if entry.response is None else text == entry.response
+            same = None if entry.response is None else entry.response in self._as_logged(ids, text)
             return Response(ids, text, "stop" if ended else otherwise, same)
         assert entry.response is not None
         tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
@@ -177,6 +177,11 @@ class Tokens:
 
     def _decode(self, ids: np.ndarray) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def _as_logged(self, ids: np.ndarray, text: str) -> tuple[str, ...]:
+        """Texts that stand for the same tokens: without special tokens, with them, and without the end token alone."""
+        body = ids[:-1] if int(ids[-1]) in self.ends else ids
+        return (text, *(str(self.tokenizer.decode(part.tolist())) for part in (ids, body)))
 
     def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
         if ((ids < 0) | (ids >= self.vocabulary)).any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
@@ -41,12 +42,12 @@ def unknown_columns(path: Path, file: Path, row: Row, config: ImportConfig, know
         if name is not None:
             taken.add(name)
         if name is not None or field != "reward":
-            options.append(f"--column {field}={name or 'NAME'}")
+            options.append("--column " + quote(f"{field}={name or 'NAME'}"))
     return TsaeError(
-        f"no known trainer writes its columns: {shown or 'none'} (known are {', '.join(known)})",
+        f"no known log has the columns {shown}; known are {', '.join(known)}",
         where=file,
-        fix=f"Name the columns, for example: tsae rollouts import {path} {' '.join(options)}. "
-        "In Python, tsae.rollouts.importing.read_frame takes any DataFrame.",
+        fix=f"Name the columns, for example: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
+        "In Python, tsae.rollouts.frames.read_frame takes any DataFrame.",
     )
 
 
