@@ -51,13 +51,15 @@ class Sample:
 class Import:
     """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
 
-    Logs of TRL (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL (train_data_step*),
-    prime-rl (traces, token exports) and open-r1 (generations) are known by their names and columns; of any other JSON
-    lines or Parquet the columns are named below.
+    Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL
+    (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions), slime
+    (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results), rLLM (episodes),
+    SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and columns; of any
+    other JSON lines or Parquet the columns are named below.
     """
 
     log: Positional[Path]
-    """The .jsonl or .parquet file, or the folder that the trainer fills with them, which is read whole."""
+    """The file, or the folder that the trainer fills with them, which is read whole."""
     to: Path
     """Parquet file of rollouts to write."""
     checkpoint: Path | None = None

@@ -1,8 +1,7 @@
 """AReaL: the trajectories that it appends to ``rollout/{version}/{task_id}.jsonl`` with ``rollout.dump_to_file``.
 
 Read off AReaL 1.0's ``infra/workflow_executor.py``. A line has task_id, sample_idx, seqlen, prompt_len, head_version,
-tail_version, reward, prompt and completion. Evaluations go to ``eval-rollout``, and are read where that folder is
-given.
+tail_version, reward, prompt and completion. Evaluations go to ``eval-rollout``, which is not read.
 
 - Texts are decoded with their special tokens: a completion without an end token was cut off. seqlen and prompt_len
   count tokens, so that a text which was sampled as other tokens is found out where their number differs.
@@ -19,7 +18,6 @@ import json
 import re
 from collections.abc import Iterator
 
-from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.columns import score
 from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, text, whole
@@ -36,12 +34,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     def of(row: Row, where: str) -> Iterator[Entry]:
         tail = whole(get(row, "tail_version", where), "tail_version", where)
         head = whole(row.get("head_version", tail), "head_version", where)
-        length = whole(get(row, "seqlen", where), "seqlen", where)
-        read_before = whole(get(row, "prompt_len", where), "prompt_len", where)
-        if length is None or read_before is None or not 0 < read_before <= length:
-            raise TsaeError(
-                f"prompt_len {read_before} of seqlen {length}", where=where, fix="Correct or drop that row."
-            )
+        total, asked = (whole(row.get(name), name, where) for name in ("seqlen", "prompt_len"))
         reward = score(row["reward"], "reward", where)
         yield Entry(
             where,
@@ -49,7 +42,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             prompt_is="rendered",
             response=text(row["completion"], "completion", where),
             response_rendered=True,
-            response_length=length - read_before,
+            response_length=None if total is None or asked is None else total - asked,
             rewards={"reward": reward},
             reward=reward,
             unscored=reward is None,

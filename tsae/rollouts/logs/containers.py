@@ -115,4 +115,6 @@ def refuse_pickle(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _cause(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    """The line of an error that says most: torch's names what it refused below its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "nsupported" in line), lines[0])[:200]

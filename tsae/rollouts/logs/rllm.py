@@ -76,7 +76,7 @@ def _entry(row: Row, trajectory: Row, index: int, alone: bool, config: ImportCon
     return Entry(
         where,
         prompt=asked(messages[:-1], where),
-        response=only_answer(messages[-1:], where),
+        response=_answer_text(messages, steps[0].get("model_response"), where),
         rewards={"reward": reward},
         reward=reward,
         unscored=reward is None and row.get("is_correct") is None,
@@ -88,6 +88,16 @@ def _entry(row: Row, trajectory: Row, index: int, alone: bool, config: ImportCon
         finish_reason="length" if reason == _CUT_OFF else None,
         key=json.dumps([step, row.get("epoch"), row.get("episode_id"), index]),
     )
+
+
+def _answer_text(messages: list[Any], sampled: Any, where: str) -> str:
+    """The answer as the model gave it, which the conversation may have with other space around it."""
+    content = only_answer(messages[-1:], where)
+    if not isinstance(sampled, str) or not sampled:
+        return content
+    if sampled.strip() != content.strip():
+        raise Unusable("multi-turn", "model_response is not the answer in chat_completions", where=where)
+    return sampled
 
 
 def _answer(task: Any, config: ImportConfig) -> Any:

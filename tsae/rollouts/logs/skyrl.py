@@ -35,14 +35,13 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     def of(row: Row, where: str) -> Iterator[Entry]:
         total = _total(row["score"], where)
         extras = _mapping(row.get("env_extras"))
-        reason = finish(row.get("stop_reason"))
         index = _mapping(extras.get("extra_info")).get("index")
         yield Entry(
             where,
             prompt=text(get(row, "input_prompt", where), "input_prompt", where),
             prompt_is="rendered",
             response=text(get(row, "output_response", where), "output_response", where),
-            response_rendered=reason is None,
+            response_rendered=True,
             rewards={"score": total},
             reward=total,
             unscored=total is None,
@@ -50,7 +49,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             problem_id=None if index is None else f"{row.get('data_source')}/{index}",
             step=file.step,
             updates=file.step,
-            finish_reason=reason,
+            finish_reason=finish(row.get("stop_reason")),
         )
 
     return each_row(file, config, of)

@@ -112,7 +112,7 @@ class Tokens:
             reason = "stop" if len(tokens) < limit else "length"
         if tokens and tokens[-1] in self.ends:  # A log may keep special tokens in its texts.
             reason = "stop"
-        elif reason == "stop" and self.end is not None:
+        elif reason == "stop" and self.end is not None and not entry.response_rendered:
             tokens.append(self.end)
         if not tokens:
             raise Unusable("empty", "the response is empty", where=entry.where)

@@ -6,7 +6,7 @@ prompt, completion, answer, info, reward, error, is_truncated, stop_condition an
 column; prime-rl adds env_name, policy_version, off_policy_steps, advantage and is_filtered.
 
 - Messages go through the checkpoint's chat template; the tokens themselves are not logged. A rollout of several turns,
-  or with calls of tools, cannot be put back.
+  or with tools, cannot be put back.
 - Every reward function is a metric, and reward their weighted sum; metrics that have no weight are not told apart.
   Where there are no metrics, the reward has no name, and goes by the one that is asked for (``--outcome``).
 - A policy version counts the updates of the weights. Where they were updated while it sampled (off_policy_steps), only
@@ -37,7 +37,7 @@ from tsae.rollouts.logs.entry import (
 )
 from tsae.rollouts.logs.files import LogFile
 
-FILE = re.compile(r"(^|/)(step_(?P<step>\d+)/train_rollouts|results)\.jsonl$")
+FILE = re.compile(r"(^|/)(step_(?P<step>\d+)/(train_)?rollouts|results)\.jsonl$")
 
 
 def fits(row: Row, config: ImportConfig) -> bool:
@@ -50,6 +50,8 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             raise Unusable("errored", "the rollout ended with an error", where=where)
         if row.get("is_filtered") and config.subset.endswith("effective"):
             return
+        if row.get("tool_defs") or (row.get("info") or {}).get("oai_tools"):
+            raise Unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere", where=where)
         prompt, metrics = get(row, "prompt", where), row.get("metrics") or {}
         reward = score(row["reward"], "reward", where)
         rewards = {"reward" if metrics else config.outcome or "reward": reward}
