@@ -33,9 +33,9 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise TsaeError(
-            f"holds more than tensors and plain containers ({_cause(error)}), and what may run code is not loaded",
+            f"is no file of tensors and plain containers alone ({_cause(error)}); what may run code is not loaded",
             where=path,
-            fix="Save its samples again without these objects: images and arrays as tensors, lists or nothing.",
+            fix="Save its samples again without other objects: images and arrays as tensors, lists or nothing.",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise TsaeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,8 +30,10 @@ from tsae.rollouts.logs import (
     verl,
 )
 from tsae.rollouts.logs.entry import Reader, Row
-from tsae.rollouts.logs.files import LogFile, find_files, first_row, run_folder
+from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, run_folder
 from tsae.rollouts.logs.unknown import unknown_columns
+
+_TABLES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ class Format:
     """Two files of one run and step are then one too many."""
     synchronous: bool = True
     """Whether the weights that sampled for a step are those right before its update."""
-    suffixes: tuple[str, ...] = (".jsonl", ".parquet")
-    """Of its files."""
+    suffixes: tuple[str, ...] = _TABLES
+    """Of its files, by `kind_of`."""
 
     def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
         """Whether a file with this first row may be its."""
-        return file.suffix in self.suffixes and self.fits(row, config)
+        return kind_of(file) in self.suffixes and self.fits(row, config)
 
 
 FORMATS = (
@@ -103,7 +105,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
     files = find_files(path)
     if config.format != "auto":
         chosen = next(form for form in FORMATS if form.name == config.format)
-        odd = next((file for file in files if path.is_file() and file.suffix not in chosen.suffixes), None)
+        odd = next((file for file in files if path.is_file() and kind_of(file) not in chosen.suffixes), None)
         if odd is not None:
             raise TsaeError(
                 f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none",
@@ -115,20 +117,19 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
         return chosen, _ordered(chosen, matching or files, path, config)
     files = [file for file in files if file.stat().st_size]  # A step that is being written may be empty still.
     named: dict[str, list[Path]] = {}
-    for form in FORMATS:
-        matching = [f for f in files if form.file is not None and form.file.search(_name(f))]
-        first = next(((f, row) for f in matching if (row := first_row(f)) is not None), None)
-        if first is not None and form.takes(*first, config):
-            named[form.name] = matching
     rows: dict[Path, Row] = {}
-    if not named:
-        rows = {file: row for file in files if (row := first_row(file)) is not None}
-        if not rows:
-            raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
-        for form in FORMATS:
-            matching = [f for f, row in rows.items() if form.takes(f, row, config)]
-            if matching:
-                named[form.name] = matching
+    unknown: dict[Path, Row] = {}
+    tables = [file for file in files if kind_of(file) in _TABLES]
+    # Evaluations and tensors lie beside the logs of other trainers, and count where there is no such log.
+    for group in (tables, [file for file in files if kind_of(file) not in _TABLES]):
+        named = _by_name(group, config)
+        if not named:
+            rows = {file: row for file in group if (row := first_row(file)) is not None}
+            named, unknown = _by_columns(rows, config), unknown | rows
+        if named:
+            break
+    if not named and not unknown:
+        raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
     if len(named) > 1:
         shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
         raise TsaeError(
@@ -137,11 +138,11 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
             fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
         )
     if not named:
-        file, unknown = next(iter(rows.items()))
-        raise unknown_columns(path, file, unknown, config, [form.name for form in FORMATS])
+        odd, columns = next(iter(unknown.items()))
+        raise unknown_columns(path, odd, columns, config, [form.name for form in FORMATS])
     ((name, matching),) = named.items()
     chosen = next(form for form in FORMATS if form.name == name)
-    if len(matching) < len(rows):
+    if len(matching) < len(rows):  # They were told by their columns, and some have others.
         odd = next(file for file in rows if file not in matching)
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are {', '.join(rows[odd])}",
@@ -149,6 +150,24 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
             fix="Move it out of the folder.",
         )
     return chosen, _ordered(chosen, matching, path, config)
+
+
+def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
+    """By format, the files that are called as its are, where the first with a row has its columns."""
+    named = {}
+    paths = [(file, _name(file)) for file in files]
+    for form in FORMATS:
+        matching = [file for file, name in paths if form.file is not None and form.file.search(name)]
+        first = next(((f, row) for f in matching if (row := first_row(f)) is not None), None)
+        if first is not None and form.takes(*first, config):
+            named[form.name] = matching
+    return named
+
+
+def _by_columns(rows: Mapping[Path, Row], config: ImportConfig) -> dict[str, list[Path]]:
+    """By format, the files whose first row has its columns."""
+    found = {form.name: [file for file, row in rows.items() if form.takes(file, row, config)] for form in FORMATS}
+    return {name: files for name, files in found.items() if files}
 
 
 def _name(file: Path) -> str:

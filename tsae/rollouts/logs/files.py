@@ -50,8 +50,7 @@ class LogFile:
 
     def place(self, number: int) -> str:
         """Where a row is, for error messages."""
-        by_line = self.path.suffix not in (".parquet", *_CONTAINERS)
-        return f"{self.path}:{number}" if by_line else f"{self.path}: row {number}"
+        return f"{self.path}:{number}" if kind_of(self.path) == ".jsonl" else f"{self.path}: row {number}"
 
 
 def run_folder(path: Path) -> Path:
@@ -97,6 +96,11 @@ def find_files(path: Path) -> list[Path]:
             fix="Give the folder into which the trainer writes its rollouts.",
         )
     return sorted(found)
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read: .parquet, .pt, .eval, .json or .pkl, and for any other .jsonl."""
+    return path.suffix if path.suffix in (".parquet", *_CONTAINERS) else ".jsonl"
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

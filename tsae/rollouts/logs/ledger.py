@@ -62,7 +62,9 @@ class Ledger:
         return len(self.source)
 
     def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
-        """(n,) bool: which trajectories stay; of repeated ones the last, where `config.skip` allows for them.
+        """(n,) bool: which trajectories stay; of repeated ones the last.
+
+        Those that the log has twice word for word count once; others that it has twice, where `config.skip` allows.
 
         Args:
             files: the log's.
