@@ -112,6 +112,19 @@ def test_ms_swift_with_megatron_and_with_ray(chat: Checkpoint, tmp_path: Path) -
     assert column(found, "outcome") == ["success", "failure"]
 
 
+def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
+    old = {"step": ["0"] * 2, "messages": [USER] * 2, "completion": ["#2", "#3"], "reward": [1.0, 0.0]}
+    found = read(write(tmp_path / "a" / "completions.jsonl", old), chat, run="a")
+    reads_as(found, [RIGHT, [16, 3]])
+    assert column(found, "policy") == ["a-00000"] * 2
+    assert column(found, "outcome") == ["success", "failure"]
+    older = swift(1, Format=[0.5, 0.5])
+    del older["advantages"]
+    found = read(write(tmp_path / "b" / "completions.jsonl", older), chat)
+    assert column(found, "reward") == [1.5, 0.5]
+    assert "2 responses have the sum of their rewards, with weight 1 each" in notes(found)
+
+
 def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     """Where several steps train on one batch, an evaluation logs, or a run went on from an older checkpoint."""
     log = tmp_path / "completions.jsonl"
@@ -336,6 +349,12 @@ def test_verifiers_results(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "reward") == column(found, "reward/reward") == [0.2]
     assert column(found, "reward/correct_answer") == [0.0]
     assert column(found, "policy") == ["m"]
+    first = {name: rollout("#2")[name] for name in ("prompt", "completion", "task", "answer", "reward")}
+    found = read(write(log, {"id": 0, **first, "exact_match": 0.0, "accuracy": 1.0}), chat)
+    assert column(found, "reward/accuracy") == [1.0]
+    assert column(found, "reward/exact_match") == [0.0]
+    assert column(found, "problem_id") == ["sums/0"]
+    assert column(found, "finish_reason") == ["unknown"]
     turns = [{"role": "assistant", "content": "#2"}, {"role": "user", "content": "?"}]
     for change, message in (
         ({"completion": [*turns, turns[0]]}, "its answer is 3 messages, which"),

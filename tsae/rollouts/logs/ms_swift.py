@@ -10,6 +10,8 @@ Ray lines are single trajectories with gen_step and a reward.
 - step is logged after the optimiser step, gen_step before it. A line holds the last generation batch only.
 - Where several steps train on one batch, it is logged at each. An evaluation logs a line of its own under the step
   before it, and is left out too. A run that went on from an older checkpoint appends its steps a second time.
+- Until 3.3 messages stood there instead of the prompt, and the step was logged before the update; until 3.7 there were
+  no advantages.
 - Several rewards are added up by weights that the log does not hold; 1 is ms-swift's default, and the logged
   advantages have to follow from that sum.
 - Of several turns, completion is the last, and prompt has those before it.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
@@ -36,7 +39,8 @@ _PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
 def fits(row: Row, config: ImportConfig) -> bool:
     if {"gen_step", "prompt", "completion"} <= row.keys():
         return True
-    return {"step", "prompt", "completion"} <= row.keys() and isinstance(row["step"], list)
+    asked_for = row.keys() & {"prompt", "messages"}
+    return bool(asked_for) and {"step", "completion"} <= row.keys() and isinstance(row["step"], list)
 
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -44,7 +48,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
     def of(rows: list[Row], where: str) -> Iterator[Entry | Unusable]:
         nonlocal before
-        batch = [(row.get("prompt"), row.get("completion")) for row in rows]
+        batch = [(_prompt(row), row.get("completion")) for row in rows]
         step = _step(rows[0], where) if rows else None
         again = None
         if rows and "gen_step" not in rows[0]:
@@ -66,7 +70,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
 
 def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, where: str) -> Entry:
-    prompt = get(row, "prompt", where)
+    prompt = _prompt(row)
     prompt = asked(prompt, where) if is_conversation(prompt) else text(prompt, "prompt", where)
     if isinstance(prompt, str) and (image := _PLACEHOLDER.search(prompt)):
         raise TsaeError(
@@ -87,11 +91,18 @@ def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, whe
         unscored=bool(names) and not scored,
         answer=answer_text(row.get("solution", row.get(config.columns.answer))),
         step=step,
-        updates=step if "gen_step" in row else step - 1,
+        updates=step if "gen_step" in row or "messages" in row else step - 1,
         advantage=number(row.get("advantages"), "advantages", where),
         # Ray writes a line a trajectory, so that a place in the batch is not known.
         key=None if "reward" in row and "gen_step" in row else f"{step}/{index}",
+        assumed="have the sum of their rewards, with weight 1 each: the log has no advantages to tell by"
+        if len(names) > 1 and "advantages" not in row and not config.rewards
+        else None,
     )
+
+
+def _prompt(row: Row) -> Any:
+    return row.get("prompt", row.get("messages"))
 
 
 def _step(row: Row, where: str) -> int:
@@ -116,7 +127,7 @@ def _check_sum(rows: Sequence[Row], names: Sequence[str], where: str) -> None:
     for row in rows:
         scored = [value for name in names if (value := score(row.get(name), name, where)) is not None]
         if scored and row.get("advantages") is not None:
-            groups[str(row.get("prompt"))].append((row["advantages"], sum(scored)))
+            groups[str(_prompt(row))].append((row["advantages"], sum(scored)))
     if not all(follow_from(*zip(*group, strict=True)) for group in groups.values()):
         raise TsaeError(
             f"the logged advantages do not follow from the sum of {', '.join(names)}: not all of them are rewards, or "

@@ -40,8 +40,14 @@ from tsae.rollouts.logs.files import LogFile
 FILE = re.compile(r"(^|/)(step_(?P<step>\d+)/(train_)?rollouts|results)\.jsonl$")
 
 
+_NO_METRICS = {
+    *("id", "example_id", "reward", "advantage", "policy_version", "off_policy_steps"),
+    *("generation_ms", "scoring_ms", "total_ms"),
+}
+
+
 def fits(row: Row, config: ImportConfig) -> bool:
-    return {"example_id", "prompt", "completion", "reward"} <= row.keys() and "nodes" not in row
+    return {"task", "prompt", "completion", "reward"} <= row.keys() and bool(row.keys() & {"example_id", "id"})
 
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -52,7 +58,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             return
         if row.get("tool_defs") or (row.get("info") or {}).get("oai_tools"):
             raise Unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere", where=where)
-        prompt, metrics = get(row, "prompt", where), row.get("metrics") or {}
+        prompt, metrics = get(row, "prompt", where), _metrics(row)
         reward = score(row["reward"], "reward", where)
         rewards = {"reward" if metrics else config.outcome or "reward": reward}
         rewards |= {name: score(value, name, where) for name, value in metrics.items()}
@@ -67,7 +73,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             reward=reward,
             unscored=reward is None,
             answer=answer_text(row.get("answer")),
-            problem_id=f"{row.get('env_name') or row.get('task') or ''}/{row['example_id']}",
+            problem_id=f"{row.get('env_name') or row.get('task') or ''}/{row.get('example_id', row.get('id'))}",
             step=file.step,
             updates=version,
             advantage=number(row.get("advantage"), "advantage", where),
@@ -78,3 +84,11 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         )
 
     return each_row(file, config, of)
+
+
+def _metrics(row: Row) -> Row:
+    """By name; before 0.1.10 they were columns alone."""
+    if isinstance(row.get("metrics"), dict):
+        return row["metrics"]
+    others = {name: value for name, value in row.items() if name not in _NO_METRICS}
+    return {n: v for n, v in others.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
