@@ -51,11 +51,11 @@ class Sample:
 class Import:
     """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
 
-    Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces), NeMo-RL
-    (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions), slime
-    (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results), rLLM (episodes),
-    SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and columns; of any
-    other JSON lines or Parquet the columns are named below.
+    Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces),
+    NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
+    slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
+    rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and
+    columns; of any other JSON lines or Parquet the columns are named below (--column).
     """
 
     log: Positional[Path]

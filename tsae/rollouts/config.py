@@ -96,12 +96,16 @@ class ColumnNames:
     """Token ids of the response, its end token with them."""
 
 
-def name_columns(column: UseAppendAction[tuple[str, ...]] = ()) -> ColumnNames:
-    """Names of columns from "FIELD=NAME", as the command line gives them.
+_COLUMN_HELP = (
+    f"The column NAME of the log holds FIELD: {', '.join(field.name for field in fields(ColumnNames))}. Needed where no "
+    "known trainer wrote the log."
+)
 
-    Args:
-        column: The column of the log that holds a FIELD, as FIELD=NAME: prompt, response, problem_id, answer, correct,
-            reward, advantage, policy, step, finish_reason, level, prompt_ids or response_ids.
+
+def name_columns(
+    column: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FIELD=NAME", help=_COLUMN_HELP)] = (),
+) -> ColumnNames:
+    """Names of columns from "FIELD=NAME", as the command line gives them.
 
     Raises:
         TsaeError: for what is no FIELD=NAME, and a field that is named twice.

@@ -79,7 +79,7 @@ class Ledger:
         kept = np.ones(len(self), dtype=bool)
         first, second = _neighbours(keys, keys != 0)
         trajectory, reward = np.asarray(self.trajectory), np.asarray(self.reward)
-        again = (trajectory[first] != trajectory[second]) | (reward[first] != reward[second])
+        again = (trajectory[first] != trajectory[second]) | ~_equal(reward[first], reward[second])
         # What stands there twice, word for word, is one trajectory; anything else has to be decided.
         if again.any() and "repeated" not in config.skip:
             raise TsaeError(
@@ -94,7 +94,7 @@ class Ledger:
             self._drop_copies(kept, files, config)
         if not config.noisy_rewards:
             first, second = _neighbours(trajectory, kept)
-            differs = ~((reward[first] == reward[second]) | (np.isnan(reward[first]) & np.isnan(reward[second])))
+            differs = ~_equal(reward[first], reward[second])
             if differs.any():
                 a, b = first[differs][0], second[differs][0]
                 raise TsaeError(
@@ -215,6 +215,11 @@ def _counts(rows: pd.DataFrame) -> dict[str, float]:
         "success_rate": float((known == Outcome["success"]).mean()) if len(known) else float("nan"),
         "not_round_tripping": int((rows.round_trip == 0).sum()),
     }
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """(n,) bool: equal numbers, or both unknown (NaN)."""
+    return np.asarray((a == b) | (np.isnan(a) & np.isnan(b)))
 
 
 def _neighbours(values: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
