@@ -97,8 +97,8 @@ class ColumnNames:
 
 
 _COLUMN_HELP = (
-    f"The column NAME of the log holds FIELD: {', '.join(field.name for field in fields(ColumnNames))}. Needed where no "
-    "known trainer wrote the log."
+    f"The column NAME of the log holds FIELD: {', '.join(field.name for field in fields(ColumnNames))}. Needed where "
+    "no known trainer wrote the log."
 )
 
 

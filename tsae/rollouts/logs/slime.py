@@ -62,7 +62,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         rewards = _rewards(row["reward"], where)
         step = whole(row.get("rollout_id"), "rollout_id", where)
         updates, mixed = _updates(row, None if evaluation else step)
-        asked = row.get("prompt")
+        asked, right = row.get("prompt"), rewards.get("acc")
         yield Entry(
             where,
             prompt=asked if isinstance(asked, str) or is_conversation(asked) else None,
@@ -73,7 +73,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             rewards=rewards,
             reward=rewards.get("score") if len(rewards) > 1 else next(iter(rewards.values()), None),
             unscored=all(value is None for value in rewards.values()),
-            decides="acc" if "acc" in rewards else "".join(rewards) if len(rewards) == 1 else None,
+            correct=None if right is None else right > 0,
             answer=answer_text(row.get("label")),
             step=step,
             updates=updates,
