@@ -546,8 +546,8 @@ def test_an_unknown_log_says_how_to_name_its_columns(
     assert main(["rollouts", "import", str(log), *options]) in (None, 0)
     capsys.readouterr()
     assert column(Rollouts.read(tmp_path / "r.parquet"), "response_ids") == [RIGHT]
-    with pytest.raises(TsaeError, match=r"TRL completions are \.parquet files, and this is none"):
-        read(log, chat, format="trl")
+    with pytest.raises(TsaeError, match=r"slime rollout data are \.pt files, and this is none"):
+        read(log, chat, format="slime")
     for row, options_shown in (
         ({"question": "1?", "model output": "2", "score": 1},
          "--column prompt=question --column 'response=model output' --column reward=score"),
