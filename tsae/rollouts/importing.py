@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from tsae.checkpoints.files import has_tokenizer
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
@@ -59,8 +61,8 @@ def import_log(
         progress: show a bar.
 
     Returns:
-        what was read. The file has the columns of `SCHEMA`, step, round_trip (null where the log has token ids
-        alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
+        what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
+        ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -114,6 +116,8 @@ class _Import:
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
+        self.assumed: Counter[str] = Counter()
+        """Of prompts: what was assumed, and for how many trajectories."""
         self.exact: set[str] = set()
         """Checkpoints that sampled part of the log themselves."""
         self.stands_in: dict[str, tuple[int, str]] = {}
@@ -155,7 +159,7 @@ class _Import:
                 where=path,
                 fix="Name columns that are there (--keep-columns).",
             )
-        trips = np.asarray(self.ledger.round_trip)
+        trips = np.asarray(self.ledger.same_text)
         if not (trips == 1).any() and (trips == 0).any():
             raise TsaeError(
                 f"not one of its {int((trips == 0).sum())} responses decodes to the logged text",
@@ -178,10 +182,12 @@ class _Import:
                 f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
                 f"responses were sampled by weights {'' if self.form.synchronous else 'at least '}one update older"
             )
+        for what, n in self.assumed.items():
+            yield f"{n:,} {what}"
         if self.retokenised:
             yield (
                 f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
-                "sampled"
+                "sampled (round_trip is false)"
             )
         if self.without_end:
             yield (
@@ -193,6 +199,9 @@ class _Import:
             yield f"success: {self.config.verifier} finds the answer in the response{agreement}"
         elif self.rules:
             yield f"success: {'; or '.join(sorted(self.rules))}"
+        unknown = self.ledger.outcome.count(Outcome["unknown"])
+        if unknown:
+            yield f"{unknown:,} trajectories have no reward that says whether they are right: their outcome is unknown"
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         where = entry.where
@@ -210,7 +219,8 @@ class _Import:
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
-        self.retokenised += entry.response_ids is None
+        self.assumed.update(prompt.assumed)
+        self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.reward_names.update(dict.fromkeys(entry.rewards))
         self._enter(entry, file_number, problem, policy, prompt, response, reward, right)
@@ -257,7 +267,8 @@ class _Import:
         ledger.content.append(hash64(problem, str(entry.advantage), *tokens))
         ledger.reward.append(float("nan") if reward is None else reward)
         ledger.outcome.append(Outcome[outcome_name(right)])
-        ledger.round_trip.append(2 if response.round_trip is None else int(response.round_trip))
+        ledger.same_text.append(2 if response.same_text is None else int(response.same_text))
+        ledger.retokenised.append(not response.logged)
 
     def _right(self, entry: Entry, response: Response) -> bool | None:
         """Success or failure: by the verifier where there is one, else by the log."""
@@ -358,13 +369,25 @@ def _problem(entry: Entry, prompt: Prompt) -> str:
     return f"{hash64(asked, entry.answer):016x}"
 
 
+def _tokenizer_alone(folder: Path) -> CheckpointSeries | None:
+    """A folder with a tokenizer and no model, which is all that an import reads of a checkpoint."""
+    others = ("series.json", "config.json", "adapter_config.json")
+    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
+        return None
+    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
+        return None
+    note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
+    checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
+    return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
+
+
 def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:
     if isinstance(checkpoint, CheckpointSeries):
         return checkpoint
     if isinstance(checkpoint, Checkpoint):
         return CheckpointSeries((replace(checkpoint, run=None),), name=checkpoint.id)
     if checkpoint is not None:
-        return CheckpointSeries.load(checkpoint)
+        return _tokenizer_alone(Path(checkpoint)) or CheckpointSeries.load(checkpoint)
     folder = run_folder(path if path.is_dir() else path.parent)
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):
