@@ -62,7 +62,8 @@ def import_log(
 
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
-        ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
+        ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
+        and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -262,7 +263,7 @@ class _Import:
         ledger.number.append(entry.number)
         ledger.problem.append(hash64(problem))
         ledger.key.append(0 if entry.key is None else hash64(policy, entry.key))
-        tokens = (prompt.ids.tobytes(), response.ids.tobytes())
+        tokens = (prompt.ids.tobytes(), response.ids.tobytes(), entry.apart)
         ledger.trajectory.append(hash64(str(source), problem, entry.answer, response.finish_reason, *tokens))
         ledger.content.append(hash64(problem, str(entry.advantage), *tokens))
         ledger.reward.append(float("nan") if reward is None else reward)

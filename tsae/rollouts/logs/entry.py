@@ -59,6 +59,8 @@ class Entry:
     """Its trainer counts responses whose token ids lack an end token as cut off."""
     key: str | None = None
     """Unique among the entries of a log, where the log has such a thing."""
+    apart: str = ""
+    """What tells it from another of equal text that was sampled as other tokens."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
 

@@ -152,8 +152,8 @@ class Summary:
     n_files: int
     table: pd.DataFrame
     """A row a policy and step: policy, step, trajectories, problems, groups (of a problem in that step), no_variance
-    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), retokenised (responses whose ids were made from
-    text), not_round_tripping (responses whose ids do not decode to the logged text)."""
+    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), retokenised (responses whose
+    ids were made from text), not_round_tripping (responses whose ids do not decode to the logged text)."""
     total: dict[str, float]
     """The same over all of the log."""
     skipped: dict[str, int]

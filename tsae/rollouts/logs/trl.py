@@ -1,8 +1,8 @@
 """TRL: what ``GRPOTrainer`` writes with ``log_completions=True``, one Parquet file a logged step.
 
-Read off the sources of TRL 1.0 to 1.16. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this order: step,
-prompt, completion, one float column a reward function, the columns that reward functions passed to ``log_extra``, and
-advantage. A file holds the last generation batch of its step only.
+Read off the sources of TRL 1.0 to 1.16. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this
+order: step, prompt, completion, one float column a reward function, the columns that reward functions passed to
+``log_extra``, and advantage. A file holds the last generation batch of its step only.
 
 - Where several steps train on one batch (num_iterations, steps_per_generation), it is logged at each. An evaluation
   logs into the same file, over the training batch: log without one.

@@ -74,6 +74,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             step=step,
             # Steps are counted from 1, and step 0 is a validation.
             updates=None if step is None else max(0, step - 1) if _trained_on(row, file) else step,
+            apart=str(rewards.get("overlong_reward", "")),
             key=None if row.get("request_id") is None else f"{step}/{row['request_id']}",
         )
 
