@@ -135,9 +135,24 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward", "format_reward"))
     assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown"]
     assert note(summary, "outcome is unknown").startswith("1 trajectories")
+    assert "3 rewards are the sum of accuracy_reward, format_reward" in summary.notes
     assert found.table["round_trip"].to_pylist() == [False] * 3
     assert summary.total["retokenised"] == 3
     assert summary.total["not_round_tripping"] == 0
+
+
+def test_a_reward_that_one_file_lacks_does_not_change_what_is_right(tokenizers: Any, tmp_path: Path) -> None:
+    both, one = {"accuracy_reward": [1.0, 0.0], "format_reward": [1.0, 1.0]}, {"format_reward": [1.0, 1.0]}
+    for step, columns in ((1, both), (2, one)):
+        path = tmp_path / "c" / f"completions_{step:05d}.parquet"
+        log = completions(path, [[USER]] * 2, completion=[f"{step}", "9"], **columns)
+        table = pd.read_parquet(log).assign(step=step)
+        (table if step == 1 else table.drop(columns="accuracy_reward")).to_parquet(log)
+    with pytest.raises(TsaeError, match=r"00002.*format_reward says here what is right, accuracy_reward.*--outcome"):
+        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to")
+    found, summary = imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to", outcome="accuracy_reward")
+    assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown", "unknown"]
+    assert "accuracy_reward: 2 of 4 trajectories have this reward; the rewards of the others lack it" in summary.notes
 
 
 def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
@@ -173,8 +188,9 @@ def verl(path: Path, *rows: dict[str, Any]) -> Path:
     ],
 )
 def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row: dict[str, Any], total: float) -> None:
-    found, _ = imported(verl(tmp_path / "1.jsonl", row), tokenizers("chatml"), tmp_path / "to")
+    found, summary = imported(verl(tmp_path / "1.jsonl", row), tokenizers("chatml"), tmp_path / "to")
     assert found.table["reward"].to_pylist() == [pytest.approx(total)]
+    assert any("1 rewards are the" in note for note in summary.notes) == (total != row["score"])
     right = "success" if row["acc"] is True else "failure"
     assert found.table["outcome"].to_pylist() == [right]
 
@@ -183,7 +199,10 @@ def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row
     ("folder", "row", "policies"),
     [
         ("rollout_data", {}, ["run-00000", "run-00001"]),
-        ("rollout_data", {"reward": 1.0}, ["run-00001", "run-00002"]),
+        ("rollout_data", {"reward": 1.0}, ["run-00000", "run-00001"]),
+        ("dumps", {"reward": 1.0}, ["run-00001", "run-00002"]),
+        ("dumps", {}, ["run-00000", "run-00001"]),
+        ("val_rollouts", {}, ["run-00001", "run-00002"]),
         ("validation_data", {}, ["run-00001", "run-00002"]),
         ("val", {}, ["run-00001", "run-00002"]),
         ("values", {}, ["run-00000", "run-00001"]),
@@ -194,8 +213,10 @@ def test_a_validation_is_sampled_after_the_update(
 ) -> None:
     for step in (1, 2):
         verl(tmp_path / folder / f"{step}.jsonl", {**row, "step": step})
-    found, _ = imported(tmp_path / folder, tokenizers("chatml"), tmp_path / "to", run="run")
+    found, summary = imported(tmp_path / folder, tokenizers("chatml"), tmp_path / "to", run="run")
     assert found.policies == policies
+    after = policies[0] == "run-00001"
+    assert ("2 trajectories are a validation's: sampled after the step's update" in summary.notes) == after
     before = verl(tmp_path / "before" / "0.jsonl", {"step": 0})
     assert imported(before, tokenizers("chatml"), tmp_path / "to", run="run")[0].policies == ["run-00000"]
 
@@ -248,6 +269,7 @@ def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path)
     assert summary.skipped == {"unscored": 1}
     assert prompts_of(found, "smollm2") == [rendered("smollm2", USER)] * 2
     assert note(summary, "--system-prompt").startswith("2 prompts are questions alone")
+    assert note(summary, "--run").startswith("2 trajectories have no policy in the log")
     assert "the template's own system message" in note(summary, "--system-prompt")
     asked = {"skip": ("unscored",), "system_prompt": "Be short."}
     found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", **asked)
@@ -255,11 +277,16 @@ def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path)
     assert note(summary, "system message").startswith("2 prompts")
 
 
-@pytest.mark.parametrize("rewards", [None, [None, 1.0, 1.0]])
-def test_token_exports_of_any_age(tokenizers: Any, tmp_path: Path, rewards: Any) -> None:
-    row = {"schema_version": 1, "step": 3, "rank": 0, "export_sequence_idx": 0, "token_ids": [5, 6, 7]}
-    row |= {"loss_mask": [False, True, True], "advantages": [None, 0.5, 0.5]}
-    row |= {} if rewards is None else {"rewards": rewards}
+@pytest.mark.parametrize("shape", ["a token each", "rewards", "no rewards"])
+def test_token_exports_of_any_age(tokenizers: Any, tmp_path: Path, shape: str) -> None:
+    row = {"schema_version": 1, "step": 3, "rank": 0, "export_sequence_idx": 0, "env_name": "math"}
+    names = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+    values = ([5, 6, 7], [False, True, True], [None, 0.5, 0.5], [None, 1.0, 1.0])
+    if shape == "a token each":
+        row["tokens"] = [dict(zip(names.values(), token, strict=True)) for token in zip(*values, strict=True)]
+    else:
+        row |= dict(zip(names, values[: 3 if shape == "no rewards" else 4], strict=False))
+    rewards = None if shape == "no rewards" else values[3]
     log = lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", row)
     found, summary = imported(log.parent.parent, tokenizers("chatml"), tmp_path / "to")
     assert found.table["response_ids"].to_pylist() == [[6, 7]]

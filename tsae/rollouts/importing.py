@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from tsae.checkpoints.files import has_tokenizer
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
@@ -35,7 +34,7 @@ from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
 from tsae.rollouts.logs.spool import Spool
-from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
+from tsae.rollouts.logs.tokens import Prompt, Response, Tokens, tokenizer_alone
 from tsae.rollouts.outcomes import outcome_reward
 from tsae.rollouts.table import Rollouts, outcome_name
 
@@ -113,7 +112,9 @@ class _Import:
         self.files = self._in_runs_of(series, files)
         # A single checkpoint stands for any step of any run: its id says nothing of who sampled.
         self.checkpoints = list(series) if len(series) > 1 else []
-        self.reward_names: dict[str, None] = {}
+        self.reward_names: Counter[str] = Counter()
+        self.decisive: str | None = None
+        """The reward that said what is right so far."""
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
@@ -185,6 +186,12 @@ class _Import:
             )
         for what, n in self.assumed.items():
             yield f"{n:,} {what}"
+        for name, n in self.reward_names.items() if self.form.a_file_a_step else ():
+            if n < len(self.ledger):
+                yield (
+                    f"{name}: {n:,} of {len(self.ledger):,} trajectories have this reward; the rewards of the others "
+                    "lack it"
+                )
         if self.retokenised:
             yield (
                 f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
@@ -220,10 +227,10 @@ class _Import:
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
-        self.assumed.update(prompt.assumed)
+        self.assumed.update((*entry.assumed, *prompt.assumed))
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
-        self.reward_names.update(dict.fromkeys(entry.rewards))
+        self.reward_names.update(entry.rewards.keys())
         self._enter(entry, file_number, problem, policy, prompt, response, reward, right)
         record = {
             "problem_id": problem,
@@ -311,6 +318,15 @@ class _Import:
         else:
             name = outcome_reward(names, where=entry.where)
             value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
+        # The files of a run have the same columns; where one lacks a column, another must not pass for it.
+        decisive = name or told_by
+        if self.form.a_file_a_step and self.verify is None and decisive and self.decisive not in (None, decisive):
+            raise TsaeError(
+                f"{decisive} says here what is right, {self.decisive} in the rows before",
+                where=entry.where,
+                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
+            )
+        self.decisive = decisive or self.decisive
         if value is None:
             return None
         self.rules.add(f"{told_by} is above {limit:g}")
@@ -333,6 +349,8 @@ class _Import:
         if entry.policy is not None:
             return entry.policy
         if entry.step is None:
+            if self.config.run is None:
+                self.assumed['trajectories have no policy in the log: it is called "unknown" (--run names it)'] += 1
             return self.config.run or "unknown"
         exact = self._checkpoint(file.run, entry.updates)
         if exact is not None:
@@ -370,25 +388,13 @@ def _problem(entry: Entry, prompt: Prompt) -> str:
     return f"{hash64(asked, entry.answer):016x}"
 
 
-def _tokenizer_alone(folder: Path) -> CheckpointSeries | None:
-    """A folder with a tokenizer and no model, which is all that an import reads of a checkpoint."""
-    others = ("series.json", "config.json", "adapter_config.json")
-    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
-        return None
-    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
-        return None
-    note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
-    checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
-    return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
-
-
 def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:
     if isinstance(checkpoint, CheckpointSeries):
         return checkpoint
     if isinstance(checkpoint, Checkpoint):
         return CheckpointSeries((replace(checkpoint, run=None),), name=checkpoint.id)
     if checkpoint is not None:
-        return _tokenizer_alone(Path(checkpoint)) or CheckpointSeries.load(checkpoint)
+        return tokenizer_alone(Path(checkpoint)) or CheckpointSeries.load(checkpoint)
     folder = run_folder(path if path.is_dir() else path.parent)
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):

@@ -7,8 +7,9 @@ Read off PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to September 
   what is in ``all``: `ImportConfig.subset` picks one.
 - ``monitors/file/traces/stream.jsonl`` (since pull request 3444) holds every episode once, those that filters dropped
   with them; which of them were effective is in annotations that are not read.
-- ``token_exports/step_N/rank_R.jsonl``: per-token arrays of what the trainer trained on, schema 1. First with
-  export_step, run_id and rewards; later with step alone and without rewards, so that outcomes are unknown.
+- ``token_exports/step_N/rank_R.jsonl``: per-token arrays of what the trainer trained on, schema 1. First an object a
+  token (id, loss_mask, advantage, reward), then arrays with export_step, run_id and rewards; later with step alone and
+  without rewards, so that outcomes are unknown.
 
 A trace is a graph of messages whose nodes hold the token ids that they add, and which of them were sampled. Rewards
 are named and weighted; their sum is the reward. Problems are told by the task's key or content; a group_id names a
@@ -57,7 +58,9 @@ def fits_traces(row: Row, config: ImportConfig) -> bool:
 
 
 def fits_tokens(row: Row, config: ImportConfig) -> bool:
-    return {"schema_version", "export_sequence_idx", "token_ids", "loss_mask"} <= row.keys()
+    return {"schema_version", "export_sequence_idx"} <= row.keys() and (
+        {"token_ids", "loss_mask"} <= row.keys() or "tokens" in row
+    )
 
 
 def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -182,6 +185,9 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
     def of(row: Row, where: str) -> Iterator[Entry]:
         if row.get("schema_version") != 1:
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
+        if isinstance(tokens := row.get("tokens"), list):
+            named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+            row = {**row, **{many: [_mapping(t).get(one) for t in tokens] for many, one in named.items()}}
         mask = get(row, "loss_mask", where)
         rewards = row.get("rewards") or []
         pairs = zip(rewards, mask, strict=False)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
+from tsae.checkpoints.files import folder_of, has_tokenizer, is_adapter, is_gguf
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Unusable
@@ -23,8 +25,6 @@ from tsae.rollouts.sampling import encode_prompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from tsae.checkpoints.series import Checkpoint
 
 _KEPT_PROMPTS = 256  # A group's trajectories stand together, so that few prompts need to be remembered.
 
@@ -243,6 +243,18 @@ class Tokens:
         if what == "prompt" and not len(ids):
             raise TsaeError("the prompt has no tokens", where=where, fix="Correct or drop that row.")
         return ids.astype(np.int32)
+
+
+def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
+    """A folder with a tokenizer and no model, which is all that an import reads of a checkpoint."""
+    others = ("series.json", "config.json", "adapter_config.json")
+    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
+        return None
+    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
+        return None
+    note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
+    checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
+    return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:

@@ -57,8 +57,15 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 f"the output holds {turns:g} turns, and nothing says which tokens were sampled",
                 where=where,
             )
-        rewards = _rewards(row, where)
+        rewards, trained_on = _rewards(row, where), _trained_on(row, file)
         total = _total(row, rewards)
+        assumed = [] if trained_on else ["trajectories are a validation's: sampled after the step's update"]
+        if total != rewards["score"]:
+            assumed.append(
+                "rewards are the column reward"
+                if "reward" in row
+                else "rewards are the sum of score and overlong_reward"
+            )
         step = whole(row.get("step"), "step", where)
         step = file.step if step is None else step
         yield Entry(
@@ -73,7 +80,8 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             answer=answer_text(row.get("gts")),
             step=step,
             # Steps are counted from 1, and step 0 is a validation.
-            updates=None if step is None else max(0, step - 1) if _trained_on(row, file) else step,
+            updates=None if step is None else max(0, step - 1) if trained_on else step,
+            assumed=tuple(assumed),
             apart=str(rewards.get("overlong_reward", "")),
             key=None if row.get("request_id") is None else f"{step}/{row['request_id']}",
         )
@@ -82,9 +90,11 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
 
 def _trained_on(row: Row, file: LogFile) -> bool:
-    """Whether it is no validation dump: that has a total of its own, or lies where verl's examples put it."""
+    """Whether it is no validation dump: by the folder's name, or where that says nothing, by the total of its own."""
     folder = file.path.resolve().parent.name
-    return "reward" not in row and not re.match(r"val(id(ation)?)?(_|-|$)", folder)
+    if re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder):
+        return False
+    return "reward" not in row or re.search(r"rollout|train", folder) is not None
 
 
 def _rewards(row: Row, where: str) -> dict[str, float | None]:
