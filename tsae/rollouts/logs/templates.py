@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -54,6 +55,7 @@ class ChatTemplate:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         # The longest first, as one may be part of another.
         self._special = sorted(special | {str(token) for token in tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._rendered: dict[str, list[str]] = {}
 
     def render(self, messages: Sequence[Message], *, goes_on: bool = False, **arguments: Any) -> str:
         """The text that the model reads; `goes_on` where the last message is the beginning of the response."""
@@ -182,6 +184,12 @@ class ChatTemplate:
 
     def _parts(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
         """What the template writes before, between and after the messages."""
+        key = json.dumps([roles, arguments])
+        if key not in self._rendered:
+            self._rendered[key] = self._render_parts(roles, arguments)
+        return self._rendered[key]
+
+    def _render_parts(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
         marks = [_SENTINEL.format(i) for i in range(len(roles))]
         rest = self.render([{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)], **arguments)
         parts = []
