@@ -135,7 +135,7 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward", "format_reward"))
     assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown"]
     assert note(summary, "outcome is unknown").startswith("1 trajectories")
-    assert "3 rewards are the sum of accuracy_reward, format_reward" in summary.notes
+    assert "3 responses have the sum of accuracy_reward, format_reward as their reward" in summary.notes
     assert found.table["round_trip"].to_pylist() == [False] * 3
     assert summary.total["retokenised"] == 3
     assert summary.total["not_round_tripping"] == 0
@@ -190,7 +190,7 @@ def verl(path: Path, *rows: dict[str, Any]) -> Path:
 def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row: dict[str, Any], total: float) -> None:
     found, summary = imported(verl(tmp_path / "1.jsonl", row), tokenizers("chatml"), tmp_path / "to")
     assert found.table["reward"].to_pylist() == [pytest.approx(total)]
-    assert any("1 rewards are the" in note for note in summary.notes) == (total != row["score"])
+    assert any("as their reward" in note for note in summary.notes) == (total != row["score"])
     right = "success" if row["acc"] is True else "failure"
     assert found.table["outcome"].to_pylist() == [right]
 
@@ -216,7 +216,7 @@ def test_a_validation_is_sampled_after_the_update(
     found, summary = imported(tmp_path / folder, tokenizers("chatml"), tmp_path / "to", run="run")
     assert found.policies == policies
     after = policies[0] == "run-00001"
-    assert ("2 trajectories are a validation's: sampled after the step's update" in summary.notes) == after
+    assert ("2 responses are a validation's, sampled after the step's update" in summary.notes) == after
     before = verl(tmp_path / "before" / "0.jsonl", {"step": 0})
     assert imported(before, tokenizers("chatml"), tmp_path / "to", run="run")[0].policies == ["run-00000"]
 

@@ -119,7 +119,7 @@ class _Import:
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
         self.assumed: Counter[str] = Counter()
-        """Of prompts: what was assumed, and for how many trajectories."""
+        """What was taken for granted, and for how many trajectories."""
         self.exact: set[str] = set()
         """Checkpoints that sampled part of the log themselves."""
         self.stands_in: dict[str, tuple[int, str]] = {}
@@ -227,7 +227,9 @@ class _Import:
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
-        self.assumed.update((*entry.assumed, *prompt.assumed))
+        self.assumed.update(
+            prompt.assumed if entry.assumed is None else (f"responses {entry.assumed}", *prompt.assumed)
+        )
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.reward_names.update(entry.rewards.keys())

@@ -61,10 +61,10 @@ class Entry:
     """Unique among the entries of a log, where the log has such a thing."""
     apart: str = ""
     """What tells it from another of equal text that was sampled as other tokens."""
-    assumed: tuple[str, ...] = ()
-    """What its log does not say outright: printed once, after the number of trajectories that it concerns."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
+    assumed: str | None = None
+    """What its reader took for granted, to be counted and printed: "were sampled by …"."""
 
 
 class Unusable(TsaeError):

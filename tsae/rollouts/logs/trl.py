@@ -102,7 +102,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             updates=None if step is None else step - 1,
             advantage=advantage,
             cut_without_end=True,
-            assumed=() if len(rewards) < 2 else (f"rewards are the sum of {', '.join(rewards)}",),
+            assumed=None if len(rewards) < 2 else f"have the sum of {', '.join(rewards)} as their reward",
         )
 
     yield from each_row(file, config, of)

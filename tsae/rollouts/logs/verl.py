@@ -59,13 +59,10 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             )
         rewards, trained_on = _rewards(row, where), _trained_on(row, file)
         total = _total(row, rewards)
-        assumed = [] if trained_on else ["trajectories are a validation's: sampled after the step's update"]
+        assumed = [] if trained_on else ["are a validation's, sampled after the step's update"]
         if total != rewards["score"]:
-            assumed.append(
-                "rewards are the column reward"
-                if "reward" in row
-                else "rewards are the sum of score and overlong_reward"
-            )
+            parts = "the column reward" if "reward" in row else "the sum of score and overlong_reward"
+            assumed.append(f"have {parts} as their reward")
         step = whole(row.get("step"), "step", where)
         step = file.step if step is None else step
         yield Entry(
@@ -81,7 +78,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             step=step,
             # Steps are counted from 1, and step 0 is a validation.
             updates=None if step is None else max(0, step - 1) if trained_on else step,
-            assumed=tuple(assumed),
+            assumed=" and ".join(assumed) or None,
             apart=str(rewards.get("overlong_reward", "")),
             key=None if row.get("request_id") is None else f"{step}/{row['request_id']}",
         )
