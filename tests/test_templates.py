@@ -167,7 +167,7 @@ def test_a_date_that_a_template_writes_is_read_off_the_text() -> None:
 def test_turns_of_others_are_seen_in_a_response_where_their_headers_are_left(name: str) -> None:
     tokenizer = make_tokenizer(name)
     template = ChatTemplate(tokenizer)
-    tool = {"role": "user", "content": "<tool_response>\n42\n</tool_response>"}
+    tool = {"role": "user", "content": "the result is 42"}
     whole = tokenizer.apply_chat_template([ASKED, ANSWERED, tool], add_generation_prompt=True, return_dict=True)[
         "input_ids"
     ]

@@ -71,13 +71,21 @@ class ChatTemplate:
     @cached_property
     def open_arguments(self) -> tuple[str, ...]:
         """What the template reads and nobody has given, such as enable_thinking."""
-        from jinja2 import Environment, TemplateSyntaxError, meta
+        from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self.tokenizer.get_chat_template())
         try:
-            read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         except TemplateSyntaxError:
             return ()
+        # What it sets itself in some branch is its own, unless it asks whether it was given.
+        own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+        asked = {
+            node.node.name
+            for node in tree.find_all((nodes.Test, nodes.Filter))
+            if node.name in ("defined", "default", "d") and isinstance(node.node, nodes.Name)
+        }
+        read = meta.find_undeclared_variables(tree) - (own - asked)
         return tuple(sorted(read - _GIVEN - set(self.tokenizer.special_tokens_map) - set(self.arguments)))
 
     @cached_property
@@ -103,16 +111,20 @@ class ChatTemplate:
         for arguments in self._variants(stripped):
             found = list(dict.fromkeys(self._fits(stripped, arguments)))
             if found:
-                return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_system)
+                return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_turns)
         return None
 
     @cached_property
-    def _hides_system(self) -> bool:
-        """Whether nothing but special tokens stands between a system message and the question."""
-        try:
-            return not self._skeleton(("system", "user"), {})[1]
-        except Exception:  # a template may know no system message
-            return False
+    def _hides_turns(self) -> bool:
+        """Whether nothing but special tokens stands between some messages."""
+        for roles in (("system", "user"), ("user", "assistant", "user")):
+            try:
+                seams = self._parts(roles, {})[1:-1]
+            except Exception:  # a template may know no system message
+                continue
+            if any(self.keeps_special(seam) and not re.search(r"\w", self._stripped(seam)) for seam in seams):
+                return True
+        return False
 
     def begins_or_ends(self, stripped: str) -> bool:
         """Whether a text has the beginning or end that the template gives to a conversation without special tokens."""
@@ -138,13 +150,16 @@ class ChatTemplate:
             except Exception:  # a template may know no tools
                 continue
             # A model writes headers of plain text by itself; behind special tokens it would have ended.
-            marked = all(self.keeps_special(part) for part in (opening, closing))
-            first, second = (_header(self._stripped(part)) for part in (opening, closing))
+            if not all(self.keeps_special(part) for part in (opening, closing)):
+                continue
+            headers = [self._stripped(part) for part in (opening, closing)]
             # Of headers that are special tokens alone nothing is left to see; a bare word is no header to go by.
-            if marked and all(re.search(r"\w\W+$", header) for header in (first, second)):
-                patterns[first, second] = re.compile(
-                    rf"(?<!\w){re.escape(first)}.*(?<!\w){re.escape(second)}", re.DOTALL
+            if all(re.search(r"\w\W+$", _header(header)) for header in headers):
+                # Where a header begins a line, tools' turns may still stand right behind the call.
+                first, second = (
+                    (r"(?<!\w)" if header[:1] in ("\n", " ") else "") + re.escape(_header(header)) for header in headers
                 )
+                patterns[first, second] = re.compile(f"{first}.*{second}", re.DOTALL)
         return list(patterns.values())
 
     def _variants(self, stripped: str) -> Iterator[dict[str, Any]]:
@@ -207,9 +222,9 @@ class ChatTemplate:
 
 
 def _header(part: str) -> str:
-    """The first line of what the template writes before a message, which names its author."""
-    line, newline, _ = part.lstrip("\n ").partition("\n")
-    return line + newline
+    """The first line of what the template writes before a message, which names its author, and the line breaks."""
+    found = re.match(r"[^\n]*\n*", part.lstrip("\n "))
+    return found[0] if found else ""
 
 
 def _between(skeleton: Sequence[str], text: str) -> Iterator[list[str]]:

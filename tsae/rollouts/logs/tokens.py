@@ -166,7 +166,11 @@ class Tokens:
             return (tokenize(self.tokenizer, prompt, where=entry.where),)
         found = self.template.restore(prompt)
         if found is not None:
-            assumed = ["prompts were logged without special tokens: those of the chat template were put back"]
+            or_plain = entry.prompt_is == "perhaps stripped"
+            assumed = [
+                "prompts were logged without special tokens: those of the chat template were put back"
+                + " (--prompt-format plain, if they were no conversations)" * or_plain
+            ]
             assumed += [f"prompts were rendered with {json.dumps(found.arguments)}, as their text shows"] * bool(
                 found.arguments
             )
