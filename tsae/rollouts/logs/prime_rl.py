@@ -194,7 +194,8 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
         values = {value for value, kept in pairs if kept and value is not None and value == value}
         if len(values) > 1:
             raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
-        step = whole(row.get("export_step") or get(row, "step", where), "step", where)
+        exported = row.get("export_step")  # A run's own step, where several runs share a trainer.
+        step = whole(get(row, "step", where) if exported is None else exported, "step", where)
         yield masked_entry(
             get(row, "token_ids", where),
             mask,
