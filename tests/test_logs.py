@@ -64,7 +64,7 @@ def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "policy") == ["m1", "unknown"]
     assert column(found, "level") == [None, "4"]
     assert column(found, "finish_reason") == ["unknown", "unknown"]
-    assert column(found, "round_trip") == [True, True]
+    assert column(found, "round_trip") == [False, False]
     assert found.info["tokenizer"]
     frame = pd.DataFrame([{**row, "level": level} for row, level in zip(rows, (None, "4"), strict=True)])
     frame.to_parquet(tmp_path / "log.parquet")
@@ -186,7 +186,9 @@ def test_responses_that_do_not_decode_to_the_logs_text_are_marked(tmp_path: Path
     file = log(tmp_path / "log.jsonl", [{**BARE, "response": f"#{i}"} for i in range(10)])
     summary = import_log(file, tmp_path / "r.parquet", lossy, progress=False)
     found = Rollouts.read(tmp_path / "r.parquet")
-    assert column(found, "round_trip") == [True] * 9 + [False]
+    # Of equal text the tokens may be others than those that were sampled; the last is surely not.
+    assert column(found, "round_trip") == [False] * 10
+    assert summary.total["retokenised"] == 10
     assert column(found, "response")[9] == "#9"
     assert column(found, "response_ids")[9] == [16, 8]
     assert summary.total["not_round_tripping"] == 1
@@ -514,11 +516,14 @@ def test_a_real_tokenizer_and_its_losses(tmp_path: Path) -> None:
     if not model.is_dir():
         pytest.skip("shared/models/stories260K is not here")
     rows = [{"prompt": "Once upon a time", "response": text} for text in (" there was a cat.", "  two  spaces ", "é☃")]
-    found = read(log(tmp_path / "log.jsonl", rows), model)
+    summary = import_log(log(tmp_path / "log.jsonl", rows), tmp_path / "r.parquet", model, progress=False)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    found_ids = column(found, "response_ids")
     tokenizer = Checkpoint("base", str(model)).load_tokenizer()
-    for ids, row, same in zip(column(found, "response_ids"), rows, column(found, "round_trip"), strict=True):
-        assert same == (tokenizer.decode(ids) == row["response"])
-    assert any(column(found, "round_trip"))
+    same = [tokenizer.decode(ids) == row["response"] for ids, row in zip(found_ids, rows, strict=True)]
+    assert any(same)
+    assert summary.total["not_round_tripping"] == same.count(False)
+    assert column(found, "round_trip") == [False] * 3
 
 
 def test_a_finished_store_keeps_a_record_of_new_labels(series: Any, rollouts: Rollouts, tmp_path: Path) -> None:

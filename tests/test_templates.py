@@ -10,97 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
 
 from tsae.activations.store import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.series import Checkpoint
+from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
-TURNS = "{{% for m in messages %}}{before}{{{{ m['role'] }}}}{between}{{{{ m['content'] }}}}{after}{{% endfor %}}"
-CHATML = TURNS.format(before="<|im_start|>", between="\n", after="<|im_end|>\n")
-ASK = "{% if add_generation_prompt %}"
-THINKING = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
-    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-)
-# The template, its special tokens, further added ones, and the text that it ends in before the response.
-TEMPLATES: dict[str, tuple[str, list[str], list[str], str]] = {
-    "chatml": (CHATML + ASK + "<|im_start|>assistant\n{% endif %}", ["<|im_start|>", "<|im_end|>"], [], "\n"),
-    "llama3": (
-        "<|begin_of_text|>"
-        + TURNS.format(before="<|start_header_id|>", between="<|end_header_id|>\n\n", after="<|eot_id|>")
-        + ASK
-        + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        [],
-        "\n",
-    ),
-    "gemma": (
-        "<bos>"
-        + TURNS.format(before="<start_of_turn>", between="\n", after="<end_of_turn>\n")
-        + ASK
-        + "<start_of_turn>model\n{% endif %}",
-        ["<bos>", "<start_of_turn>", "<end_of_turn>"],
-        [],
-        "\n",
-    ),
-    "qwen3": (
-        CHATML + ASK + "<|im_start|>assistant\n" + THINKING + "{% endif %}",
-        ["<|im_start|>", "<|im_end|>"],
-        ["<think>", "</think>"],
-        "\n",
-    ),
-    "qwen3-always-thinking": (
-        CHATML + ASK + "<|im_start|>assistant\n<think>\n{% endif %}",
-        ["<|im_start|>", "<|im_end|>"],
-        ["<think>", "</think>"],
-        "\n",
-    ),
-    "smollm2": (SMOLLM2 + ASK + "<|im_start|>assistant\n{% endif %}", ["<|im_start|>", "<|im_end|>"], [], "\n"),
-    # These end in a special token.
-    "mistral": (
-        "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]{% else %}"
-        "{{ m['content'] }}</s>{% endif %}{% endfor %}",
-        ["<s>", "</s>", "[INST]", "[/INST]"],
-        [],
-        "[/INST]",
-    ),
-    "deepseek": (
-        "<｜begin▁of▁sentence｜>{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}" + ASK
-        + "<｜Assistant｜>{% endif %}",
-        ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
-        [],
-        "<｜Assistant｜>",
-    ),
-    "phi4": (
-        TURNS.format(before="<|im_start|>", between="<|im_sep|>", after="<|im_end|>") + ASK
-        + "<|im_start|>assistant<|im_sep|>{% endif %}",
-        ["<|im_start|>", "<|im_sep|>", "<|im_end|>"],
-        [],
-        "<|im_sep|>",
-    ),
-}  # fmt: skip
 CASES = [(name, thinking) for name in TEMPLATES for thinking in ((True, False) if name == "qwen3" else (None,))]
-
-
-def make_tokenizer(name: str) -> Any:
-    """A token for every byte, with a template and its tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    template, special, added, _ = TEMPLATES[name]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_tokens([AddedToken(token, normalized=False) for token in added])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1], pad_token=special[-1])
-    tokenizer.add_special_tokens({"additional_special_tokens": special[:-1]})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def prompt_ids(tokenizer: Any, text: str, thinking: bool | None) -> list[int]:
@@ -179,3 +98,89 @@ def test_last_prompt_of_smollm2_itself() -> None:
     tokenizer = Checkpoint("base", str(file)).load_tokenizer()
     prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
     check_spans(tokenizer, prompts, "\n")
+
+
+# --- logs without special tokens
+
+ASKED, SYSTEM = {"role": "user", "content": "What is 5+5?\n Now."}, {"role": "system", "content": "Be short."}
+ANSWERED, AGAIN = {"role": "assistant", "content": "It is 10."}, {"role": "user", "content": "And 1+1"}
+CONVERSATIONS = {
+    "user": [ASKED],
+    "system": [SYSTEM, ASKED],
+    "turns": [ASKED, ANSWERED, AGAIN],
+    "system and turns": [SYSTEM, ASKED, ANSWERED, AGAIN],
+}
+
+
+@pytest.mark.parametrize("shape", CONVERSATIONS)
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_prompts_without_special_tokens_get_them_back_or_are_said_to_be_ambiguous(
+    name: str, thinking: bool | None, shape: str
+) -> None:
+    """The oracle is what the template renders."""
+    tokenizer = make_tokenizer(name)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    ids = tokenizer.apply_chat_template(CONVERSATIONS[shape], add_generation_prompt=True, return_dict=True, **options)[
+        "input_ids"
+    ]
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == list(ids) or found.several
+    # Where a word of the role is left in the text, nothing is ambiguous but whether a question holds such words.
+    if name in ("chatml", "llama3", "gemma", "qwen3", "smollm2"):
+        assert found.ids == list(ids)
+        assert found.arguments == ({"enable_thinking": False} if thinking is False else {})
+    if shape == "user":
+        assert found.ids == list(ids)
+
+
+def test_a_text_of_another_template_is_not_put_back() -> None:
+    chatml, smollm = ChatTemplate(make_tokenizer("chatml")), ChatTemplate(make_tokenizer("smollm2"))
+    assert chatml.restore("What is 5+5?") is None
+    assert not chatml.begins_or_ends("What is 5+5?")
+    # Its beginning or end says that it is one of a template nevertheless.
+    assert smollm.restore("system\nCut off\nuser\n5+5?\nassistant\n<think>\n") is None
+    assert smollm.begins_or_ends("5+5?\nassistant\n")
+    assert smollm.own_system
+    assert not chatml.own_system
+    assert ChatTemplate(make_tokenizer("qwen3")).open_arguments == ("enable_thinking",)
+    assert ChatTemplate(make_tokenizer("qwen3"), {"enable_thinking": False}).open_arguments == ()
+    assert smollm.open_arguments == ()
+
+
+def test_a_date_that_a_template_writes_is_read_off_the_text() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "<|im_start|>system\nToday Date: {{ date_string }}<|im_end|>\n" + tokenizer.chat_template
+    )
+    ids = tokenizer.apply_chat_template(
+        [ASKED], add_generation_prompt=True, return_dict=True, date_string="26 Jul 2024"
+    )["input_ids"]
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == list(ids)
+    assert found.arguments == {"date_string": "26 Jul 2024"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_of_others_are_seen_in_a_response_where_their_headers_are_left(name: str) -> None:
+    tokenizer = make_tokenizer(name)
+    template = ChatTemplate(tokenizer)
+    tool = {"role": "user", "content": "the result is 42"}
+    whole = tokenizer.apply_chat_template([ASKED, ANSWERED, tool], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    asked = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=True)["input_ids"]
+    # Qwen3's prompt may end in an empty thought, which the template does not repeat.
+    text = tokenizer.decode(whole[len(asked) :], skip_special_tokens=True) + "So 42."
+    seen = name in ("chatml", "llama3", "gemma", "qwen3", "qwen3-always-thinking", "smollm2")
+    assert template.another_wrote(text) == seen
+    for fine in ("It is 10.", "The user\nasked the assistant", "a literal assistant\n in it", "so\nuser\nsaid so"):
+        assert not template.another_wrote(fine)
+
+
+def test_a_model_that_writes_plain_headers_wrote_them_itself() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = TURNS.format(before="", between=": ", after="\n") + ASK + "assistant: {% endif %}"
+    assert not ChatTemplate(tokenizer).another_wrote("10\nuser: 1+1\nassistant: 2")

@@ -22,7 +22,7 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.ledger import Summary
-from tsae.rollouts.logs.tokens import restore_template
+from tsae.rollouts.logs.templates import ChatTemplate
 
 LOGS = Path(__file__).parent / "logs"
 TRL = tsae.testbed.series_path() / "logs"
@@ -350,7 +350,9 @@ def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, r
     tokenizer = chat.load_tokenizer()
     messages = [{"role": role, "content": "".join(rng.choice(list("123+-?"), rng.integers(1, 9)))} for role in roles]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert restore_template(tokenizer, tokenizer.decode(ids, skip_special_tokens=True)) == ids
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == ids
 
 
 def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:
@@ -368,7 +370,8 @@ def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, 
 
 def test_open_instruct(chat: Checkpoint) -> None:
     found = read(LOGS / "open-instruct", chat)
-    assert found.policies == ["tiny-00000", "tiny-00001"]
+    # Its steps are counted from 0.
+    assert found.policies == ["tiny-00001", "tiny-00002"]
     assert found.table["step"].to_pylist() == [1] * 4 + [2] * 4
     assert found.table["prompt_ids"].to_pylist()[:2] == [PLAIN, PLAIN]
     assert found.table["response_ids"].to_pylist()[:2] == [[16, 2, EOS], [1, 10, 1, 14]]
@@ -417,7 +420,8 @@ def test_nemo_rl(chat: Checkpoint) -> None:
         ({"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
         ({"token_ids": [["a"] * 16]}, "token_ids is no list of token ids"),
         ({"token_ids": [[1, 2, 99] + [0] * 13]}, "token id 99; the tokenizer of .* has 0 to 19"),
-        ({"rewards": [float("nan")]}, "rewards is nan"),
+        ({"rewards": [float("nan")]}, "has no reward"),
+        ({"rewards": [float("inf")]}, "rewards is inf"),
         ({"rewards": None}, "has no rewards"),
     ],
 )
@@ -668,9 +672,8 @@ def test_a_summary_is_readable(tmp_path: Path) -> None:
     assert isinstance(summary, Summary)
     lines = str(summary).splitlines()
     assert lines[0] == "TRL completions: 7 files, 7 steps from 1 to 150"
-    assert (
-        " ".join(lines[1].split()) == "policy step trajectories problems success groups no variance not round-tripping"
-    )
+    names = "policy step trajectories problems success groups no variance retokenised not round-tripping"
+    assert " ".join(lines[1].split()) == names
     assert len(lines[2:10]) == 8
     assert lines[9].split()[:3] == ["all", "1,792", str(summary.total["problems"])]
     assert {len(line) for line in lines[1:10]} == {len(lines[1])}

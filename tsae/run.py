@@ -268,9 +268,10 @@ def _rollouts(
         )
         if bands is not None:
             told += f"; of those that are read: {band_counts(problem_bands(drawn.frame))}"
+    assumed = [note for note in logged["notes"] if not note.startswith("success: ")]
     drawn.info["stages"] = {
         "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} problems"
-        f"{left}; {part}; success: {success}",
+        f"{left}; {part}; success: {success}" + "".join(f"; {note}" for note in assumed),
         "bands": told,
     }
     drawn.write(file)
@@ -313,8 +314,11 @@ def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[Imp
     if first is None or first.correct is not None:
         return importing, "the log says so"
     names = tuple(importing.rewards or first.rewards)
+    if not names:
+        return importing, "unknown (the log holds no reward)"
     if first.decides or len(names) <= 1:
-        return importing, f"{first.decides or ''.join(names) or 'the reward'} {above} (the log's only reward)"
+        told = "the log's only reward" if len(names) == 1 else "the one that the trainer's logs have for it"
+        return importing, f"{first.decides or names[0]} {above} ({told})"
     telling = outcome_reward(names, where=log)
     return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -142,6 +143,10 @@ class ImportConfig:
     """exact, last_number, math (needs tsae[verify]), or module:function: checks answers anew, whatever the log says."""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
+    template_arguments: str = "{}"
+    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'."""
+    system_prompt: str | None = None
+    """The run's system message, where the log has questions alone."""
     max_response_tokens: int | None = None
     """The run's limit, in tokens. Where a log has text alone, a shorter response is taken to have ended with its end
     token."""
@@ -164,6 +169,16 @@ class ImportConfig:
             raise TsaeError(f"max_response_tokens={self.max_response_tokens} is less than 1", where="ImportConfig")
         if not isfinite(self.success_above):
             raise TsaeError(f"success_above={self.success_above} is not finite", where="ImportConfig")
+        try:
+            arguments = json.loads(self.template_arguments)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise TsaeError(
+                f"template_arguments={self.template_arguments!r} is no JSON object",
+                where="ImportConfig",
+                fix="""Give one, such as '{"enable_thinking": false}'.""",
+            )
 
 
 @dataclass(frozen=True)

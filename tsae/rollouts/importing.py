@@ -34,7 +34,7 @@ from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
 from tsae.rollouts.logs.spool import Spool
-from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
+from tsae.rollouts.logs.tokens import Prompt, Response, Tokens, tokenizer_alone
 from tsae.rollouts.outcomes import outcome_reward
 from tsae.rollouts.table import Rollouts, outcome_name
 
@@ -60,8 +60,9 @@ def import_log(
         progress: show a bar.
 
     Returns:
-        what was read. The file has the columns of `SCHEMA`, step, round_trip (null where the log has token ids
-        alone), ``reward/NAME`` for every reward of the log and ``extra/NAME`` for every column of `keep_columns`.
+        what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
+        ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
+        and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -111,12 +112,14 @@ class _Import:
         self.files = self._in_runs_of(series, files)
         # A single checkpoint stands for any step of any run: its id says nothing of who sampled.
         self.checkpoints = list(series) if len(series) > 1 else []
-        self.reward_names: dict[str, None] = {}
+        self.reward_names: Counter[str] = Counter()
+        self.decisive: str | None = None
+        """The reward that said what is right so far."""
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = self.compared = self.agreed = 0
         self.assumed: Counter[str] = Counter()
-        """By what readers took for granted: of how many trajectories."""
+        """What was taken for granted, and for how many trajectories."""
         self.exact: set[str] = set()
         """Checkpoints that sampled part of the log themselves."""
         self.stands_in: dict[str, tuple[int, str]] = {}
@@ -158,7 +161,7 @@ class _Import:
                 where=path,
                 fix="Name columns that are there (--keep-columns).",
             )
-        trips = np.asarray(self.ledger.round_trip)
+        trips = np.asarray(self.ledger.same_text)
         if not (trips == 1).any() and (trips == 0).any():
             raise TsaeError(
                 f"not one of its {int((trips == 0).sum())} responses decodes to the logged text",
@@ -181,12 +184,18 @@ class _Import:
                 f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
                 f"responses were sampled by weights {'' if self.form.synchronous else 'at least '}one update older"
             )
-        for assumed, n in sorted(self.assumed.items()):
-            yield f"{n:,} responses {assumed}"
+        for what, n in self.assumed.items():
+            yield f"{n:,} {what}"
+        for name, n in self.reward_names.items() if self.form.a_file_a_step else ():
+            if n < len(self.ledger):
+                yield (
+                    f"{name}: {n:,} of {len(self.ledger):,} trajectories have this reward; the rewards of the others "
+                    "lack it"
+                )
         if self.retokenised:
             yield (
                 f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
-                "sampled"
+                "sampled (round_trip is false)"
             )
         if self.without_end:
             yield (
@@ -198,6 +207,9 @@ class _Import:
             yield f"success: {self.config.verifier} finds the answer in the response{agreement}"
         elif self.rules:
             yield f"success: {'; or '.join(sorted(self.rules))}"
+        unknown = self.ledger.outcome.count(Outcome["unknown"])
+        if unknown:
+            yield f"{unknown:,} trajectories have no reward that says whether they are right: their outcome is unknown"
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         where = entry.where
@@ -215,10 +227,12 @@ class _Import:
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self._policy(entry, file)
-        self.retokenised += entry.response_ids is None
+        self.assumed.update(
+            prompt.assumed if entry.assumed is None else (f"responses {entry.assumed}", *prompt.assumed)
+        )
+        self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
-        self.assumed.update(() if entry.assumed is None else (entry.assumed,))
-        self.reward_names.update(dict.fromkeys(entry.rewards))
+        self.reward_names.update(entry.rewards.keys())
         self._enter(entry, file_number, problem, policy, prompt, response, reward, right)
         record = {
             "problem_id": problem,
@@ -258,12 +272,13 @@ class _Import:
         ledger.number.append(entry.number)
         ledger.problem.append(hash64(problem))
         ledger.key.append(0 if entry.key is None else hash64(policy, entry.key))
-        tokens = (prompt.ids.tobytes(), response.ids.tobytes())
+        tokens = (prompt.ids.tobytes(), response.ids.tobytes(), entry.apart)
         ledger.trajectory.append(hash64(str(source), problem, entry.answer, response.finish_reason, *tokens))
         ledger.content.append(hash64(problem, str(entry.advantage), *tokens))
         ledger.reward.append(float("nan") if reward is None else reward)
         ledger.outcome.append(Outcome[outcome_name(right)])
-        ledger.round_trip.append(2 if response.round_trip is None else int(response.round_trip))
+        ledger.same_text.append(2 if response.same_text is None else int(response.same_text))
+        ledger.retokenised.append(not response.logged)
 
     def _right(self, entry: Entry, response: Response) -> bool | None:
         """Success or failure: by the verifier where there is one, else by the log."""
@@ -305,6 +320,15 @@ class _Import:
         else:
             name = outcome_reward(names, where=entry.where)
             value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
+        # The files of a run have the same columns; where one lacks a column, another must not pass for it.
+        decisive = name or told_by
+        if self.form.a_file_a_step and self.verify is None and decisive and self.decisive not in (None, decisive):
+            raise TsaeError(
+                f"{decisive} says here what is right, {self.decisive} in the rows before",
+                where=entry.where,
+                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
+            )
+        self.decisive = decisive or self.decisive
         if value is None:
             return None
         self.rules.add(f"{told_by} is above {limit:g}")
@@ -327,6 +351,8 @@ class _Import:
         if entry.policy is not None:
             return entry.policy
         if entry.step is None:
+            if self.config.run is None:
+                self.assumed['trajectories have no policy in the log: it is called "unknown" (--run names it)'] += 1
             return self.config.run or "unknown"
         exact = self._checkpoint(file.run, entry.updates)
         if exact is not None:
@@ -370,7 +396,7 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
     if isinstance(checkpoint, Checkpoint):
         return CheckpointSeries((replace(checkpoint, run=None),), name=checkpoint.id)
     if checkpoint is not None:
-        return CheckpointSeries.load(checkpoint)
+        return tokenizer_alone(Path(checkpoint)) or CheckpointSeries.load(checkpoint)
     folder = run_folder(path if path.is_dir() else path.parent)
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):

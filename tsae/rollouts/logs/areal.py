@@ -19,8 +19,7 @@ import re
 from collections.abc import Iterator
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, text, whole
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, score, text, whole
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)((?P<run>[^/]+)/)?rollout/(?P<step>\d+)/\d+\.jsonl$")

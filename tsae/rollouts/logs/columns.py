@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, columns_to_keep, number
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, columns_to_keep
 from tsae.rollouts.logs.files import LogFile, read_rows
 
 
@@ -62,15 +60,6 @@ def one_by_one(rows: Sequence[Row], where: str, read: Callable[[Row, int, str], 
 def place_in(where: str, index: int) -> str:
     """Where a row of a line of columns is; rows are shown counted from 1."""
     return f"{where}, trajectory {index + 1}"
-
-
-def score(value: Any, name: str, where: str) -> float | None:
-    """A reward; None where a function gave none, which a log in JSON writes as NaN.
-
-    Raises:
-        TsaeError: for infinity, and what is no number.
-    """
-    return None if isinstance(value, float) and math.isnan(value) else number(value, name, where)
 
 
 def follow_from(advantages: Sequence[float], rewards: Sequence[float]) -> bool:

@@ -60,7 +60,7 @@ class Format:
 
 
 FORMATS = (
-    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True, suffixes=(".parquet",)),
+    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True),
     Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True),
     Format(
         "open-instruct",

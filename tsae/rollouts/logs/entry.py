@@ -27,9 +27,10 @@ class Entry:
     """Of the line or row in its file."""
     prompt: str | list[dict[str, Any]] | None = None
     """Text, or the messages of a conversation."""
-    prompt_is: Literal["question", "verbatim", "stripped", "rendered"] = "question"
+    prompt_is: Literal["question", "verbatim", "stripped", "perhaps stripped", "rendered"] = "question"
     """What a text is: the question, to which a chat template is still to be applied; exactly what the model read; that
-    with its special tokens left out; or that with all of them written out, so that the tokenizer adds none."""
+    with its special tokens left out; one of the two last, as the template tells; or with all special tokens written
+    out, so that the tokenizer adds none."""
     prompt_ids: np.ndarray | None = None
     """(n_prompt,) integers."""
     response: str | None = None
@@ -63,6 +64,8 @@ class Entry:
     """Its trainer counts responses whose token ids lack an end token as cut off."""
     key: str | None = None
     """Unique among the entries of a log, where the log has such a thing."""
+    apart: str = ""
+    """What tells it from another of equal text that was sampled as other tokens."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
     assumed: str | None = None
@@ -142,6 +145,24 @@ def number(value: Any, name: str, where: str) -> float | None:
     return float(value)
 
 
+def score(value: Any, name: str, where: str) -> float | None:
+    """A reward; NaN, which is how torch and pandas write that there is none, is None as well.
+
+    Raises:
+        TsaeError: for infinity, and what is no number.
+    """
+    return None if isinstance(value, float) and math.isnan(value) else number(value, name, where)
+
+
+def logged_score(row: Row, name: str, where: str) -> float | None:
+    """The reward in a column that has to be there, and may be empty.
+
+    Raises:
+        TsaeError: where there is no such column, and as `score`.
+    """
+    return score(row[name] if name in row else get(row, name, where), name, where)
+
+
 def whole(value: Any, name: str, where: str) -> int | None:
     """A whole number; None stays None.
 
@@ -209,6 +230,7 @@ def masked_entry(
     step: int | None,
     key: str | None,
     updates: int | None = None,
+    rewarded: bool = True,
 ) -> Entry:
     """The entry of a token sequence that marks what the policy sampled, with one reward, as trainers of tokens log it.
 
@@ -221,17 +243,18 @@ def masked_entry(
         step: the trainer's.
         key: unique among the entries of a log.
         updates: optimiser steps of the policy, where they are known.
+        rewarded: whether the log has rewards at all.
     """
     found, sampled = token_ids(ids, "token_ids", where), np.asarray(mask, dtype=float) > 0
     prompt, response = split_by_mask(found, sampled, where)
-    value = number(reward, "rewards", where)
+    value = score(reward, "rewards", where)
     return Entry(
         where,
         prompt_ids=prompt,
         response_ids=response,
-        rewards={"reward": value},
+        rewards={"reward": value} if rewarded else {},
         reward=value,
-        unscored=value is None,
+        unscored=rewarded and value is None,
         step=step,
         updates=updates,
         advantage=_mean_over(advantages, sampled, where),

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
 from tsae.rollouts.logs.conversations import asked, only_answer
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, is_conversation
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, is_conversation, score
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"\.eval$")

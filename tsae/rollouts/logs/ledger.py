@@ -19,7 +19,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.files import LogFile
 
-_CELLS = (14, 10, 9, 8, 13, 20)
+_CELLS = (14, 10, 9, 8, 13, 13, 20)
 Outcome = {"failure": 0, "success": 1, "unknown": 2}
 
 
@@ -53,8 +53,10 @@ class Ledger:
     reward: array[float] = field(default_factory=lambda: array("d"))
     """NaN where unknown."""
     outcome: array[int] = field(default_factory=lambda: array("B"))
-    round_trip: array[int] = field(default_factory=lambda: array("B"))
-    """0 no, 1 yes, 2 no text to compare with."""
+    same_text: array[int] = field(default_factory=lambda: array("B"))
+    """Whether the ids decode to the log's text: 0 no, 1 yes, 2 no text to compare with."""
+    retokenised: array[int] = field(default_factory=lambda: array("B"))
+    """1 where the ids were made from the text."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Trajectories left out, by kind."""
 
@@ -130,7 +132,7 @@ class Ledger:
 
     def summary(self, form: str, n_files: int, kept: np.ndarray, notes: Sequence[str]) -> Summary:
         """What was read, per policy and step and in all."""
-        columns = ("source", "problem", "reward", "outcome", "round_trip")
+        columns = ("source", "problem", "reward", "outcome", "same_text", "retokenised")
         rows = pd.DataFrame({name: np.asarray(getattr(self, name))[kept] for name in columns})
         sources = list(self.sources)
         table = pd.DataFrame([_counts(part) for _, part in rows.groupby("source")])
@@ -154,7 +156,8 @@ class Summary:
     n_files: int
     table: pd.DataFrame
     """A row a policy and step: policy, step, trajectories, problems, groups (of a problem in that step), no_variance
-    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), not_round_tripping."""
+    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), retokenised (responses whose
+    ids were made from text), not_round_tripping (responses whose ids do not decode to the logged text)."""
     total: dict[str, float]
     """The same over all of the log."""
     skipped: dict[str, int]
@@ -171,7 +174,7 @@ class Summary:
         span = f", {steps.nunique()} steps from {steps.min()} to {steps.max()}" if steps.nunique() > 1 else ""
         lines = [f"{self.format}: {self.n_files} file{'s' * (self.n_files != 1)}{span}"]
         width = max(8, *(len(policy) for policy in self.table.policy))
-        names = ("trajectories", "problems", "success", "groups", "no variance", "not round-tripping")
+        names = ("trajectories", "problems", "success", "groups", "no variance", "retokenised", "not round-tripping")
         head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
         lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
         # Names come from the log, and do not get at the terminal's controls.
@@ -196,9 +199,8 @@ def _cells(counts: dict[str, float]) -> str:
     if not counts:
         return ""
     rate = "–" if np.isnan(counts["success_rate"]) else f"{counts['success_rate']:.3f}"
-    shown = [
-        f"{counts[name]:,}" for name in ("trajectories", "problems", "groups", "no_variance", "not_round_tripping")
-    ]
+    names = ("trajectories", "problems", "groups", "no_variance", "retokenised", "not_round_tripping")
+    shown = [f"{counts[name]:,}" for name in names]
     cells = (*shown[:2], rate, *shown[2:])
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELLS, strict=True))
 
@@ -213,7 +215,8 @@ def _counts(rows: pd.DataFrame) -> dict[str, float]:
         "groups": len(groups),
         "no_variance": int(alike.sum()),
         "success_rate": float((known == Outcome["success"]).mean()) if len(known) else float("nan"),
-        "not_round_tripping": int((rows.round_trip == 0).sum()),
+        "retokenised": int(rows.retokenised.sum()),
+        "not_round_tripping": int((rows.same_text == 0).sum()),
     }
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, one_by_one, place_in, score
+from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, one_by_one, place_in
 from tsae.rollouts.logs.conversations import asked, only_answer
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, number, text
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, number, score, text
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)completions\.jsonl$")

@@ -8,7 +8,8 @@ response_tokens, reward, advantage, finish_reason, dataset, ground_truth, reques
 - prompt_idx counts within a step: problems are told by prompt tokens and ground truth.
 - Shards are appended to: a run that went on from an older checkpoint logs its steps a second time.
 - Where a tool was called, its output stands among the response tokens, and no mask says where.
-- Sampling is asynchronous: the weights are those before the step, or older ones.
+- Steps are counted from 0 (the loop of ``DataPreparationActor``), so that step N has N updates behind it. Sampling is
+  asynchronous: the weights are those, or older ones.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ import re
 from collections.abc import Iterator
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, number, token_ids, whole
+from tsae.rollouts.logs.entry import (
+    Entry,
+    Row,
+    Unusable,
+    answer_text,
+    each_row,
+    get,
+    logged_score,
+    number,
+    token_ids,
+    whole,
+)
 from tsae.rollouts.logs.files import LogFile
 from tsae.rollouts.logs.plain import finish
 
@@ -34,16 +46,17 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         request = row.get("request_info") or {}
         if isinstance(request, dict) and request.get("tool_calleds"):
             raise Unusable("multi-turn", "the response holds a tool's output, and no mask says where", where=where)
-        reward = number(get(row, "reward", where), "reward", where)
+        reward = logged_score(row, "reward", where)
         yield Entry(
             where,
             prompt_ids=token_ids(get(row, "prompt_tokens", where), "prompt_tokens", where),
             response_ids=token_ids(get(row, "response_tokens", where), "response_tokens", where),
             rewards={"reward": reward},
             reward=reward,
+            unscored=reward is None,
             answer=answer_text(row.get("ground_truth")),
             step=step,
-            updates=None if step is None else step - 1,
+            updates=step,
             advantage=number(row.get("advantage"), "advantage", where),
             finish_reason=finish(row.get("finish_reason")),
             key=f"{step}/{get(row, 'sample_idx', where)}",

@@ -2,8 +2,9 @@
 
 Read off huggingface/open-r1's ``scripts/pass_rate_filtering/compute_pass_rate.py`` (prompt, pass_rate_generations,
 pass_rate_rewards beside the columns of the source) and OpenR1-Math-220k (problem, answer, solution, generations,
-correctness_math_verify, finish_reasons, uuid). Texts alone; there is no training step, and all generations are one
-policy's: name it with ``--run``.
+correctness_math_verify, finish_reasons, uuid). Texts alone, decoded without special tokens; prompts are questions, and
+the run's system prompt is not in the data set. There is no training step, and all generations are one policy's: name it
+with ``--run``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, is_conversation, number, text, truth
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, is_conversation, score, text, truth
 from tsae.rollouts.logs.files import LogFile
 from tsae.rollouts.logs.plain import finish
 
@@ -43,14 +44,14 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         problem, level = _first(row, names.problem_id, "uuid"), row.get(names.level)
         policy = row.get(names.policy)
         for generation, reward, right, reason in zip(generations, rewards, correct, reasons, strict=True):
-            score = number(reward, "pass_rate_rewards", where)
+            value = score(reward, "pass_rate_rewards", where)
             yield Entry(
                 where,
                 prompt=prompt,
                 response=text(generation, column, where),
-                rewards={} if score is None else {"pass_rate_rewards": score},
-                reward=score,
-                unscored="pass_rate_rewards" in row and score is None,
+                rewards={} if value is None else {"pass_rate_rewards": value},
+                reward=value,
+                unscored="pass_rate_rewards" in row and value is None,
                 correct=truth(right, "correctness_math_verify", where),
                 answer=answer_text(_first(row, names.answer, "solution")),
                 level=None if level is None else str(level),

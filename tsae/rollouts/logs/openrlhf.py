@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, text
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, score, text
 from tsae.rollouts.logs.files import LogFile
 
 

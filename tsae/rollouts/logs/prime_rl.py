@@ -7,11 +7,14 @@ Read off PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to September 
   what is in ``all``: `ImportConfig.subset` picks one.
 - ``monitors/file/traces/stream.jsonl`` (since pull request 3444) holds every episode once, those that filters dropped
   with them; which of them were effective is in annotations that are not read.
-- ``token_exports/step_N/rank_R.jsonl`` (until then): per-token arrays of what the trainer trained on, schema 1.
+- ``token_exports/step_N/rank_R.jsonl``: per-token arrays of what the trainer trained on, schema 1. First an object a
+  token (id, loss_mask, advantage, reward), then arrays with export_step, run_id and rewards; later with step alone and
+  without rewards, so that outcomes are unknown.
 
 A trace is a graph of messages whose nodes hold the token ids that they add, and which of them were sampled. Rewards
 are named and weighted; their sum is the reward. Problems are told by the task's key or content; a group_id names a
-group of one step. The policy version counts the optimiser steps behind the weights.
+group of one step. The policy version, in the trace, its info or the episode, counts the optimiser steps behind the
+weights.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from tsae.rollouts.logs.entry import (
     get,
     masked_entry,
     number,
+    score,
     split_by_mask,
     token_ids,
     whole,
@@ -54,7 +58,9 @@ def fits_traces(row: Row, config: ImportConfig) -> bool:
 
 
 def fits_tokens(row: Row, config: ImportConfig) -> bool:
-    return {"schema_version", "export_step", "token_ids", "loss_mask", "rewards"} <= row.keys()
+    return {"schema_version", "export_sequence_idx"} <= row.keys() and (
+        {"token_ids", "loss_mask"} <= row.keys() or "tokens" in row
+    )
 
 
 def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -99,7 +105,9 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
     prompt, response = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
     rewards = _rewards(_mapping(trace.get("rewards")), where)
     scored = [value for value in rewards.values() if value is not None]
-    policy = _mapping(work.get("policy")).get("start", episode.get("policy_version"))
+    told = [_mapping(work.get("policy")).get("start")]
+    told += [where_told.get("policy_version") for where_told in (episode, _mapping(trace.get("info")))]
+    policy = next((version for version in told if version is not None), None)
     task = _mapping(trace.get("task", episode.get("task")))
     data = _mapping(task.get("data", task))
     level = data.get(config.columns.level)
@@ -137,20 +145,21 @@ def _path(nodes: Any, where: str) -> list[dict[str, Any]]:
     return nodes
 
 
-def _rewards(found: Row, where: str) -> dict[str, float | None]:
+def _rewards(logged: Row, where: str) -> dict[str, float | None]:
     rewards: dict[str, float | None] = {}
-    for name, value in found.items():
+    for name, value in logged.items():
         if isinstance(value, Mapping):
-            score, weight = number(value.get("score"), name, where), number(value.get("weight", 1.0), name, where)
-            rewards[name] = None if score is None or weight is None else score * weight
+            found, weight = score(value.get("score"), name, where), number(value.get("weight", 1.0), name, where)
+            rewards[name] = None if found is None or weight is None else found * weight
         else:
-            rewards[name] = number(value, name, where)
+            rewards[name] = score(value, name, where)
     return rewards
 
 
 def _problem(task: Row, episode: Row) -> str:
     env = _mapping(episode.get("env"))
-    name = str(env.get("name") or env.get("id") or episode.get("env_name") or "")
+    info = _mapping(episode.get("info"))
+    name = str(env.get("name") or env.get("id") or episode.get("env_name") or info.get("env_name") or "")
     if task.get("key") is not None:
         return f"{name}/{task['key']}" if name else str(task["key"])
     content = json.dumps([name, task.get("hash") or task.get("data", task)], sort_keys=True, default=str)
@@ -176,19 +185,26 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
     def of(row: Row, where: str) -> Iterator[Entry]:
         if row.get("schema_version") != 1:
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
+        if isinstance(tokens := row.get("tokens"), list):
+            named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+            row = {**row, **{many: [_mapping(t).get(one) for t in tokens] for many, one in named.items()}}
         mask = get(row, "loss_mask", where)
-        values = {value for value, kept in zip(get(row, "rewards", where), mask, strict=False) if kept}
+        rewards = row.get("rewards") or []
+        pairs = zip(rewards, mask, strict=False)
+        values = {value for value, kept in pairs if kept and value is not None and value == value}
         if len(values) > 1:
             raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
-        parts = ("run_id", "export_step", "rank", "export_sequence_idx")
+        exported = row.get("export_step")  # A run's own step, where several runs share a trainer.
+        step = whole(get(row, "step", where) if exported is None else exported, "step", where)
         yield masked_entry(
             get(row, "token_ids", where),
             mask,
             next(iter(values), None),
             row.get("advantages"),
             where,
-            step=whole(get(row, "export_step", where), "export_step", where),
-            key="/".join(str(row.get(part)) for part in parts),
+            step=step,
+            key="/".join(str(part) for part in (row.get("run_id"), step, row.get("rank"), row["export_sequence_idx"])),
+            rewarded="rewards" in row,
         )
 
     return each_row(file, config, of)

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
 from tsae.rollouts.logs.conversations import asked, only_answer
 from tsae.rollouts.logs.entry import (
     Entry,
@@ -29,6 +28,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    score,
     truth,
     whole,
 )

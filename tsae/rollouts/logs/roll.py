@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import each_of_a_batch, one_by_one, score
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, text, whole
+from tsae.rollouts.logs.columns import each_of_a_batch, one_by_one
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, score, text, whole
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)rollout_dump_data\.step_(?P<step>\d+)\.jsonl$")

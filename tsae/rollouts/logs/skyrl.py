@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, text
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, score, text
 from tsae.rollouts.logs.files import LogFile
 from tsae.rollouts.logs.plain import finish
 

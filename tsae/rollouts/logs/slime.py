@@ -24,7 +24,6 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
 from tsae.rollouts.logs.entry import (
     Entry,
     Row,
@@ -33,6 +32,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    score,
     split_by_mask,
     token_ids,
     whole,

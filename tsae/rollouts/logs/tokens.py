@@ -1,31 +1,32 @@
 """Token ids of a log's trajectories: as logged, or from text with the checkpoint's tokenizer and chat template.
 
 Text gives back what the policy read and wrote only as far as the tokenizer goes: a response whose tokens decode to
-another text is marked, one that decodes to the same text may still have been sampled as other tokens. Nothing is made
-up: an end token is put at the end of a text only where the log says that the response ended by itself.
+another text is counted, one that decodes to the same text may still have been sampled as other tokens; both are marked
+(``round_trip`` is false). Nothing is made up: an end token is put at the end of a text only where the log says that the
+response ended by itself, and what was assumed of a prompt is said.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
+from tsae.checkpoints.files import folder_of, has_tokenizer, is_adapter, is_gguf
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Unusable
+from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.sampling import encode_prompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tsae.checkpoints.series import Checkpoint
-
 _KEPT_PROMPTS = 256  # A group's trajectories stand together, so that few prompts need to be remembered.
-_SENTINELS = ("TSAE0SYSTEM0", "TSAE0USER0")
 
 
 class Prompt(NamedTuple):
@@ -34,6 +35,8 @@ class Prompt(NamedTuple):
     ids: np.ndarray
     """(n,) int32."""
     text: str
+    assumed: tuple[str, ...] = ()
+    """What the log does not say of it, to be printed after how many trajectories it concerns."""
 
 
 class Response(NamedTuple):
@@ -43,8 +46,15 @@ class Response(NamedTuple):
     """(n,) int32."""
     text: str
     finish_reason: Literal["stop", "length", "unknown"]
-    round_trip: bool | None
+    same_text: bool | None
     """Whether the ids decode to the log's text; None where the log has no text."""
+    logged: bool
+    """Whether the log has the ids; others were made from the text, and may not be those that were sampled."""
+
+    @property
+    def round_trip(self) -> bool | None:
+        """Whether the ids are those that were sampled, and the log's text theirs; None where it has no text."""
+        return self.same_text if self.logged else False
 
 
 class Tokens:
@@ -64,6 +74,9 @@ class Tokens:
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self.template: ChatTemplate | None = None
+        if self.tokenizer.chat_template is not None:
+            self.template = ChatTemplate(self.tokenizer, json.loads(config.template_arguments))
 
     def prompt(self, entry: Entry) -> Prompt:
         """Token ids of what was read before the response, and its text.
@@ -79,8 +92,9 @@ class Tokens:
         key = entry.prompt_is + json.dumps(entry.prompt, sort_keys=True, default=str)
         found = self._prompts.get(key)
         if found is None:
-            ids = np.asarray(self._encode_prompt(entry), dtype=np.int32)
-            found = self._prompts[key] = Prompt(ids, _shown(entry.prompt))
+            tokens, *assumed = self._encode_prompt(entry)
+            ids = np.asarray(tokens, dtype=np.int32)
+            found = self._prompts[key] = Prompt(ids, _shown(entry.prompt), tuple(assumed))
             if len(self._prompts) > _KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
         self._prompts.move_to_end(key)
@@ -90,7 +104,7 @@ class Tokens:
         """Token ids of the response, its text, and how it ended.
 
         Raises:
-            Unusable: where it is empty.
+            Unusable: where it is empty, or text that others wrote stands in it.
             TsaeError: where ids are not the tokenizer's.
         """
         if entry.response_ids is not None:
@@ -100,8 +114,15 @@ class Tokens:
             text, ended = self._decode(ids), int(ids[-1]) in self.ends
             otherwise: Any = entry.finish_reason or ("length" if entry.cut_without_end else "unknown")
             same = None if entry.response is None else entry.response in self._as_logged(ids, text)
-            return Response(ids, text, "stop" if ended else otherwise, same)
+            return Response(ids, text, "stop" if ended else otherwise, same, logged=True)
         assert entry.response is not None
+        if self.template is not None and self.template.another_wrote(entry.response):
+            raise Unusable(
+                "multi-turn",
+                "the response's text holds the turn of another (a tool's, a user's), and nothing says which tokens the "
+                "policy sampled",
+                where=entry.where,
+            )
         tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
         same = self.tokenizer.decode(tokens) == entry.response
         # Equal text of another number of tokens was sampled as other tokens.
@@ -117,7 +138,7 @@ class Tokens:
         if not tokens:
             raise Unusable("empty", "the response is empty", where=entry.where)
         text = self._decode(np.asarray(tokens)) if entry.response_rendered else entry.response
-        return Response(np.asarray(tokens, dtype=np.int32), text, reason or "unknown", same)
+        return Response(np.asarray(tokens, dtype=np.int32), text, reason or "unknown", same, logged=False)
 
     def check_length(self, prompt: Prompt, response: Response, where: str) -> None:
         """Raise `Unusable` for a trajectory that is longer than the model's context."""
@@ -131,30 +152,70 @@ class Tokens:
                 fix="Give the checkpoint that was trained",
             )
 
-    def _encode_prompt(self, entry: Entry) -> list[int]:
+    def _encode_prompt(self, entry: Entry) -> tuple[Any, ...]:
+        """(token ids, what was assumed …)."""
         prompt, style = entry.prompt, self.config.prompt_format
         if isinstance(prompt, list):
             return self._encode_conversation(prompt, entry.where)
         assert prompt is not None
-        if style != "auto" or entry.prompt_is == "question":
-            return encode_prompt(self.tokenizer, prompt, style, entry.where)
-        if entry.prompt_is == "rendered":
-            return tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where)
-        if entry.prompt_is == "verbatim" or self.tokenizer.chat_template is None:
-            return tokenize(self.tokenizer, prompt, where=entry.where)
-        found = restore_template(self.tokenizer, prompt)
-        if found is None:
-            raise TsaeError(
-                "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
-                "(and a system message) does not give it again",
-                where=entry.where,
-                fix="Give the checkpoint that was trained, or tokenise prompts as they stand with "
-                "--prompt-format plain: what the model read then lacks its special tokens.",
+        if entry.prompt_is == "rendered" and style == "auto":
+            return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
+        if style == "plain" or self.template is None:
+            # Says what is wrong where a template was asked for.
+            return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
+        if style == "chat" or entry.prompt_is == "question":
+            return self._encode_question(prompt, entry.where)
+        if entry.prompt_is == "verbatim" or (
+            entry.prompt_is == "perhaps stripped" and self.template.keeps_special(prompt)
+        ):
+            return (tokenize(self.tokenizer, prompt, where=entry.where),)
+        found = self.template.restore(prompt)
+        if found is not None:
+            or_plain = entry.prompt_is == "perhaps stripped"
+            assumed = [
+                "prompts were logged without special tokens: those of the chat template were put back"
+                + " (--prompt-format plain, if they were no conversations)" * or_plain
+            ]
+            assumed += [f"prompts were rendered with {json.dumps(found.arguments)}, as their text shows"] * bool(
+                found.arguments
             )
-        return found
+            if found.several:
+                assumed.append(
+                    "prompts without special tokens may have been several conversations: the one with the most turns, "
+                    "and without a system message where none can be seen, was taken"
+                )
+            return (found.ids, *assumed)
+        if entry.prompt_is == "perhaps stripped" and not self.template.begins_or_ends(prompt):
+            return (
+                tokenize(self.tokenizer, prompt, where=entry.where),
+                "prompts are no text that the chat template gives: they were taken as they stand",
+            )
+        raise TsaeError(
+            "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
+            "(and a system message) does not give it again",
+            where=entry.where,
+            fix="Give the checkpoint that was trained, or what its template was given (--template-arguments), or "
+            "tokenise prompts as they stand with --prompt-format plain: what the model read then lacks its special "
+            "tokens.",
+        )
 
-    def _encode_conversation(self, messages: list[dict[str, Any]], where: str) -> list[int]:
-        if self.config.prompt_format == "plain" or self.tokenizer.chat_template is None:
+    def _encode_question(self, question: str, where: str) -> tuple[Any, ...]:
+        """The chat template around a question of which the log does not say what else stood in the conversation."""
+        assert self.template is not None
+        messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+        assumed = "prompts are questions alone, which the chat template was put around"
+        if self.config.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+            assumed += ", after the system message that was asked for"
+        elif self.template.own_system:
+            assumed += ", with the template's own system message (--system-prompt, if the run had another)"
+        else:
+            assumed += ", without a system message (--system-prompt, if the run had one)"
+        tokens, *others = self._encode_conversation(messages, where)
+        return (tokens, assumed, *others)
+
+    def _encode_conversation(self, messages: list[dict[str, Any]], where: str) -> tuple[Any, ...]:
+        if self.config.prompt_format == "plain" or self.template is None:
             raise TsaeError(
                 "the prompt is a conversation, which only a chat template turns into text"
                 + ("" if self.config.prompt_format == "plain" else ", and the checkpoint has none"),
@@ -162,18 +223,20 @@ class Tokens:
                 fix="Give the checkpoint that was trained, and no --prompt-format plain.",
             )
         plain = [{name: part for name, part in message.items() if part is not None} for message in messages]
-        goes_on = plain[-1]["role"] == "assistant"
         try:
-            text = self.tokenizer.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
-            )
+            text = self.template.render(plain, goes_on=plain[-1]["role"] == "assistant")
         except Exception as error:  # templates raise what they like
             raise TsaeError(
                 f"the chat template refuses the prompt ({error})",
                 where=where,
                 fix="Give the checkpoint's own messages.",
             ) from error
-        return tokenize(self.tokenizer, str(text), add_special_tokens=False, where=where)
+        names = ", ".join(self.template.open_arguments)
+        return (
+            tokenize(self.tokenizer, text, add_special_tokens=False, where=where),
+            *[f"prompts were rendered without {names}, which the chat template reads and the log does not say "
+              "(--template-arguments)"] * bool(names),
+        )  # fmt: skip
 
     def _decode(self, ids: np.ndarray) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -196,57 +259,16 @@ class Tokens:
         return ids.astype(np.int32)
 
 
-def restore_template(tokenizer: PreTrainedTokenizerBase, stripped: str) -> list[int] | None:
-    """Token ids of a prompt of which only the text without special tokens is known.
-
-    The chat template is rendered around a user's message, and around a system's and a user's; where the text without
-    special tokens has the same beginning, middle and end, the messages are what stands between.
-
-    Returns:
-        None where no rendering decodes to `stripped`.
-    """
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= {str(token) for token in tokenizer.all_special_tokens}
-    for roles in (("user",), ("system", "user")):
-        marks = _SENTINELS[-len(roles) :]
-        try:
-            skeleton = _render(tokenizer, [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)])
-        except Exception:  # a template may know no system message
-            continue
-        for token in special:
-            skeleton = skeleton.replace(token, "")
-        contents = _between(skeleton, marks, stripped)
-        if contents is None:
-            continue
-        text = _render(tokenizer, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
-        ids = tokenize(tokenizer, text, add_special_tokens=False)
-        if tokenizer.decode(ids, skip_special_tokens=True) == stripped:
-            return ids
-    return None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def _between(skeleton: str, marks: tuple[str, ...], text: str) -> list[str] | None:
-    """What stands in `text` where `marks` stand in `skeleton`."""
-    fixed = []
-    for mark in marks:
-        before, found, skeleton = skeleton.partition(mark)
-        if not found:
-            return None
-        fixed.append(before)
-    if not text.startswith(fixed[0]) or not text.endswith(skeleton) or len(text) < len(fixed[0]) + len(skeleton):
+def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
+    """A folder with a tokenizer and no model, which is all that an import reads of a checkpoint."""
+    others = ("series.json", "config.json", "adapter_config.json")
+    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
         return None
-    rest = text[len(fixed[0]) : len(text) - len(skeleton)]
-    contents = []
-    for middle in fixed[1:]:
-        content, found, rest = rest.partition(middle) if middle else ("", "", rest)
-        if not found:
-            return None
-        contents.append(content)
-    return [*contents, rest]
+    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
+        return None
+    note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
+    checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
+    return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:

@@ -1,15 +1,16 @@
 """TRL: what ``GRPOTrainer`` writes with ``log_completions=True``, one Parquet file a logged step.
 
-Read off TRL 1.16's source. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this order: step,
-prompt, completion, one float column a reward function, the columns that reward functions passed to ``log_extra``, and
-advantage. A file holds the last generation batch of its step only.
+Read off the sources of TRL 1.0 to 1.16. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this
+order: step, prompt, completion, one float column a reward function, the columns that reward functions passed to
+``log_extra``, and advantage. A file holds the last generation batch of its step only.
 
 - Where several steps train on one batch (num_iterations, steps_per_generation), it is logged at each. An evaluation
   logs into the same file, over the training batch: log without one.
-- prompt is a text, tokenised as it is, or the messages of a conversation, which go through the chat template; the
-  run's chat_template_kwargs and tools are not in the log. completion is decoded without special
-  tokens: whether a response ended by itself is lost, except where ``log_extra("completion_ids", completion_ids)`` kept
-  the token ids.
+- Until 1.14 or so, prompt is what the model read, decoded without special tokens: of a conversation, the text of its
+  template, which is put back. Later it is what the data set has: a text, tokenised as it is, or the messages of a
+  conversation, which go through the chat template; the run's chat_template_kwargs and tools are not in the log.
+- completion is decoded without special tokens: whether a response ended by itself is lost, except where
+  ``log_extra("completion_ids", completion_ids)`` kept the token ids.
 - A null reward means that the function did not score that completion.
 - Rewards and extras are not told apart by name. Leading float columns are taken as rewards; where there are several,
   the logged advantages have to follow from their sum, or the user has to name them.
@@ -21,6 +22,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,18 +40,19 @@ from tsae.rollouts.logs.entry import (
     get,
     is_conversation,
     number,
+    score,
     text,
     token_ids,
     whole,
 )
-from tsae.rollouts.logs.files import LogFile
+from tsae.rollouts.logs.files import LogFile, first_row
 
 FILE = re.compile(r"(^|/)completions_(?P<step>\d{5,})\.parquet$")
 _COMPLETION_IDS = "completion_ids"
 
 
 def fits(row: Row, config: ImportConfig) -> bool:
-    return {"step", "prompt", "completion"} <= row.keys()
+    return {"step", "prompt", "completion", "advantage"} <= row.keys()
 
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -70,8 +73,8 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 where=where,
                 fix="Name reward columns that are there (--rewards).",
             )
-        scores = {name: number(row[name], name, where) for name in rewards}
-        scored = [score for score in scores.values() if score is not None]
+        scores = {name: score(row[name], name, where) for name in rewards}
+        scored = [value for value in scores.values() if value is not None]
         advantage = number(row.get("advantage"), "advantage", where)
         if scored and advantage is not None:
             groups[json.dumps(prompt, sort_keys=True, default=str)].append((sum(scored), advantage))
@@ -84,7 +87,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         yield Entry(
             where,
             prompt=prompt,
-            prompt_is="verbatim",
+            prompt_is="perhaps stripped",
             prompt_ids=ids[names.prompt_ids],
             response=_completion(get(row, "completion", where), where),
             response_ids=response_ids,
@@ -99,6 +102,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             updates=None if step is None else step - 1,
             advantage=advantage,
             cut_without_end=True,
+            assumed=None if len(rewards) < 2 else f"have the sum of {', '.join(rewards)} as their reward",
         )
 
     yield from each_row(file, config, of)
@@ -107,24 +111,32 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
 
 def _reward_columns(file: LogFile) -> tuple[str, ...]:
+    """The columns of numbers behind completion, up to the first that holds something else."""
+    columns = _number_columns(file)
+    names = list(columns)
+    if "completion" not in names:
+        return ()
+    after = names[names.index("completion") + 1 :]
+    found = tuple(takewhile(lambda name: name != "advantage" and columns[name], after))
+    if not found:
+        raise TsaeError(
+            f"no float column, as a reward is, follows completion; the columns are {', '.join(names)}",
+            where=file.path,
+            fix="Name the reward columns (--rewards).",
+        )
+    return found
+
+
+def _number_columns(file: LogFile) -> dict[str, bool]:
+    """Whether the columns of a file, in their order, hold floats or nothing; of JSON lines the first tells."""
+    if file.path.suffix != ".parquet":
+        row = first_row(file.path) or {}
+        return {n: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for n, v in row.items()}
     try:
         schema = pq.read_schema(file.path)
     except (pa.ArrowException, OSError) as error:
         raise TsaeError("not a Parquet file", where=file.path, fix="Copy the file again.") from error
-    if "completion" not in schema.names:
-        return ()
-    found = []
-    for field in list(schema)[schema.names.index("completion") + 1 :]:
-        if field.name == "advantage" or not (pa.types.is_floating(field.type) or pa.types.is_null(field.type)):
-            break
-        found.append(field.name)
-    if not found:
-        raise TsaeError(
-            f"no float column, as a reward is, follows completion; the columns are {', '.join(schema.names)}",
-            where=file.path,
-            fix="Name the reward columns (--rewards).",
-        )
-    return tuple(found)
+    return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) for f in schema}
 
 
 def _completion(value: Any, where: str) -> str:

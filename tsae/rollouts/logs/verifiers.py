@@ -20,7 +20,6 @@ import re
 from collections.abc import Iterator
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import score
 from tsae.rollouts.logs.conversations import asked, only_answer
 from tsae.rollouts.logs.entry import (
     Entry,
@@ -31,6 +30,7 @@ from tsae.rollouts.logs.entry import (
     get,
     is_conversation,
     number,
+    score,
     text,
     truth,
     whole,
