@@ -34,7 +34,7 @@ def test_effects_are_the_slope_of_the_logits(any_model: Path) -> None:
         with rewritten(model, site, lambda hidden: x.to(hidden.dtype).expand_as(hidden)), torch.no_grad():
             return model(input_ids=torch.tensor([[1, 2]])).logits[0, -1]
 
-    sae = tsae.TemporalSAE(d_model, tsae.SAEConfig(d_sae=len(directions), k=2), site=site)
+    sae = tsae.TemporalSAE(d_model, tsae.SAEConfig(d_sae=len(directions), k=2, groups=(0.5, 0.5)), site=site)
     sae.W_dec.data = directions.float()
     n = len(logits(stream)) - 1  # One token without a string, as where a vocabulary is padded.
     found = logit_effects(sae, model.float(), [str(i) for i in range(n)], n=4)
