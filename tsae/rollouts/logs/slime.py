@@ -1,4 +1,4 @@
-"""slime: the samples that it saves of every rollout, ``{rollout_id}.pt`` with --save-debug-rollout-data or --dump-details.
+"""slime: what it saves of every rollout with --save-debug-rollout-data or --dump-details, ``{rollout_id}.pt``.
 
 Read off THUDM/slime's ``observability/rollout_data_utils.py`` and ``utils/types.py`` (main, 2026). A file is a
 ``torch.save`` of rollout_id and samples, with tokens (prompt and response), response_length, response, prompt, label,
