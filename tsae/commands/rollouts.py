@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -174,12 +175,23 @@ class Behaviours:
 
 
 @dataclass(frozen=True)
+class Formats:
+    """Say whose logs are read, in which versions, what to switch on there, and what each log cannot tell."""
+
+    def run(self) -> None:
+        from tsae.rollouts.logs.known import formats_text
+
+        print(formats_text(shutil.get_terminal_size().columns))
+
+
+@dataclass(frozen=True)
 class RolloutsCommand:
-    """Sample rollouts, import a log, measure difficulty and how it moved, or what responses do."""
+    """Sample rollouts, import logs, say whose are read, measure difficulty and how it moved, or what responses do."""
 
     command: OmitArgPrefixes[
         Annotated[Sample, subcommand("sample", prefix_name=False)]
         | Annotated[Import, subcommand("import", prefix_name=False)]
+        | Annotated[Formats, subcommand("formats", prefix_name=False)]
         | Annotated[Bands, subcommand("bands", prefix_name=False)]
         | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
         | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)]
