@@ -282,6 +282,7 @@ def exit_codes(children: list[Any]) -> list[int | None]:
     return [child.exitcode for child in children]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_store_of_one(series_folder: Path, source: Path, whole: Path, tmp_path: Path) -> None:
     assert exit_codes(start_ranks(2, series_folder, source, tmp_path / "acts")) == [0, 0]
     assert contents(tmp_path / "acts") == contents(whole)

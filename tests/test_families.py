@@ -151,6 +151,7 @@ def families_of(table: Any, families: Families = KINDS) -> pd.DataFrame:
     return assign_families(table, annotate_tokens(table, by_token, STRINGS), families, QUICK)
 
 
+@pytest.mark.slow
 def test_planted_families_are_found_counted_and_tested() -> None:
     table = story()
     diff = feature_diff(table, QUICK, annotator=by_token, families=KINDS, token_strings=STRINGS, progress=False)
@@ -175,6 +176,7 @@ def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
     assert (found.family_share[:2] > 0.85).all()
 
 
+@pytest.mark.slow
 def test_a_feature_of_few_problems_has_no_family() -> None:
     table = story()
     problem = table.rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.trajectory[table.row_of_token]]

@@ -149,6 +149,7 @@ def run_until_write(store: Path, folder: Path, n: int) -> None:
     run(store, folder)
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_operation_on_files_leaves_a_run_that_goes_on(
     store: ActivationStore, whole: Path, tmp_path: Path
 ) -> None:
@@ -415,6 +416,7 @@ def test_several_processes_give_the_weights_of_one(
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
     assert run_ranks(store.path, tmp_path / "whole", CONFIG) == [0, 0]
     assert run_ranks(store.path, tmp_path / "sae", CONFIG, die=10) == [-signal.SIGKILL] * 2

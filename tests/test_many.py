@@ -229,6 +229,7 @@ def many_on_rank(rank: int, port: int, store: Path, folder: Path) -> None:
     many(store, folder)
 
 
+@pytest.mark.slow
 def test_two_processes_train_several(one_site: ActivationStore, tmp_path: Path) -> None:
     port = free_port()
     ranks = [start(many_on_rank, rank, port, one_site.path, tmp_path / "many") for rank in (0, 1)]

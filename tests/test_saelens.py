@@ -65,6 +65,7 @@ print(json.dumps({{"ours": ours, "class": type(sae).__name__, "metadata": sae.cf
     return {**json.loads(done.stdout.splitlines()[-1]), **load_file(tmp_path / "found.safetensors")}
 
 
+@pytest.mark.slow
 def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
     found = in_sae_lens_alone(sae.to_saelens(tmp_path / "exported"), x, tmp_path)
     assert found["ours"] == []
