@@ -186,7 +186,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class RolloutsCommand:
-    """Sample rollouts, import logs, say whose are read, measure difficulty and how it moved, or what responses do."""
+    """Sample rollouts, import logs, list the known formats, and measure difficulty and behaviour."""
 
     command: OmitArgPrefixes[
         Annotated[Sample, subcommand("sample", prefix_name=False)]

@@ -100,7 +100,7 @@ def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
 
 
 def comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) -> list[Comparison]:
-    """All shifts, then all outcome effects, then all interactions."""
+    """Every comparison of a diff: shifts first, then outcome effects, then interactions."""
     effects = list(outcome_comparisons(features, rows, config))
     shifts = shift_comparisons(features, rows, config)
     between = (_unless_refused(features, found) for found in interaction_comparisons(effects, config))
@@ -211,7 +211,7 @@ def _compare(
     b: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Comparison:
-    """Set a against b over the problems that both have; with `among`, only over problems of these rows."""
+    """Compare rows a with rows b on the problems that both have. `among` limits these to the problems of other rows."""
     both = np.intersect1d(rows.problem[a], rows.problem[b])
     if among is not None:
         both = np.intersect1d(both, rows.problem[among])

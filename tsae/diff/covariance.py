@@ -121,7 +121,7 @@ def sums(code: np.ndarray, weights: np.ndarray) -> sp.csr_array:
 
 
 def graded_groups(samples: Samples) -> int:
-    """Number of groups in which advantages say more than success or failure.
+    """Number of groups whose advantages tell some successes, or some failures, apart.
 
     In every other group all successes share one advantage and all failures another. With k successes among n rollouts
     their advantages are proportional to 1 − k/n and −k/n. The successes then carry exactly (n − k)/n of every feature's

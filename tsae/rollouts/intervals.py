@@ -12,9 +12,9 @@ import numpy as np
 from scipy.stats import t as student
 
 FEWEST = 8
-"""Fewest problems over which a change is reported. Where nothing changed, a change is reported in at most 6 % of draws
-of this many problems or more, whatever is measured; with two problems it would be 9 %. With fewer than eight a rare
-behaviour cannot show a change at all."""
+"""Fewest problems for which a change is reported. Where the true change is 0, draws of eight problems or more are called
+a change in at most 6 % of cases, for every kind of difference in scripts/check_changes.py. With two problems it would be
+9 %. A rare behaviour cannot show a change in fewer than eight."""
 
 
 def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -52,7 +52,7 @@ def train(
     training: TrainingConfig | None = None,
     progress: bool = True,
 ) -> TemporalSAE:
-    """Train a T-SAE on every reader of a store, leaving out every tenth problem for `tsae.sae.evaluation`.
+    """Train a T-SAE on every reader of a store. Every tenth problem is left out, for the threshold and for evaluation.
 
     Args:
         store: activations, or a subset of them; a `LiveSource` has the models compute them.

@@ -120,7 +120,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
     rows: dict[Path, Row] = {}
     unknown: dict[Path, Row] = {}
     tables = [file for file in files if kind_of(file) in _TABLES]
-    # Evaluations and tensors lie beside the logs of other trainers, and count where there is no such log.
+    # Other trainers keep evaluations and tensors beside their logs. These are read only where there is no log.
     for group in (tables, [file for file in files if kind_of(file) not in _TABLES]):
         named = _by_name(group, config)
         if not named:

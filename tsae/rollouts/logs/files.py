@@ -62,7 +62,7 @@ def run_folder(path: Path) -> Path:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of a folder and of those below it that may be logs, sorted; or the one file.
+    """The files that may be logs, sorted: those of a folder and of its subfolders, or the one file.
 
     Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are passed over, since what
     they lead to is read where it lies.

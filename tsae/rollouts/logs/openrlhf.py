@@ -1,8 +1,8 @@
-"""OpenRLHF: what its batch inference writes, a line a response with input, output and, once it is scored, reward.
+"""OpenRLHF: the output of its batch inference. A line is a response: input, output and, once scored, reward.
 
-Read off OpenRLHF's ``cli/batch_inference.py`` (up to 0.10). Its PPO keeps no rollouts but one a step, in Weights &
-Biases or TensorBoard: to have all, write them as JSON lines in the reward function or agent of the run, which gets the
-texts, and name the columns.
+Read off OpenRLHF's ``cli/batch_inference.py`` (up to 0.10). Its PPO keeps one rollout a step, in Weights &
+Biases or TensorBoard. To keep all, write them as JSON lines in the run's reward function or agent, which get the texts,
+and name the columns.
 
 - input is the prompt as the engine got it, after the chat template where one was applied.
 - With vLLM, output has its special tokens, and so the end token of a response that ended by itself; without, it has
