@@ -13,6 +13,7 @@ import tsae
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
+from tsae.rollouts.logs.known import formats_text
 
 if TYPE_CHECKING:
     pass
@@ -179,8 +180,6 @@ class Formats:
     """Say whose logs are read, in which versions, what to switch on there, and what each log cannot tell."""
 
     def run(self) -> None:
-        from tsae.rollouts.logs.known import formats_text
-
         print(formats_text(shutil.get_terminal_size().columns))
 
 
