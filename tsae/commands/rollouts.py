@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
@@ -14,9 +14,6 @@ from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
 from tsae.rollouts.logs.known import formats_text
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

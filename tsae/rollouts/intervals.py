@@ -13,8 +13,8 @@ from scipy.stats import t as student
 
 FEWEST = 8
 """Fewest problems for which a change is reported. Where the true change is 0, at most 6 % of draws of eight problems or
-more are called a change, for every kind of difference in scripts/check_changes.py; of two problems 9 % would be. In fewer
-than eight a rare behaviour cannot show a change."""
+more are called a change, for every kind of difference in scripts/check_changes.py; of two problems 9 % would be. In
+fewer than eight a rare behaviour cannot show a change."""
 
 
 def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
