@@ -17,6 +17,7 @@ import pandas as pd
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.files import LogFile
 
 _CELLS = (14, 10, 9, 8, 13, 13, 20)
@@ -62,6 +63,47 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def enter(
+        self,
+        entry: Entry,
+        file: int,
+        problem: str,
+        policy: str,
+        *,
+        tokens: tuple[bytes, bytes, str],
+        finish_reason: str,
+        reward: float | None,
+        outcome: str,
+        same_text: bool | None,
+        retokenised: bool,
+    ) -> None:
+        """Add a trajectory.
+
+        Args:
+            entry: as its reader made it.
+            file: its file's number.
+            problem: id.
+            policy: name.
+            tokens: prompt and response ids as bytes, and what else tells it from another.
+            finish_reason: stop, length or unknown.
+            reward: None where unknown.
+            outcome: success, failure or unknown.
+            same_text: whether the ids decode to the log's text; None where it has none.
+            retokenised: whether the ids were made from the text.
+        """
+        source = self.sources.setdefault((policy, entry.step), len(self.sources))
+        self.source.append(source)
+        self.file.append(file)
+        self.number.append(entry.number)
+        self.problem.append(hash64(problem))
+        self.key.append(0 if entry.key is None else hash64(policy, entry.key))
+        self.trajectory.append(hash64(str(source), problem, entry.answer, finish_reason, *tokens))
+        self.content.append(hash64(problem, str(entry.advantage), *tokens))
+        self.reward.append(float("nan") if reward is None else reward)
+        self.outcome.append(Outcome[outcome])
+        self.same_text.append(2 if same_text is None else int(same_text))
+        self.retokenised.append(retokenised)
 
     def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
         """(n,) bool: which trajectories stay; of repeated ones the last.
