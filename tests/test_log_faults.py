@@ -148,11 +148,10 @@ def test_a_reward_that_one_file_lacks_does_not_change_what_is_right(tokenizers: 
         log = completions(path, [[USER]] * 2, completion=[f"{step}", "9"], **columns)
         table = pd.read_parquet(log).assign(step=step)
         (table if step == 1 else table.drop(columns="accuracy_reward")).to_parquet(log)
-    with pytest.raises(TsaeError, match=r"00002.*format_reward says here what is right, accuracy_reward.*--outcome"):
+    with pytest.raises(TsaeError, match=r"00002.*format_reward; those of the rows before are accuracy_reward, format"):
         imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to")
-    found, summary = imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to", outcome="accuracy_reward")
-    assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown", "unknown"]
-    assert "accuracy_reward: 2 of 4 trajectories have this reward; the rewards of the others lack it" in summary.notes
+    with pytest.raises(TsaeError, match="has no reward column accuracy_reward"):
+        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward",))
 
 
 def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:

@@ -575,7 +575,7 @@ FORMATS = {
 def test_formats_are_told_by_name_and_by_columns_alone(folder: str, tmp_path: Path) -> None:
     from tsae.rollouts.logs.detect import find_log
 
-    form, files = find_log(LOGS / folder, ImportConfig())
+    form, files, _ = find_log(LOGS / folder, ImportConfig())
     assert form.name == FORMATS[folder]
     renamed = tmp_path / f"somebody's{files[0].path.suffix}"
     shutil.copy(files[0].path, renamed)
@@ -629,10 +629,10 @@ def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> 
     rows = rows_of(LOGS / "verl" / "1.jsonl")
     with pytest.raises(TsaeError, match=r"7\.jsonl:1: is of step 1 in a file of step 7"):
         read(write(tmp_path / "a" / "7.jsonl", rows), chat)
-    for name in ("rollout_data", "validation_data"):
-        write(tmp_path / "run" / name / "1.jsonl", rows)
-    with pytest.raises(TsaeError, match="step 1 of run run is here and in"):
-        read(tmp_path / "run", chat)
+    for i, name in enumerate(("a", "b")):
+        write(tmp_path / "runs" / name / "1.jsonl", rows[i:])
+    with pytest.raises(TsaeError, match="step 1 of run ours is here and in"):
+        read(tmp_path / "runs", chat, run="ours")
 
 
 def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def import_log(
     from tqdm.auto import tqdm
 
     path, to, config = Path(path), Path(to), config or ImportConfig()
-    form, files = find_log(path, config)
+    form, files, notes = find_log(path, config)
     series = _series(checkpoint, path)
     tokens = Tokens(series.base, config)
-    run = _Import(form, files, series, tokens, config)
+    run = _Import(form, files, notes, series, tokens, config)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
         spool = Spool(Path(folder))
@@ -98,15 +98,23 @@ class _Import:
     """One pass over a log."""
 
     def __init__(
-        self, form: Format, files: list[LogFile], series: CheckpointSeries, tokens: Tokens, config: ImportConfig
+        self,
+        form: Format,
+        files: list[LogFile],
+        notes: list[str],
+        series: CheckpointSeries,
+        tokens: Tokens,
+        config: ImportConfig,
     ) -> None:
         self.form, self.tokens, self.config = form, tokens, config
-        self.ledger, self.notes = Ledger(), list(series.notes)
+        self.ledger, self.notes = Ledger(), [*series.notes, *notes]
         self.policies = Policies(series, files, config.run, synchronous=form.synchronous)
         self.outcomes = Outcomes(config, a_file_a_step=form.a_file_a_step)
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = 0
+        self.has: Counter[str] = Counter()
+        """Trajectories that the log says a thing of."""
         self.assumed: Counter[str] = Counter()
         """What was taken for granted, and for how many trajectories."""
 
@@ -161,6 +169,13 @@ class _Import:
         yield from self.policies.assumed()
         for what, n in self.assumed.items():
             yield f"{n:,} {what}"
+        lacking = [name for name in _told() if not self.has[name]]
+        if lacking:
+            yield f"the log has no {' and no '.join(lacking)}"
+        for name, n in self.has.items():
+            if n < len(self.ledger):
+                article = "an" if name[0] in "aeiou" else "a"
+                yield f"{n:,} of {len(self.ledger):,} trajectories have {article} {name}; the others do not"
         if self.retokenised:
             yield (
                 f"{self.retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
@@ -180,6 +195,9 @@ class _Import:
                 f"is of step {entry.step} in a file of step {file.step}", where=where, fix="Give the log as written."
             )
         entry.step = file.step if entry.step is None else entry.step
+        for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
+            if counted is not None and counted < 0:
+                raise TsaeError(f"{name} is {counted}", where=where, fix="Correct or drop that row.")
         if entry.unscored:
             raise Unusable("unscored", "has no reward", where=where)
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
@@ -195,6 +213,7 @@ class _Import:
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.outcomes.names.update(entry.rewards.keys())
+        self.has.update(name for name, told in _told(entry).items() if told)
         self.ledger.enter(
             entry,
             file_number,
@@ -226,6 +245,17 @@ class _Import:
         record |= {f"reward/{name}": value for name, value in entry.rewards.items()}
         self.extra_names.update(dict.fromkeys(entry.extra))
         return record | {f"extra/{name}": value for name, value in entry.extra.items()}
+
+
+def _told(entry: Entry | None = None) -> dict[str, bool]:
+    """What a log may say of a trajectory, and whether it does."""
+    entry = entry or Entry("")
+    return {
+        "reference answer": entry.answer != "",
+        "advantage": entry.advantage is not None,
+        "problem id": entry.problem_id is not None,
+        "number of the policy's updates": entry.updates is not None or entry.policy is not None,
+    }
 
 
 def _problem(entry: Entry, prompt: Prompt) -> str:

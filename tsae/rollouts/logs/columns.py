@@ -8,7 +8,7 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, columns_to_keep
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, as_its_trainer_writes, columns_to_keep
 from tsae.rollouts.logs.files import LogFile, read_rows
 
 
@@ -22,7 +22,7 @@ def each_of_a_batch(
     for line, columns in read_rows(file.path):
         where = file.place(line)
         rows = rows_of(columns, where)
-        for row, found in zip(rows, read(rows, where), strict=True):
+        for row, found in zip(rows, as_its_trainer_writes(read(rows, where), where), strict=True):
             if isinstance(found, Entry):
                 found.number, found.extra = line, columns_to_keep(row, config) | found.extra
             yield found

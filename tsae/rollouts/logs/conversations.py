@@ -23,6 +23,8 @@ def only_answer(messages: Any, where: str) -> str:
         return messages
     if not is_conversation(messages):
         raise Unusable("empty", "has no answer", where=where)
+    if messages[-1].get("content") in (None, []) and not messages[-1].get("tool_calls"):
+        raise Unusable("empty", "its answer has no text", where=where)
     parts = [{name for name, value in message.items() if value not in (None, [], "")} for message in messages]
     others = sorted(set().union(*parts) - _KEPT - _ABOUT)
     content = _text(messages[-1].get("content"))
@@ -48,9 +50,10 @@ def asked(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]
         content = _text(message.get("content"))
         others = sorted(name for name in ("tool_calls", "tool_call_id") if message.get(name))
         if content is None or others:
+            none = "more than text" if message.get("content") else "no text"
             raise Unusable(
                 "multi-turn",
-                f"a message of its prompt has {' and '.join(others) or 'more than text'}, which is not read",
+                f"a message of its prompt has {' and '.join(others) or none}, which is not read",
                 where=where,
             )
         found.append({"role": str(message["role"]), "content": content})
@@ -58,13 +61,13 @@ def asked(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]
 
 
 def _text(content: Any) -> str | None:
-    """A message's text; of parts, theirs; None where one is an image or anything else."""
+    """A message's text; of parts, theirs; None where there is none, or one is an image or anything else."""
     if isinstance(content, str):
         return content
-    if content is None:
-        return ""
-    if not isinstance(content, list) or not all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
+    if (
+        not isinstance(content, list)
+        or not content
+        or not all(isinstance(part, dict) and part.get("type") == "text" for part in content)
     ):
         return None
     return "".join(str(part.get("text", "")) for part in content)

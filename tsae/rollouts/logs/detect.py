@@ -30,7 +30,7 @@ from tsae.rollouts.logs import (
     verl,
 )
 from tsae.rollouts.logs.entry import Reader, Row
-from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, run_folder
+from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, leftovers, refuse_copies, run_folder
 from tsae.rollouts.logs.unknown import unknown_columns
 
 _TABLES = (".jsonl", ".parquet")
@@ -51,6 +51,8 @@ class Format:
     """Two files of one run and step are then one too many."""
     synchronous: bool = True
     """Whether the weights that sampled for a step are those right before its update."""
+    validates: Callable[[Path], bool] | None = None
+    """Whether a file is a validation's, by its name."""
     suffixes: tuple[str, ...] = _TABLES
     """Of its files, by `kind_of`."""
 
@@ -61,7 +63,7 @@ class Format:
 
 FORMATS = (
     Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True),
-    Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True),
+    Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True, validates=verl.validates),
     Format(
         "open-instruct",
         "open-instruct traces",
@@ -96,8 +98,8 @@ FORMATS = (
 )
 
 
-def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
-    """The format of a log, and its files by run and step.
+def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], list[str]]:
+    """The format of a log, its files by run and step, and what is to be said of them.
 
     Raises:
         TsaeError: where no format fits, several do, or files disagree.
@@ -114,7 +116,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
             )
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files of other names than the trainer's, are taken at the user's word.
-        return chosen, _ordered(chosen, matching or files, path, config)
+        return _ordered(chosen, matching or files, path, config)
     files = [file for file in files if file.stat().st_size]  # A step that is being written may be empty still.
     named: dict[str, list[Path]] = {}
     rows: dict[Path, Row] = {}
@@ -149,7 +151,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile]]:
             where=odd,
             fix="Move it out of the folder.",
         )
-    return chosen, _ordered(chosen, matching, path, config)
+    return _ordered(chosen, matching, path, config)
 
 
 def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
@@ -180,8 +182,19 @@ def _counted(path: Path) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
 
 
-def _ordered(form: Format, files: Sequence[Path], path: Path, config: ImportConfig) -> list[LogFile]:
-    found = []
+def _ordered(
+    form: Format, files: Sequence[Path], path: Path, config: ImportConfig
+) -> tuple[Format, list[LogFile], list[str]]:
+    found, notes = [], []
+    if form.validates is not None:
+        apart = {file.parent for file in files if form.validates(file)}
+        if 0 < len(apart) < len({file.parent for file in files}):
+            left = [file for file in files if file.parent in apart]
+            files = [file for file in files if file.parent not in apart]
+            notes.append(
+                f"{len(left):,} files of {', '.join(sorted(folder.name for folder in apart))} are a validation's and "
+                "stay apart: give that folder to read them"
+            )
     subsets: Counter[str] = Counter()
     for file in files:
         match = form.file.search(_name(file)) if form.file is not None else None
@@ -208,4 +221,5 @@ def _ordered(form: Format, files: Sequence[Path], path: Path, config: ImportConf
                     where=b.path,
                     fix="Give the folder of one of them.",
                 )
-    return found
+    refuse_copies(found)
+    return form, found, [*notes, *leftovers(found)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.rollouts.logs.files import LogFile, read_rows
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class Entry:
     """What tells it from another of equal text that was sampled as other tokens."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
+    summed: bool = False
+    """The reward is the sum of all rewards that the log has: without one of them it is another quantity."""
     assumed: str | None = None
     """What its reader took for granted, to be counted and printed: "were sampled by …"."""
 
@@ -92,12 +95,28 @@ def each_row(
     for number, row in read_rows(file.path):
         kept = columns_to_keep(row, config)
         try:
-            for found in read(row, file.place(number)):
+            for found in as_its_trainer_writes(read(row, file.place(number)), file.place(number)):
                 if isinstance(found, Entry):
                     found.number, found.extra = number, kept | found.extra
                 yield found
         except Unusable as unusable:
             yield unusable
+
+
+def as_its_trainer_writes(entries: Iterator[T], where: str) -> Iterator[T]:
+    """What a reader makes of a row. A row that it cannot walk through is none that its trainer writes.
+
+    Raises:
+        TsaeError: in place of what Python says of a value of another kind than expected.
+    """
+    try:
+        yield from entries
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise TsaeError(
+            f"is not built as its trainer writes it ({type(error).__name__}: {error})",
+            where=where,
+            fix="Correct or drop that row.",
+        ) from error
 
 
 def columns_to_keep(row: Row, config: ImportConfig) -> dict[str, Any]:
@@ -140,8 +159,11 @@ def number(value: Any, name: str, where: str) -> float | None:
     """
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TsaeError(f"{name} is {value!r}, expected a finite number", where=where, fix="Correct or drop that row.")
+    # 64 bits hold what any log counts; float() of an integer of hundreds of digits fails.
+    huge = isinstance(value, int) and value.bit_length() > 63
+    if not isinstance(value, (int, float)) or huge or not math.isfinite(value):
+        shown = "an integer of hundreds of digits" if huge else repr(value)[:80]
+        raise TsaeError(f"{name} is {shown}, expected a finite number", where=where, fix="Correct or drop that row.")
     return float(value)
 
 
@@ -191,6 +213,48 @@ def truth(value: Any, name: str, where: str) -> bool | None:
     raise TsaeError(f"{name} is {value!r}, expected true or false", where=where, fix="Correct or drop that row.")
 
 
+def label(value: Any, name: str, where: str) -> str | None:
+    """What something is called, a text or a number; None stays None, and NaN is how pandas writes that.
+
+    Raises:
+        TsaeError: where it is something else.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
+        raise TsaeError(
+            f"{name} is {repr(value)[:80]}, expected a text or a number", where=where, fix="Correct that row."
+        )
+    if isinstance(value, float):
+        # Where one is missing, pandas makes floats of whole numbers.
+        return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
+    return str(value) if value.bit_length() <= 63 else hex(value)
+
+
+def mapping(row: Row, name: str, where: str) -> Row:
+    """The object in a column; an empty one where there is none.
+
+    Raises:
+        TsaeError: where it is something else.
+    """
+    found = row.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise TsaeError(f"{name} is a {type(found).__name__}, expected an object", where=where, fix="Correct that row.")
+    return found or {}
+
+
+def marks(value: Any, name: str, where: str) -> np.ndarray:
+    """(n,) bool: which tokens are marked, by true, or by a number above 0.
+
+    Raises:
+        TsaeError: where it is no list of flags or finite numbers.
+    """
+    found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
+        raise TsaeError(f"{name} is no list of marks, one a token", where=where, fix="Correct that row.")
+    return np.asarray(found > 0)
+
+
 def token_ids(value: Any, name: str, where: str) -> np.ndarray:
     """(n,) int64 token ids.
 
@@ -199,9 +263,11 @@ def token_ids(value: Any, name: str, where: str) -> np.ndarray:
     """
     try:
         found = np.asarray(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         found = np.zeros((0, 0))
-    if found.ndim != 1 or (len(found) and found.dtype.kind != "i"):
+    # Among integers, numpy takes True for 1.
+    flags = isinstance(value, (list, tuple)) and any(isinstance(id, bool) for id in value)
+    if found.ndim != 1 or flags or (len(found) and found.dtype.kind != "i"):
         raise TsaeError(f"{name} is no list of token ids", where=where, fix="Correct that row.")
     return found.astype(np.int64)
 
@@ -210,14 +276,18 @@ def answer_text(value: Any) -> str:
     """A reference answer as text; a list of one is that one, anything else structured is JSON."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
-    if value is None:
+    if value is None or value != value:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 
 def is_conversation(value: Any) -> bool:
     """Whether it is a list of messages with a role each."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and _is_role(m) for m in value)
+
+
+def _is_role(message: dict[str, Any]) -> bool:
+    return isinstance(message.get("role"), str)
 
 
 def masked_entry(
@@ -245,7 +315,7 @@ def masked_entry(
         updates: optimiser steps of the policy, where they are known.
         rewarded: whether the log has rewards at all.
     """
-    found, sampled = token_ids(ids, "token_ids", where), np.asarray(mask, dtype=float) > 0
+    found, sampled = token_ids(ids, "token_ids", where), marks(mask, "the mask", where)
     prompt, response = split_by_mask(found, sampled, where)
     value = score(reward, "rewards", where)
     return Entry(
@@ -266,6 +336,9 @@ def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
     """Mean of per-token advantages over the sampled tokens; a single number is that number."""
     if values is None or isinstance(values, (int, float)):
         return number(values, "advantages", where)
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (1, len(mask)):
+        raise TsaeError("advantages is neither a number nor one a token", where=where, fix="Correct that row.")
+    values = [number(value, "advantages", where) for value in values]
     found = [value for value, sampled in zip(values, mask.tolist(), strict=False) if sampled and value is not None]
     if len(values) == 1:
         found = list(values)

@@ -93,6 +93,7 @@ def _entry(row: Row, names: Sequence[str], index: int, config: ImportConfig, whe
         step=step,
         updates=step if "gen_step" in row or "messages" in row else step - 1,
         advantage=number(row.get("advantages"), "advantages", where),
+        summed=not config.rewards,
         # Ray writes a line a trajectory, so that a place in the batch is not known.
         key=None if "reward" in row and "gen_step" in row else f"{step}/{index}",
         assumed="have the sum of their rewards, with weight 1 each: the log has no advantages to tell by"

@@ -18,11 +18,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, masked_entry, token_ids, whole
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, each_row, get, marks, masked_entry, token_ids, whole
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)train_data_step(?P<step>\d+)\.jsonl$")
@@ -41,11 +39,14 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 fix="Give a log of a version that writes token_ids and token_loss_mask.",
             )
         length = whole(_only(get(row, "input_lengths", where)), "input_lengths", where)
+        if length is not None and length < 1:
+            raise TsaeError(f"input_lengths is {length}", where=where, fix="Correct or drop that line.")
+        advantages = _only(row.get("advantages"))
         yield masked_entry(
             token_ids(_only(row["token_ids"]), "token_ids", where)[:length],
-            np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length],
+            marks(_only(get(row, "token_loss_mask", where)), "token_loss_mask", where)[:length],
             _only(row.get("filtered_rewards", get(row, "rewards", where))),
-            _only(row.get("advantages")),
+            advantages[:length] if isinstance(advantages, list) else advantages,  # Padded as the batch is.
             where,
             step=file.step,
             updates=None if file.step is None else file.step - 1,

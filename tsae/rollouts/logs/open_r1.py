@@ -14,7 +14,18 @@ from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, is_conversation, score, text, truth
+from tsae.rollouts.logs.entry import (
+    Entry,
+    Row,
+    Unusable,
+    answer_text,
+    each_row,
+    is_conversation,
+    label,
+    score,
+    text,
+    truth,
+)
 from tsae.rollouts.logs.files import LogFile
 from tsae.rollouts.logs.plain import finish
 
@@ -41,8 +52,8 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         rewards = _aligned(row, "pass_rate_rewards", generations, where)
         correct = _aligned(row, "correctness_math_verify", generations, where)
         reasons = _aligned(row, "finish_reasons", generations, where)
-        problem, level = _first(row, names.problem_id, "uuid"), row.get(names.level)
-        policy = row.get(names.policy)
+        problem = label(_first(row, names.problem_id, "uuid"), names.problem_id, where)
+        level, policy = (label(row.get(name), name, where) for name in (names.level, names.policy))
         for generation, reward, right, reason in zip(generations, rewards, correct, reasons, strict=True):
             value = score(reward, "pass_rate_rewards", where)
             yield Entry(
@@ -54,9 +65,9 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 unscored="pass_rate_rewards" in row and value is None,
                 correct=truth(right, "correctness_math_verify", where),
                 answer=answer_text(_first(row, names.answer, "solution")),
-                level=None if level is None else str(level),
-                problem_id=None if problem is None else str(problem),
-                policy=None if policy is None else str(policy),
+                level=level,
+                problem_id=problem,
+                policy=policy,
                 finish_reason=finish(reason),
             )
 

@@ -29,6 +29,8 @@ class Outcomes:
         self._decisive: str | None = None
         """The reward that said what is right so far."""
         self._rules: set[str] = set()
+        self._parts: frozenset[str] | None = None
+        """Names of the rewards that make up a total."""
 
     def right(self, entry: Entry, response: str) -> bool | None:
         """Success or failure: by the verifier where there is one, else by the log; None where nothing says.
@@ -94,8 +96,14 @@ class Outcomes:
         return value > limit
 
     def reward(self, entry: Entry) -> float | None:
-        """The total that was used in training, or the sum of the rewards that the user names."""
+        """The total that was used in training, or the sum of the rewards that the user names.
+
+        Raises:
+            TsaeError: where a sum has other parts than that of the trajectories before.
+        """
         if not self.config.rewards:
+            if entry.summed:
+                self._same_parts(entry)
             return entry.reward
         missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
@@ -106,6 +114,18 @@ class Outcomes:
             )
         values = [entry.rewards[name] for name in self.config.rewards]
         return sum(value for value in values if value is not None) if any(v is not None for v in values) else None
+
+    def _same_parts(self, entry: Entry) -> None:
+        parts = frozenset(entry.rewards)
+        if self._parts is None:
+            self._parts = parts
+        if parts != self._parts:
+            raise TsaeError(
+                f"its rewards are {', '.join(sorted(parts))}; those of the rows before are "
+                f"{', '.join(sorted(self._parts))}: their sums are not the same quantity",
+                where=entry.where,
+                fix="Name the rewards that all rows have (--rewards), or import such files apart.",
+            )
 
     def notes(self, n: int, n_unknown: int) -> Iterator[str]:
         """What was assumed of `n` trajectories, `n_unknown` of them of unknown outcome."""

@@ -14,6 +14,7 @@ from tsae.rollouts.logs.entry import (
     answer_text,
     each_row,
     is_conversation,
+    label,
     number,
     token_ids,
     truth,
@@ -63,9 +64,9 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             reward=reward,
             correct=truth(row.get(names.correct), names.correct, where),
             answer=answer_text(row.get(names.answer)),
-            level=_optional_text(row.get(names.level)),
-            problem_id=_optional_text(row.get(names.problem_id)),
-            policy=_optional_text(row.get(names.policy)),
+            level=label(row.get(names.level), names.level, where),
+            problem_id=label(row.get(names.problem_id), names.problem_id, where),
+            policy=label(row.get(names.policy), names.policy, where),
             step=steps,
             updates=steps,
             advantage=number(row.get(names.advantage), names.advantage, where),
@@ -78,10 +79,6 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 def finish(value: Any) -> Literal["stop", "length"] | None:
     """A finish reason where it is one of ours."""
     return cast(Literal["stop", "length"], value) if value in ("stop", "length") else None
-
-
-def _optional_text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def _optional_ids(row: Row, name: str, where: str) -> Any:

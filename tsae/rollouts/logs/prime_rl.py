@@ -37,11 +37,15 @@ from tsae.rollouts.logs.entry import (
     columns_to_keep,
     each_row,
     get,
+    label,
+    mapping,
+    marks,
     masked_entry,
     number,
     score,
     split_by_mask,
     token_ids,
+    truth,
     whole,
 )
 from tsae.rollouts.logs.files import LogFile
@@ -69,7 +73,8 @@ def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
     wanted = config.subset.split("/")[0]
 
     def of(row: Row, where: str) -> Iterator[Entry | Unusable]:
-        work = _mapping(_mapping(row.get("run")).get("work", row.get("run")))
+        run = mapping(row, "run", where)
+        work = mapping(run, "work", where) if "work" in run else run
         if streamed and row.get("kind", work.get("type", wanted)) != wanted:
             return
         traces = row.get("traces", [row])
@@ -79,7 +84,9 @@ def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             raise Unusable("errored", "the episode failed before it had a trace", where=where)
         for trace in traces:
             try:
-                if isinstance(trace, dict) and _mapping(trace.get("agent")).get("trainable", True):
+                if not isinstance(trace, dict):
+                    raise TsaeError("traces holds what is no object", where=where, fix="Correct that line.")
+                if truth(mapping(trace, "agent", where).get("trainable", True), "trainable", where):
                     yield _entry(trace, row, work, file, config, where)
             except Unusable as unusable:
                 yield unusable
@@ -92,9 +99,16 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         raise Unusable("errored", "the rollout ended with an error", where=where)
     nodes = _path(get(trace, "nodes", where), where)
     ids, mask = [], []
+    silent = [node for node in nodes if node.get("token_ids") is None]
+    if 0 < len(silent) < len(nodes):
+        raise TsaeError(
+            f"{len(silent)} of its {len(nodes)} messages have no token ids: what the policy read is not known whole",
+            where=where,
+            fix="Correct or drop that line.",
+        )
     for node in nodes:
-        ids += list(node.get("token_ids") or [])
-        mask += list(node.get("mask") or [])
+        ids += token_ids(node.get("token_ids") or [], "token_ids", where).tolist()
+        mask += marks(node.get("mask") or [], "mask", where).tolist()
     if not ids:
         raise TsaeError(
             "its messages have no token ids: they were sampled from an API, not from a policy in training",
@@ -103,14 +117,13 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         )
     sampled = np.asarray(mask, dtype=bool)
     prompt, response = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
-    rewards = _rewards(_mapping(trace.get("rewards")), where)
+    rewards = _rewards(mapping(trace, "rewards", where), where)
     scored = [value for value in rewards.values() if value is not None]
-    told = [_mapping(work.get("policy")).get("start")]
-    told += [where_told.get("policy_version") for where_told in (episode, _mapping(trace.get("info")))]
+    told = [mapping(work, "policy", where).get("start")]
+    told += [where_told.get("policy_version") for where_told in (episode, mapping(trace, "info", where))]
     policy = next((version for version in told if version is not None), None)
-    task = _mapping(trace.get("task", episode.get("task")))
-    data = _mapping(task.get("data", task))
-    level = data.get(config.columns.level)
+    task = mapping(trace if "task" in trace else episode, "task", where)
+    data = mapping(task, "data", where) if "data" in task else task
     step = file.step if file.step is not None else whole(work.get("step"), "step", where)
     return Entry(
         where,
@@ -121,13 +134,13 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         reward=sum(scored) if scored else None,
         unscored=not scored,
         answer=answer_text(data.get(config.columns.answer)),
-        level=None if level is None else str(level),
-        problem_id=_problem(task, episode),
+        level=label(data.get(config.columns.level), config.columns.level, where),
+        problem_id=_problem(task, episode, where),
         step=step,
         updates=whole(policy, "policy_version", where),
         advantage=_advantage(trace, nodes, where),
         finish_reason=_finish(trace, nodes),
-        key=None if trace.get("id") is None else str(trace["id"]),
+        key=label(trace.get("id"), "the trace's id", where),
         extra=columns_to_keep(data, config),
     )
 
@@ -156,12 +169,12 @@ def _rewards(logged: Row, where: str) -> dict[str, float | None]:
     return rewards
 
 
-def _problem(task: Row, episode: Row) -> str:
-    env = _mapping(episode.get("env"))
-    info = _mapping(episode.get("info"))
-    name = str(env.get("name") or env.get("id") or episode.get("env_name") or info.get("env_name") or "")
-    if task.get("key") is not None:
-        return f"{name}/{task['key']}" if name else str(task["key"])
+def _problem(task: Row, episode: Row, where: str) -> str:
+    env, info = (mapping(episode, name, where) for name in ("env", "info"))
+    names = (env.get("name"), env.get("id"), episode.get("env_name"), info.get("env_name"))
+    name = next((found for one in names if (found := label(one, "the environment's name", where))), "")
+    if (key := label(task.get("key"), "the task's key", where)) is not None:
+        return f"{name}/{key}" if name else key
     content = json.dumps([name, task.get("hash") or task.get("data", task)], sort_keys=True, default=str)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -187,13 +200,14 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
         if isinstance(tokens := row.get("tokens"), list):
             named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
-            row = {**row, **{many: [_mapping(t).get(one) for t in tokens] for many, one in named.items()}}
-        mask = get(row, "loss_mask", where)
+            row = {**row, **{many: [t.get(one) for t in tokens] for many, one in named.items()}}
+        mask = marks(get(row, "loss_mask", where), "loss_mask", where)
         rewards = row.get("rewards") or []
         pairs = zip(rewards, mask, strict=False)
         values = {value for value, kept in pairs if kept and value is not None and value == value}
         if len(values) > 1:
             raise TsaeError("its sampled tokens have several rewards", where=where, fix="Correct that line.")
+        number_of_it = get(row, "export_sequence_idx", where)
         exported = row.get("export_step")  # A run's own step, where several runs share a trainer.
         step = whole(get(row, "step", where) if exported is None else exported, "step", where)
         yield masked_entry(
@@ -203,12 +217,8 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             row.get("advantages"),
             where,
             step=step,
-            key="/".join(str(part) for part in (row.get("run_id"), step, row.get("rank"), row["export_sequence_idx"])),
+            key="/".join(str(part) for part in (row.get("run_id"), step, row.get("rank"), number_of_it)),
             rewarded="rewards" in row,
         )
 
     return each_row(file, config, of)
-
-
-def _mapping(value: Any) -> Row:
-    return value if isinstance(value, dict) else {}

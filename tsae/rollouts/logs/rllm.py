@@ -28,6 +28,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    label,
     score,
     truth,
     whole,
@@ -73,6 +74,7 @@ def _entry(row: Row, trajectory: Row, index: int, alone: bool, config: ImportCon
     step = whole(get(row, "training_step", where), "training_step", where)
     reward = score(trajectory.get("reward"), "reward", where)
     task, reason = row.get("task"), row.get("termination_reason")
+    task_id = label(row.get("task_hash"), "task_hash", where)
     return Entry(
         where,
         prompt=asked(messages[:-1], where),
@@ -82,7 +84,7 @@ def _entry(row: Row, trajectory: Row, index: int, alone: bool, config: ImportCon
         unscored=reward is None and row.get("is_correct") is None,
         correct=truth(row.get("is_correct"), "is_correct", where) if alone else None,
         answer=answer_text(_answer(task, config)),
-        problem_id=f"{row.get('task_hash')}/{trajectory.get('name', '')}" if row.get("task_hash") else None,
+        problem_id=f"{task_id}/{trajectory.get('name', '')}" if task_id else None,
         step=step,
         updates=None if step is None else step - 1,
         finish_reason="length" if reason == _CUT_OFF else None,

@@ -19,7 +19,7 @@ from typing import Any
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.columns import each_of_a_batch, one_by_one
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, score, text, whole
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, label, score, text, whole
 from tsae.rollouts.logs.files import LogFile
 
 FILE = re.compile(r"(^|/)rollout_dump_data\.step_(?P<step>\d+)\.jsonl$")
@@ -40,7 +40,7 @@ def _entry(row: Row, config: ImportConfig, where: str) -> Entry:
     step = whole(get(row, "global_step", where), "global_step", where)
     messages = _messages(row.get("messages"))
     reward = score(row.get("scores"), "scores", where)
-    level, problem = row.get("difficulty", row.get(config.columns.level)), row.get("id")
+    level, problem = row.get("difficulty", row.get(config.columns.level)), label(row.get("id"), "id", where)
     return Entry(
         where,
         prompt=messages or text(get(row, "prompt", where), "prompt", where),
@@ -50,7 +50,7 @@ def _entry(row: Row, config: ImportConfig, where: str) -> Entry:
         reward=reward,
         unscored=reward is None,
         answer=answer_text(row.get("ground_truth")),
-        level=None if level is None else str(level),
+        level=label(level, "level", where),
         # Ids are those of one data set, and a domain may have several.
         problem_id=None if problem is None else f"{row.get('domain', '')}/{row.get('tag', '')}/{problem}",
         step=step,

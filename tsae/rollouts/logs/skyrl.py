@@ -13,11 +13,11 @@ output_response, score, stop_reason, env_class, env_extras and data_source. Trai
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, score, text
+from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, each_row, get, label, mapping, score, text
 from tsae.rollouts.logs.files import LogFile
 from tsae.rollouts.logs.plain import finish
 
@@ -33,8 +33,8 @@ def fits(row: Row, config: ImportConfig) -> bool:
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     def of(row: Row, where: str) -> Iterator[Entry]:
         total = _total(row["score"], where)
-        extras = _mapping(row.get("env_extras"))
-        index = _mapping(extras.get("extra_info")).get("index")
+        extras = mapping(row, "env_extras", where)
+        index = label(mapping(extras, "extra_info", where).get("index"), "index", where)
         yield Entry(
             where,
             prompt=text(get(row, "input_prompt", where), "input_prompt", where),
@@ -44,7 +44,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             rewards={"score": total},
             reward=total,
             unscored=total is None,
-            answer=answer_text(_mapping(extras.get("reward_spec")).get("ground_truth")),
+            answer=answer_text(mapping(extras, "reward_spec", where).get("ground_truth")),
             problem_id=None if index is None else f"{row.get('data_source')}/{index}",
             step=file.step,
             updates=file.step,
@@ -59,7 +59,3 @@ def _total(found: Any, where: str) -> float | None:
         return score(found, "score", where)
     values = [score(value, "score", where) for value in found]
     return sum(value for value in values if value is not None) if values else None
-
-
-def _mapping(value: Any) -> Row:
-    return value if isinstance(value, Mapping) else {}

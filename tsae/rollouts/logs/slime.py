@@ -32,6 +32,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    marks,
     score,
     split_by_mask,
     token_ids,
@@ -94,7 +95,7 @@ def _tokens(row: Row, where: str) -> tuple[np.ndarray, np.ndarray]:
     if not length:
         raise Unusable("empty", "the response is empty", where=where)
     mask = row.get("loss_mask")
-    sampled = np.ones(length, dtype=bool) if mask is None else np.asarray(mask, dtype=float) > 0
+    sampled = np.ones(length, dtype=bool) if mask is None else marks(mask, "loss_mask", where)
     if len(sampled) != length:
         raise TsaeError(
             f"{len(sampled)} values of loss_mask but {length} response tokens", where=where, fix="Correct that sample."

@@ -223,6 +223,8 @@ class Tokens:
                 fix="Give the checkpoint that was trained, and no --prompt-format plain.",
             )
         plain = [{name: part for name, part in message.items() if part is not None} for message in messages]
+        for message in plain:
+            _check_content(message, where)
         try:
             text = self.template.render(plain, goes_on=plain[-1]["role"] == "assistant")
         except Exception as error:  # templates raise what they like
@@ -269,6 +271,25 @@ def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
     note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
     checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
     return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
+
+
+def _check_content(message: dict[str, Any], where: str) -> None:
+    """A message's text, as far as the template will read it.
+
+    Raises:
+        TsaeError: for what is no text, such as images.
+    """
+    content = message.get("content", "" if "tool_calls" in message else None)
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            found = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
+            found = type(content).__name__ if found == "text" else f"a part of type {found}"
+            raise TsaeError(
+                f"a message of the prompt from {message['role']!r} holds {found}, where only text is read",
+                where=where,
+                fix="Give a log of text alone: what a model made of images or sound is not read.",
+            )
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.entry import (
     Entry,
     Row,
@@ -39,6 +39,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    label,
     number,
     score,
     text,
@@ -57,7 +58,7 @@ def fits(row: Row, config: ImportConfig) -> bool:
 
 def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     names = config.columns
-    rewards = config.rewards or _reward_columns(file)
+    rewards = config.rewards or _reward_columns(file, names)
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def of(row: Row, where: str) -> Iterator[Entry]:
@@ -83,7 +84,6 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             for name in (names.prompt_ids, names.response_ids, _COMPLETION_IDS)
         }
         response_ids = ids[names.response_ids] if ids[names.response_ids] is not None else ids[_COMPLETION_IDS]
-        problem, level = row.get(names.problem_id), row.get(names.level)
         yield Entry(
             where,
             prompt=prompt,
@@ -95,13 +95,14 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             reward=sum(scored) if scored else None,
             unscored=not scored,
             answer=answer_text(row.get(names.answer)),
-            level=None if level is None else str(level),
-            problem_id=None if problem is None else str(problem),
+            level=label(row.get(names.level), names.level, where),
+            problem_id=label(row.get(names.problem_id), names.problem_id, where),
             step=step,
             # It is logged after the optimiser step that it was generated for.
             updates=None if step is None else step - 1,
             advantage=advantage,
             cut_without_end=True,
+            summed=not config.rewards,
             assumed=None if len(rewards) < 2 else f"have the sum of {', '.join(rewards)} as their reward",
         )
 
@@ -110,14 +111,15 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         _check_sum(groups, rewards, file)
 
 
-def _reward_columns(file: LogFile) -> tuple[str, ...]:
-    """The columns of numbers behind completion, up to the first that holds something else."""
+def _reward_columns(file: LogFile, known: ColumnNames) -> tuple[str, ...]:
+    """The columns of numbers behind completion, up to the first that holds something else, or is known for it."""
+    others = {"advantage", known.answer, known.level, known.problem_id, known.prompt_ids, known.response_ids}
     columns = _number_columns(file)
     names = list(columns)
     if "completion" not in names:
         return ()
     after = names[names.index("completion") + 1 :]
-    found = tuple(takewhile(lambda name: name != "advantage" and columns[name], after))
+    found = tuple(takewhile(lambda name: name not in others and columns[name], after))
     if not found:
         raise TsaeError(
             f"no float column, as a reward is, follows completion; the columns are {', '.join(names)}",

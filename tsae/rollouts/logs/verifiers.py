@@ -29,6 +29,8 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    label,
+    mapping,
     number,
     score,
     text,
@@ -56,7 +58,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             raise Unusable("errored", "the rollout ended with an error", where=where)
         if row.get("is_filtered") and config.subset.endswith("effective"):
             return
-        if row.get("tool_defs") or (row.get("info") or {}).get("oai_tools"):
+        if row.get("tool_defs") or mapping(row, "info", where).get("oai_tools"):
             raise Unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere", where=where)
         prompt, metrics = get(row, "prompt", where), _metrics(row)
         reward = score(row["reward"], "reward", where)
@@ -73,7 +75,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             reward=reward,
             unscored=reward is None,
             answer=answer_text(row.get("answer")),
-            problem_id=f"{row.get('env_name') or row.get('task') or ''}/{row.get('example_id', row.get('id'))}",
+            problem_id=_problem(row, where),
             step=file.step,
             updates=version,
             advantage=number(row.get("advantage"), "advantage", where),
@@ -84,6 +86,12 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         )
 
     return each_row(file, config, of)
+
+
+def _problem(row: Row, where: str) -> str | None:
+    env = label(row.get("env_name"), "env_name", where) or label(row.get("task"), "task", where) or ""
+    example = label(row["example_id"] if "example_id" in row else row.get("id"), "the example's id", where)
+    return None if example is None else f"{env}/{example}"
 
 
 def _metrics(row: Row) -> Row:

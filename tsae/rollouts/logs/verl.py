@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tsae.rollouts.config import ImportConfig
@@ -86,12 +87,16 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     return each_row(file, config, of)
 
 
+def validates(path: Path) -> bool:
+    """Whether a file is a validation's, by the name of its folder, which the run's config gives it."""
+    return re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", path.resolve().parent.name) is not None
+
+
 def _trained_on(row: Row, file: LogFile) -> bool:
     """Whether it is no validation dump: by the folder's name, or where that says nothing, by the total of its own."""
-    folder = file.path.resolve().parent.name
-    if re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder):
+    if validates(file.path):
         return False
-    return "reward" not in row or re.search(r"rollout|train", folder) is not None
+    return "reward" not in row or re.search(r"rollout|train", file.path.resolve().parent.name) is not None
 
 
 def _rewards(row: Row, where: str) -> dict[str, float | None]:
