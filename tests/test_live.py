@@ -257,6 +257,17 @@ def test_live_and_stored_trainings_explain_as_much(source: LiveSource, store: Ac
     assert live.norm_limit == pytest.approx(from_disk.norm_limit, rel=0.2)
 
 
+def test_the_threshold_is_set_on_problems_that_are_read_for_it_alone(series: CheckpointSeries) -> None:
+    rollouts = make_rollouts(n_problems=200, n_samples=1)
+    source = LiveSource(series, rollouts, SITE, config=CONFIG)
+    sae = tsae.train(source, SAE, training=TRAINING, progress=False)
+    assert sae.training_info["threshold_set_on"] == "problems left out"
+    left_out = source.windows(SITE, held_out=True, partner=None).first_tokens
+    assert 150 < len(left_out) <= CONFIG.buffer_tokens  # as many as the buffer holds
+    n_codes = float((sae.encode(torch.from_numpy(left_out)) > 0).sum(1).float().mean())
+    assert n_codes == pytest.approx(SAE.k, rel=0.01)
+
+
 def test_models_that_are_loaded_in_turn_give_the_same_bits(
     series: CheckpointSeries, rollouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
