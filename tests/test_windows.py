@@ -169,7 +169,7 @@ def test_partners_are_all_the_earlier_tokens_that_count(
     windows = Windows(store, SITE, partner=partner, step_ends=ends, span=span, window=3)
     may = allowed(tokens, partner, span, ends)
     found: dict[int, Counter[int]] = {n: Counter() for n in may}
-    n_epochs = 300
+    n_epochs = 120
     for epoch in range(n_epochs):
         seen, pairs = read(windows.epoch(epoch, 64))
         assert sorted(seen) == sorted(may)
