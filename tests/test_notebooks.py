@@ -49,6 +49,7 @@ def test_stored_as_they_ran(path: Path) -> None:
     shown = outputs(notebook)
     assert "<script" not in shown
     assert not re.search(r"/(home|root|tmp|Users)/", shown)
+    assert "What follows is the testbed" not in shown  # The third stands for a real LLM.
 
 
 @pytest.mark.slow
