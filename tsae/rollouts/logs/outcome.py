@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import BY_NAME, Verifier, find_verifier
@@ -28,6 +29,8 @@ class Outcomes:
         self.compared = self.agreed = 0
         self._decisive: str | None = None
         """The reward that said what is right so far."""
+        self._first_at: str | None = None
+        """Where it did first."""
         self._rules: set[str] = set()
 
     def right(self, entry: Entry, response: str) -> bool | None:
@@ -79,19 +82,45 @@ class Outcomes:
         else:
             name = outcome_reward(names, where=entry.where)
             value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
-        # The files of a run have the same columns; where one lacks a column, another must not pass for it.
-        decisive = name or told_by
-        if self.a_file_a_step and self.verify is None and decisive and self._decisive not in (None, decisive):
-            raise TsaeError(
-                f"{decisive} says here what is right, {self._decisive} in the rows before",
-                where=entry.where,
-                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
-            )
-        self._decisive = decisive or self._decisive
+        self._decides(name or told_by, entry.where)
         if value is None:
             return None
         self._rules.add(f"{told_by} is above {limit:g}")
         return value > limit
+
+    def _decides(self, name: str | None, where: str | None) -> None:
+        """The files of a run have the same columns; where one lacks a column, another must not pass for it."""
+        if not name:
+            return
+        if self.a_file_a_step and self.verify is None and self._decisive not in (None, name):
+            raise TsaeError(
+                f"{name} says here what is right, {self._decisive} in the rows before",
+                where=where,
+                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
+            )
+        self._first_at = self._first_at or where
+        self._decisive = name
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log, as JSON has it."""
+        return {
+            "names": self.names,
+            "agreement": [self.agreed, self.compared],
+            "decisive": [self._decisive, self._first_at],
+            "rules": sorted(self._rules),
+        }
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Take in what was found in a further part.
+
+        Raises:
+            TsaeError: where another reward says there what is right.
+        """
+        self._decides(*state["decisive"])
+        self.names.update(state["names"])
+        self.agreed += state["agreement"][0]
+        self.compared += state["agreement"][1]
+        self._rules.update(state["rules"])
 
     def reward(self, entry: Entry) -> float | None:
         """The total that was used in training, or the sum of the rewards that the user names."""
