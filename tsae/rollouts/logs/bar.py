@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,8 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.shown:
+            self._tell()
         self._bar.close()
 
     def say(self, part: int, n_bytes: int, trajectories: int) -> None:
@@ -36,13 +39,16 @@ class Bar:
         self._so_far[part] = (n_bytes, trajectories)
         self.trajectories += trajectories - before
         if self.shown and self._bar.update(n_bytes - bytes_before):
-            seconds = self._bar.format_dict["elapsed"]
-            rate = (self.trajectories - self._found) / seconds if seconds else 0
-            self._bar.set_postfix_str(f"{self.trajectories:,} trajectories, {rate:,.0f}/s", refresh=False)
+            self._tell()
+
+    def _tell(self) -> None:
+        seconds = self._bar.format_dict["elapsed"]
+        rate = (self.trajectories - self._found) / seconds if seconds else 0
+        self._bar.set_postfix_str(f"{self.trajectories:,} trajectories, {rate:,.0f}/s", refresh=False)
 
     def end(self, part: int, n_bytes: int, trajectories: int, *, found: bool) -> None:
         """A part is read; `found` where an earlier import did it, which counts for no rate."""
-        if found:
+        if found and self.shown:
             self._bar.initial += n_bytes
             self._found += trajectories
         self.say(part, n_bytes, trajectories)
@@ -51,4 +57,4 @@ class Bar:
     def write(self, line: str) -> None:
         """A line above the bar."""
         if self.shown:
-            self._bar.write(line)
+            self._bar.write(line, file=sys.stderr)
