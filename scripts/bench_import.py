@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -147,12 +148,12 @@ def memory(root: int) -> int:
     return total
 
 
-def measure(log: Path, tokenizer: Path, to: Path, workers: int) -> tuple[float, float]:
-    """Import a log in a child process; returns seconds and the peak in bytes."""
+def measure(log: Path, tokenizer: Path, to: Path, workers: int) -> tuple[float, float, float]:
+    """Import a log in a child process; returns seconds, CPU seconds of all processes, and the peak in bytes."""
     command = [sys.executable, "-m", "tsae", "rollouts", "import", str(log), "--to", str(to)]
     command += ["--checkpoint", str(tokenizer), "--workers", str(workers)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    start, peak = time.perf_counter(), 0
+    start, before, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN), 0
     with tempfile.TemporaryFile("w+") as said, subprocess.Popen(
         command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True
     ) as child:  # fmt: skip
@@ -163,7 +164,8 @@ def measure(log: Path, tokenizer: Path, to: Path, workers: int) -> tuple[float, 
         if child.returncode:
             said.seek(0)
             raise SystemExit(f"the import failed: {said.read()[-2000:]}")
-    return seconds, peak
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak
 
 
 def main() -> None:
@@ -175,13 +177,14 @@ def main() -> None:
         for n in (small, 10 * small):
             megabytes = write_log(bench, n, folder / "log") / 1e6
             for workers in bench.workers:
-                seconds, peak = measure(folder / "log", folder / "tokenizer", folder / "rollouts.parquet", workers)
+                seconds, cpu, peak = measure(folder / "log", folder / "tokenizer", folder / "rollouts.parquet", workers)
                 found.append(
                     {
                         "trajectories": n,
                         "megabytes": round(megabytes),
                         "workers": workers,
                         "seconds": round(seconds, 1),
+                        "cpu_seconds": round(cpu, 1),
                         "rows_per_s": round(n / seconds),
                         "mb_per_s": round(megabytes / seconds, 1),
                         "peak_mb": round(peak / 1e6),

@@ -41,7 +41,7 @@ def policy(llama: Path) -> Checkpoint:
 
 def rows(n: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
-    digits = ["".join(rng.choices("0123456789+=#", k=rng.randrange(1, 60))) for _ in range(n)]
+    digits = ["".join(rng.choices("0123456789+=#", k=rng.randrange(20, 60))) for _ in range(n)]
     return [
         {
             "prompt": f"{i // 4}+1=?", "response": text, "reward": float(rng.random() < 0.5), "step": 1 + i // 16,
@@ -331,7 +331,7 @@ def test_a_users_verifier_judges_anew(policy: Checkpoint, tmp_path: Path, monkey
 def test_two_imports_do_not_write_one_file(policy: Checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     path = log(tmp_path / "log.jsonl", rows(4))
-    with importing.Journal(tmp_path / "r.parquet", dict, ()), pytest.raises(TsaeError, match="another import writes"):
+    with importing.Journal(tmp_path / "r.parquet", {}, ()), pytest.raises(TsaeError, match="another import writes"):
         imported(path, policy, tmp_path / "r.parquet")
 
 
@@ -388,7 +388,7 @@ def test_errors_of_workers_are_the_users(
 
 
 def _import(path: Path, llama: Path, to: Path, workers: int) -> None:
-    parts.PART_BYTES = 20_000
+    parts.PART_BYTES = 50_000
     import_log(path, to, llama, workers=workers, progress=False)
 
 
@@ -404,8 +404,12 @@ def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path
     def finished() -> int:
         return len(list(folder.glob("*/part.json")))
 
-    kills = killed_until_done(lambda: start(_import, path, llama, to, workers), past(finished, 60))
-    assert kills > 1
+    past_next = past(finished, 0.3)
+    kills = killed_until_done(
+        lambda: start(_import, path, llama, to, workers),
+        lambda child, kills: past_next(child, kills) if kills < 3 else child.join(),
+    )
+    assert kills == 3
     assert to.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     time.sleep(1)  # workers whose import was killed end by themselves
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "r.parquet", "whole.parquet"]

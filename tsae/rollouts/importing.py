@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +26,20 @@ import numpy as np
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.checking import BY_NAME
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.bar import Bar
 from tsae.rollouts.logs.detect import Format, find_log
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.files import LogFile, run_folder
-from tsae.rollouts.logs.journal import Job, Journal, begin, finish
-from tsae.rollouts.logs.ledger import Ledger, Summary, hash64
+from tsae.rollouts.logs.journal import Job, Journal, begin, finish, settings
+from tsae.rollouts.logs.ledger import Ledger, hash64
 from tsae.rollouts.logs.outcome import Outcomes
 from tsae.rollouts.logs.parts import Part, parts_of, total_bytes
 from tsae.rollouts.logs.policies import Policies
 from tsae.rollouts.logs.spool import Spool, Spools
+from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
-from tsae.rollouts.logs.workers import default_workers, read_in_workers
+from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
 from tsae.rollouts.table import Rollouts, outcome_name
 
 _LEDGER = "ledger"
@@ -86,7 +84,7 @@ def import_log(
     series = _series(checkpoint, path)
     tokens = Tokens(series.base, config)
     run, spools = _Import(form, files, series, tokens, config), Spools()
-    with Journal(to, partial(_settings, run, series), config.skip) as journal:
+    with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
         for folder, state in _read(run, series, journal, workers, progress=progress):
             run.add(folder, state)
             spools.add(folder, state["spool"])
@@ -151,7 +149,11 @@ def _read(
     with Bar(total, shown=progress) as bar:
         jobs = (journal.job(part) for part in parts_of(files, cut=run.form.cut))
         here = n == 1
-        done = _read_here(jobs, run, series, bar) if here else read_in_workers(jobs, n, _setup(run, series), bar.say)
+        done = (
+            _read_here(jobs, run, series, bar)
+            if here
+            else read_in_workers(jobs, n, setup(run.form, series, run.config), bar.say)
+        )
         with closing(done):
             for number, job in enumerate(done):
                 state = journal.take(job)
@@ -167,31 +169,6 @@ def _read_here(jobs: Iterator[Job], run: _Import, series: CheckpointSeries, bar:
             say = partial(bar.say, number)
             read_part(job.part, job.folder, run.form, series, run.tokens, run.config, say)
         yield job
-
-
-def _setup(run: _Import, series: CheckpointSeries) -> dict[str, Any]:
-    """What a worker needs to know, as JSON has it."""
-    checkpoints = [{name: value for name, value in asdict(c).items() if name not in ("noise", "base")} for c in series]
-    return {"form": run.form.name, "config": asdict(run.config), "checkpoints": checkpoints}
-
-
-def _settings(run: _Import, series: CheckpointSeries) -> dict[str, Any]:
-    """What a part depends on beside its files, as JSON has it."""
-    config, tokenizer = asdict(run.config), run.tokens.tokenizer
-    for name in ("skip", "noisy_rewards"):  # They say whether what was found is an error.
-        del config[name]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return {
-        "form": run.form.name,
-        "config": config,
-        "series": [(c.id, c.run, c.step) for c in series],
-        "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
-        "template": tokenizer.chat_template,
-        "model": [run.tokens.context, sorted(run.tokens.ends)],
-        "versions": [version(name) for name in ("tsae", "transformers", "tokenizers")],
-        # What a function of the user's depends on is not known: nothing that it judged is taken again.
-        "verifier": None if run.config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
-    }
 
 
 class _Import:

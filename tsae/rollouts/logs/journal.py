@@ -11,13 +11,23 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
+from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.checking import BY_NAME
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.detect import Format
+from tsae.rollouts.logs.ledger import hash64
 from tsae.rollouts.logs.parts import Part
+from tsae.rollouts.logs.tokens import Tokens
 
 _STATE = "part.json"
 
@@ -36,16 +46,16 @@ class Journal:
 
     Args:
         to: its target.
-        settings: what the parts depend on beside their files, as JSON has it.
+        settings: see `settings`.
         skip: kinds of trajectories that are left out. A part that was read with others is taken where it has none of
             a kind that now is to be an error.
     """
 
-    def __init__(self, to: Path, settings: Callable[[], Mapping[str, Any]], skip: Sequence[str]) -> None:
+    def __init__(self, to: Path, settings: Mapping[str, Any], skip: Sequence[str]) -> None:
         self.to, self.folder, self.skip = to, to.with_name(f".{to.name}.parts"), set(skip)
         self.found = self._taken = self._read = 0
         """Parts that were there before, those of them that were taken, and those that were read since."""
-        self._settings = json.dumps(settings(), sort_keys=True)
+        self._settings = json.dumps(settings, sort_keys=True)
         self._lock: TextIO | None = None
 
     def __enter__(self) -> Journal:
@@ -102,6 +112,25 @@ class Journal:
         others = self.found - self._taken
         changed = f"; {others:,} others were of another log or other settings, and were not used" if others else ""
         return f"{self._taken:,} of {self._taken + self._read:,} parts had been read before{changed}"
+
+
+def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: ImportConfig) -> dict[str, Any]:
+    """What the parts of a log depend on beside their files, as JSON has it."""
+    read, tokenizer = asdict(config), tokens.tokenizer
+    for name in ("skip", "noisy_rewards"):  # They say whether what was found is an error.
+        del read[name]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "form": form.name,
+        "config": read,
+        "series": [(c.id, c.run, c.step) for c in series],
+        "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
+        "template": tokenizer.chat_template,
+        "model": [tokens.context, sorted(tokens.ends)],
+        "versions": [version(name) for name in ("tsae", "transformers", "tokenizers")],
+        # What a function of the user's depends on is not known: nothing that it judged is taken again.
+        "verifier": None if config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
+    }
 
 
 def _state(folder: Path) -> dict[str, Any]:

@@ -15,9 +15,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import IO, Any, NoReturn
 
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.detect import Format
 from tsae.rollouts.logs.journal import Job
 
 PARALLEL_FROM = 1 << 25
@@ -31,22 +35,29 @@ def default_workers(n_bytes: int) -> int:
     return min(cores, _MOST) if n_bytes >= PARALLEL_FROM else 1
 
 
+def setup(form: Format, series: CheckpointSeries, config: ImportConfig) -> dict[str, Any]:
+    """What a worker needs to know, as JSON has it."""
+    left_out = ("noise", "base")  # of the weights, which no one reads
+    checkpoints = [{name: value for name, value in asdict(c).items() if name not in left_out} for c in series]
+    return {"form": form.name, "config": asdict(config), "checkpoints": checkpoints}
+
+
 def read_in_workers(
-    jobs: Iterable[Job], n: int, setup: Mapping[str, Any], say: Callable[[int, int, int], None]
+    jobs: Iterable[Job], n: int, common: Mapping[str, Any], say: Callable[[int, int, int], None]
 ) -> Generator[Job]:
     """Jobs in their order, each when it is done.
 
     Args:
         jobs: what is to be read.
         n: processes.
-        setup: for all of them, as JSON has it.
+        common: see `setup`.
         say: gets a job's number, and the bytes and trajectories that were read of it.
 
     Raises:
         TsaeError: what is wrong with the first part that has an error.
     """
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(setup)) for _ in range(n)]
+        workers = [stack.enter_context(_Worker(common)) for _ in range(n)]
         selector = stack.enter_context(selectors.DefaultSelector())
         for worker in workers:
             selector.register(worker.answers, selectors.EVENT_READ, worker)
@@ -87,9 +98,9 @@ def read_in_workers(
 class _Worker:
     """One process."""
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
+    def __init__(self, common: Mapping[str, Any]) -> None:
         self.job: int | None = None
-        self._setup = setup
+        self._common = common
 
     def __enter__(self) -> _Worker:
         self._said = tempfile.TemporaryFile()
@@ -105,7 +116,7 @@ class _Worker:
         )
         assert self._process.stdout is not None
         self.answers: IO[bytes] = self._process.stdout
-        self._write(self._setup)
+        self._write(self._common)
         return self
 
     def __exit__(self, *error: object) -> None:
