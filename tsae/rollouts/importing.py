@@ -148,12 +148,8 @@ def _read(
     n = default_workers(total) if workers is None else workers
     with Bar(total, shown=progress) as bar:
         jobs = (journal.job(part) for part in parts_of(files, cut=run.form.cut))
-        here = n == 1
-        done = (
-            _read_here(jobs, run, series, bar)
-            if here
-            else read_in_workers(jobs, n, setup(run.form, series, run.config), bar.say)
-        )
+        common = setup(run.form, series, run.config)
+        done = read_in_workers(jobs, n, common, bar.say) if n > 1 else _read_here(jobs, run, series, bar)
         with closing(done):
             for number, job in enumerate(done):
                 state = journal.take(job)
