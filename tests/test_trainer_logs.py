@@ -21,7 +21,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.ledger import Summary
+from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.templates import ChatTemplate
 
 LOGS = Path(__file__).parent / "logs"

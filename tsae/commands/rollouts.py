@@ -54,7 +54,8 @@ class Import:
     NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
     slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
     rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and
-    columns; of any other JSON lines or Parquet the columns are named below (--column).
+    columns; of any other JSON lines or Parquet the columns are named below (--column). Text may be compressed (.gz,
+    .zst). An import of a long log that was stopped goes on where it was when it is run again.
     """
 
     log: Positional[Path]
@@ -63,12 +64,14 @@ class Import:
     """Parquet file of rollouts to write."""
     checkpoint: Path | None = None
     """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
+    workers: int | None = None
+    """Processes that read; by default one a core and at most four, and one for logs of less than 32 MiB."""
     config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
 
     def run(self) -> None:
         from tsae.rollouts.importing import import_log
 
-        print(import_log(self.log, self.to, self.checkpoint, self.config))
+        print(import_log(self.log, self.to, self.checkpoint, self.config, workers=self.workers))
         say_wrote(self.to)
 
 

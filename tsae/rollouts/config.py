@@ -62,7 +62,7 @@ LogFormat = Literal[
     "inspect",
     "plain",
 ]
-Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated"]
+Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class ImportConfig:
     skip: tuple[Unfit, ...] = ()
     """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
     too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
-    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
+    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is), cut
+    (half a line at a file's end, as a run leaves it that still writes or was killed)."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

@@ -1,9 +1,12 @@
 """Rollouts from a trainer's log: read row by row, tokenised where need be, and written as one Parquet file.
 
-However long the log is, memory holds one batch of trajectories and a few dozen bytes for each: 1. a trainer's reader
-(`tsae.rollouts.logs`) makes entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and
-policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. the spools
-become the file.
+However long the log is, memory holds one batch of trajectories: 1. a trainer's reader (`tsae.rollouts.logs`) makes
+entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and policy are settled here, and
+batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. the spools become the file.
+
+1 to 3 are done part by part (`tsae.rollouts.logs.parts`), in worker processes where the log is long. What is found in
+a part is written beside its rows, and put together in the order of the log: who read which part changes nothing, and
+parts that are there are not read again.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +27,22 @@ from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.bar import Bar
 from tsae.rollouts.logs.detect import Format, find_log
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.files import LogFile, run_folder
-from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
+from tsae.rollouts.logs.journal import Job, Journal, begin, finish, settings
+from tsae.rollouts.logs.ledger import Ledger, hash64
 from tsae.rollouts.logs.outcome import Outcomes
+from tsae.rollouts.logs.parts import Part, parts_of, total_bytes
 from tsae.rollouts.logs.policies import Policies
-from tsae.rollouts.logs.spool import Spool
+from tsae.rollouts.logs.spool import Spool, Spools
+from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
+from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
 from tsae.rollouts.table import Rollouts, outcome_name
 
+_LEDGER = "ledger"
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 
 
@@ -41,9 +52,13 @@ def import_log(
     checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
     config: ImportConfig | None = None,
     *,
+    workers: int | None = None,
     progress: bool = True,
 ) -> Summary:
     """Read a trainer's log and write it as rollouts.
+
+    An import of a long log that was stopped goes on where it was when it is called again: finished parts lie in a
+    hidden folder beside `to` until it ends.
 
     Args:
         path: the log: a .jsonl or .parquet file, or the folder that the trainer fills with them.
@@ -51,6 +66,8 @@ def import_log(
         checkpoint: its tokenizer, chat template and context length are used; of a series the base's, and policies
             get the ids of its checkpoints. By default the checkpoints that lie beside the log.
         config: defaults of `ImportConfig`.
+        workers: processes that read; by default one a core and at most four, and one for logs of less than 32 MiB. The
+            file does not depend on it.
         progress: show a bar.
 
     Returns:
@@ -62,24 +79,21 @@ def import_log(
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
             should be.
     """
-    from tqdm.auto import tqdm
-
     path, to, config = Path(path), Path(to), config or ImportConfig()
     form, files, notes = find_log(path, config)
     series = _series(checkpoint, path)
     tokens = Tokens(series.base, config)
-    run = _Import(form, files, notes, series, tokens, config)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
-        spool = Spool(Path(folder))
-        for record in tqdm(run.records(), desc="import", unit="trajectory", disable=not progress):
-            spool.add(record)
+    run, spools = _Import(form, files, series, tokens, config, notes=notes), Spools()
+    with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
+        for folder, state in _read(run, series, journal, workers, progress=progress):
+            run.add(folder, state)
+            spools.add(folder, state["spool"])
         summary = run.summary(path)
         info = {
             "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
-            "log": {**summary.as_dict(), "rewards": spool.rewards},
+            "log": {**summary.as_dict(), "rewards": spools.rewards},
         }
-        spool.write(to, run.kept, info, run.policies.renamed)
+        spools.write(to, run.kept, info, run.policies.renamed)
     return summary
 
 
@@ -94,20 +108,90 @@ def read_log(
         return Rollouts.read(Path(folder) / "rollouts.parquet", origin=str(path))
 
 
+def read_part(
+    part: Part,
+    folder: Path,
+    form: Format,
+    series: CheckpointSeries,
+    tokens: Tokens,
+    config: ImportConfig,
+    say: Callable[[int, int], None],
+) -> None:
+    """Read a part of a log, and write its rows and what is to be known of them.
+
+    Args:
+        part: of the log.
+        folder: for the rows, the ledger and all else; it is made when it is complete.
+        form: the log's.
+        series: the checkpoints.
+        tokens: of the base.
+        config: of the import.
+        say: gets the bytes and the trajectories that were read so far.
+
+    Raises:
+        TsaeError: naming file and line, for rows that are not what they should be.
+    """
+    begun = begin(folder)
+    run, spool = _Import(form, (), series, tokens, config, begun / _LEDGER), Spool(begun)
+    for record, n_bytes in run.records(part):
+        spool.add(record)
+        say(n_bytes, len(run.ledger))
+    finish(begun, {**run.state(), "spool": spool.close()})
+
+
+def _read(
+    run: _Import, series: CheckpointSeries, journal: Journal, workers: int | None, *, progress: bool
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(folder, what is to be known) of every part of a log, read where it was not."""
+    files = run.policies.files
+    total = total_bytes(files)
+    n = default_workers(total) if workers is None else workers
+    with Bar(total, shown=progress) as bar:
+        jobs = (journal.job(part) for part in parts_of(files, cut=run.form.cut))
+        common = setup(run.form, series, run.config)
+        done = read_in_workers(jobs, n, common, bar.say) if n > 1 else _read_here(jobs, run, series, bar)
+        with closing(done):
+            for number, job in enumerate(done):
+                state = journal.take(job)
+                bar.end(number, job.part.bytes, state["ledger"]["n"], found=job.done)
+                yield job.folder, state
+        if journal.found:
+            bar.write(journal.told())
+
+
+def _read_here(jobs: Iterator[Job], run: _Import, series: CheckpointSeries, bar: Bar) -> Generator[Job]:
+    for number, job in enumerate(jobs):
+        if not job.done:
+            say = partial(bar.say, number)
+            read_part(job.part, job.folder, run.form, series, run.tokens, run.config, say)
+        yield job
+
+
 class _Import:
-    """One pass over a log."""
+    """One pass over a log, or over a part of it.
+
+    Args:
+        form: of the log.
+        files: all of the log's; of a part none are given, as they belong to their runs already.
+        series: the checkpoints.
+        tokens: of the base.
+        config: of the import.
+        ledger: file that a part's ledger is written to.
+        notes: what is to be said of the files.
+    """
 
     def __init__(
         self,
         form: Format,
-        files: list[LogFile],
-        notes: list[str],
+        files: Sequence[LogFile],
         series: CheckpointSeries,
         tokens: Tokens,
         config: ImportConfig,
+        ledger: Path | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.form, self.tokens, self.config = form, tokens, config
-        self.ledger, self.notes = Ledger(), [*series.notes, *notes]
+        self.ledger, self.notes = Ledger(ledger), [*series.notes, *notes]
         self.policies = Policies(series, files, config.run, synchronous=form.synchronous)
         self.outcomes = Outcomes(config, a_file_a_step=form.a_file_a_step)
         self.extra_names: dict[str, None] = {}
@@ -117,19 +201,53 @@ class _Import:
         """Trajectories that the log says a thing of."""
         self.assumed: Counter[str] = Counter()
         """What was taken for granted, and for how many trajectories."""
+        self.empty: list[int] = []
+        """Numbers of files that hold nothing."""
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The rows of the table, in the order of the log."""
-        for number, file in enumerate(self.policies.files):
+    def records(self, part: Part) -> Iterator[tuple[dict[str, Any], int]]:
+        """The rows of the table, in the order of the log, each with the bytes of the part that were read so far."""
+        before = 0
+        for number, file in enumerate(part.files, part.first):
+            empty = file.start == 0
             for found in self.form.read(file, self.config):
+                empty = False
                 try:
                     if isinstance(found, Unusable):
                         raise found
-                    yield self._record(found, file, number)
+                    yield self._record(found, file, number), before + file.seen.bytes
                 except Unusable as unusable:
                     if unusable.kind not in self.config.skip:
                         raise
                     self.ledger.skipped[unusable.kind] += 1
+            before += file.seen.bytes
+            if empty:
+                self.empty.append(number)
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log, as JSON has it."""
+        return {
+            "ledger": self.ledger.close(),
+            "policies": self.policies.state(),
+            "outcomes": self.outcomes.state(),
+            "extra_names": list(self.extra_names),
+            "retokenised": self.retokenised,
+            "without_end": self.without_end,
+            "has": self.has,
+            "assumed": self.assumed,
+            "empty": self.empty,
+        }
+
+    def add(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Take in what was found in a further part, whose ledger lies in a folder."""
+        self.ledger.add(folder / _LEDGER, state["ledger"])
+        self.policies.add(state["policies"])
+        self.outcomes.add(state["outcomes"])
+        self.extra_names.update(dict.fromkeys(state["extra_names"]))
+        self.retokenised += state["retokenised"]
+        self.without_end += state["without_end"]
+        self.has.update(state["has"])
+        self.assumed.update(state["assumed"])
+        self.empty += state["empty"]
 
     def summary(self, path: Path) -> Summary:
         """Check the whole, and say what it was."""
@@ -153,10 +271,10 @@ class _Import:
                 where=path,
                 fix="Name columns that are there (--keep-columns).",
             )
-        trips = np.asarray(self.ledger.same_text)
-        if not (trips == 1).any() and (trips == 0).any():
+        trips = self.ledger.same_text
+        if not trips[True] and trips[False]:
             raise TsaeError(
-                f"not one of its {int((trips == 0).sum())} responses decodes to the logged text",
+                f"not one of its {trips[False]} responses decodes to the logged text",
                 where=path,
                 fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
             )
@@ -166,6 +284,10 @@ class _Import:
         return self.ledger.summary(self.form.title, len(self.policies.files), self.kept, notes)
 
     def _assumed(self) -> Iterator[str]:
+        if self.empty:
+            names = [self.policies.files[number].path.name for number in self.empty]
+            shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
+            yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
         yield from self.policies.assumed()
         for what, n in self.assumed.items():
             yield f"{n:,} {what}"
@@ -186,7 +308,7 @@ class _Import:
                 f"{self.without_end:,} responses have no end token: the log does not say which ended by themselves "
                 "(--max-response-tokens, if you know the run's limit)"
             )
-        yield from self.outcomes.notes(len(self.ledger), self.ledger.outcome.count(Outcome["unknown"]))
+        yield from self.outcomes.notes(len(self.ledger), self.ledger.outcomes["unknown"])
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         where = entry.where

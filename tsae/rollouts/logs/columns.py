@@ -9,7 +9,7 @@ import numpy as np
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Row, Unusable, as_its_trainer_writes, columns_to_keep
-from tsae.rollouts.logs.files import LogFile, read_rows
+from tsae.rollouts.logs.files import HalfLine, LogFile
 
 
 def each_of_a_batch(
@@ -19,13 +19,16 @@ def each_of_a_batch(
 
     It yields one for every row, in order; their places are made more exact, and columns kept, here.
     """
-    for line, columns in read_rows(file.path):
-        where = file.place(line)
-        rows = rows_of(columns, where)
-        for row, found in zip(rows, as_its_trainer_writes(read(rows, where), where), strict=True):
-            if isinstance(found, Entry):
-                found.number, found.extra = line, columns_to_keep(row, config) | found.extra
-            yield found
+    try:
+        for line, columns in file.rows():
+            where = file.place(line)
+            rows = rows_of(columns, where)
+            for row, found in zip(rows, as_its_trainer_writes(read(rows, where), where), strict=True):
+                if isinstance(found, Entry):
+                    found.number, found.extra = line, columns_to_keep(row, config) | found.extra
+                yield found
+    except HalfLine as half:
+        yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
 
 
 def rows_of(columns: Row, where: str) -> list[Row]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.errors import TsaeError
+from tsae.rollouts.logs.packed import unpacked
 
 
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
@@ -54,14 +55,20 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
         yield {**sample, "rollout_id": found.get("rollout_id")}
 
 
-def read_json(path: Path) -> Iterator[dict[str, Any]]:
+def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
     """The one object of a JSON file.
 
     Raises:
-        TsaeError: where it is none.
+        TsaeError: where it is none, or has more than `most` bytes.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with unpacked(path) as (file, _):
+            whole = file.read(most + 1)
+        if len(whole) > most:
+            raise TsaeError(
+                f"has more than {most >> 20} MiB", where=path, fix="Give JSON lines, one trajectory a line."
+            )
+        found = json.loads(whole.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise TsaeError(
             f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."

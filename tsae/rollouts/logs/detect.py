@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,9 @@ from tsae.rollouts.logs import (
     verl,
 )
 from tsae.rollouts.logs.entry import Reader, Row
-from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, leftovers, refuse_copies, run_folder
+from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, run_folder
+from tsae.rollouts.logs.leftovers import leftovers, refuse_copies
+from tsae.rollouts.logs.packed import bare
 from tsae.rollouts.logs.unknown import unknown_columns
 
 _TABLES = (".jsonl", ".parquet")
@@ -55,6 +58,8 @@ class Format:
     """Whether a file is a validation's, by its name."""
     suffixes: tuple[str, ...] = _TABLES
     """Of its files, by `kind_of`."""
+    cut: bool = True
+    """Whether rows are read alike wherever a file begins: nothing is remembered from one to the next."""
 
     def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
         """Whether a file with this first row may be its."""
@@ -62,7 +67,7 @@ class Format:
 
 
 FORMATS = (
-    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True),
+    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True, cut=False),
     Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True, validates=verl.validates),
     Format(
         "open-instruct",
@@ -85,7 +90,15 @@ FORMATS = (
         synchronous=False,
     ),
     Format("open-r1", "open-r1 generations", None, open_r1.fits, open_r1.read),
-    Format("ms-swift", "ms-swift completions", ms_swift.FILE, ms_swift.fits, ms_swift.read, suffixes=(".jsonl",)),
+    Format(
+        "ms-swift",
+        "ms-swift completions",
+        ms_swift.FILE,
+        ms_swift.fits,
+        ms_swift.read,
+        suffixes=(".jsonl",),
+        cut=False,
+    ),
     Format("slime", "slime rollout data", slime.FILE, slime.fits, slime.read, a_file_a_step=True, suffixes=(".pt",)),
     Format("areal", "AReaL trajectories", areal.FILE, areal.fits, areal.read, synchronous=False),
     Format("roll", "ROLL rollout dump", roll.FILE, roll.fits, roll.read, a_file_a_step=True),
@@ -117,20 +130,19 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], l
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files of other names than the trainer's, are taken at the user's word.
         return _ordered(chosen, matching or files, path, config)
-    files = [file for file in files if file.stat().st_size]  # A step that is being written may be empty still.
     named: dict[str, list[Path]] = {}
-    rows: dict[Path, Row] = {}
-    unknown: dict[Path, Row] = {}
+    others, empty = list[Path](), list[Path]()
+    unknown: Path | None = None
     tables = [file for file in files if kind_of(file) in _TABLES]
     # Other trainers keep evaluations and tensors beside their logs. These are read only where there is no log.
     for group in (tables, [file for file in files if kind_of(file) not in _TABLES]):
-        named = _by_name(group, config)
+        named, others, empty = _by_name(group, config), [], []
         if not named:
-            rows = {file: row for file in group if (row := first_row(file)) is not None}
-            named, unknown = _by_columns(rows, config), unknown | rows
+            named, others, empty = _by_columns(group, config)
+            unknown = unknown or next(iter(others), None)
         if named:
             break
-    if not named and not unknown:
+    if not named and unknown is None:
         raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
     if len(named) > 1:
         shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
@@ -139,19 +151,18 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], l
             where=path,
             fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
         )
-    if not named:
-        odd, columns = next(iter(unknown.items()))
-        raise unknown_columns(path, odd, columns, config, [form.name for form in FORMATS])
+    if unknown is not None and not named:
+        raise unknown_columns(path, unknown, first_row(unknown) or {}, config, [form.name for form in FORMATS])
     ((name, matching),) = named.items()
     chosen = next(form for form in FORMATS if form.name == name)
-    if len(matching) < len(rows):  # They were told by their columns, and some have others.
-        odd = next(file for file in rows if file not in matching)
+    if others:  # They were told by their columns, and some have others.
         raise TsaeError(
-            f"has not the columns of a {chosen.title}, as the other files have; its columns are {', '.join(rows[odd])}",
-            where=odd,
+            f"has not the columns of a {chosen.title}, as the other files have; its columns are "
+            f"{', '.join(first_row(others[0]) or {})}",
+            where=others[0],
             fix="Move it out of the folder.",
         )
-    return _ordered(chosen, matching, path, config)
+    return _ordered(chosen, matching + empty, path, config)
 
 
 def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
@@ -166,14 +177,34 @@ def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path
     return named
 
 
-def _by_columns(rows: Mapping[Path, Row], config: ImportConfig) -> dict[str, list[Path]]:
-    """By format, the files whose first row has its columns."""
-    found = {form.name: [file for file, row in rows.items() if form.takes(file, row, config)] for form in FORMATS}
-    return {name: files for name, files in found.items() if files}
+def _by_columns(files: Sequence[Path], config: ImportConfig) -> tuple[dict[str, list[Path]], list[Path], list[Path]]:
+    """By format, the files whose first row has its columns; where a single one has files, the others; the empty ones.
+
+    Every file is opened once, and no row is kept.
+    """
+    found: dict[str, list[Path]] = {}
+    fitting: list[tuple[Path, list[str]]] = []
+    empty = []
+    for file in files:
+        row = first_row(file)
+        if row is None:
+            empty.append(file)
+            continue
+        names = [form.name for form in FORMATS if form.takes(file, row, config)]
+        fitting.append((file, names))
+        for name in names:
+            found.setdefault(name, []).append(file)
+    return found, [file for file, names in fitting if not names], empty
 
 
 def _name(file: Path) -> str:
-    return file.resolve().as_posix()
+    """The path by which a trainer's files are known, however they are compressed."""
+    return (_resolved(file.parent) / bare(file).name).as_posix()
+
+
+@cache
+def _resolved(folder: Path) -> Path:
+    return folder.resolve()
 
 
 def _counted(path: Path) -> tuple[tuple[int, int | str], ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
-from tsae.rollouts.logs.files import LogFile, read_rows
+from tsae.rollouts.logs.files import HalfLine, LogFile
 
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -92,15 +92,18 @@ def each_row(
     file: LogFile, config: ImportConfig, read: Callable[[Row, str], Iterator[Entry | Unusable]]
 ) -> Iterator[Entry | Unusable]:
     """The trajectories of every row of a file; `read` gets a row and where it is."""
-    for number, row in read_rows(file.path):
-        kept = columns_to_keep(row, config)
-        try:
-            for found in as_its_trainer_writes(read(row, file.place(number)), file.place(number)):
-                if isinstance(found, Entry):
-                    found.number, found.extra = number, kept | found.extra
-                yield found
-        except Unusable as unusable:
-            yield unusable
+    try:
+        for number, row in file.rows():
+            kept = columns_to_keep(row, config)
+            try:
+                for found in as_its_trainer_writes(read(row, file.place(number)), file.place(number)):
+                    if isinstance(found, Entry):
+                        found.number, found.extra = number, kept | found.extra
+                    yield found
+            except Unusable as unusable:
+                yield unusable
+    except HalfLine as half:
+        yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
 
 
 def as_its_trainer_writes(entries: Iterator[T], where: str) -> Iterator[T]:

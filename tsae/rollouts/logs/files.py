@@ -1,14 +1,16 @@
-"""Files of a log: finding them below a folder, and reading them row by row in bounded memory."""
+"""Files of a log: finding them below a folder, and reading them row by row in bounded memory.
+
+A file, or a range of its lines or row groups, is read as it was when the import began: what is written to it meanwhile
+is not looked at.
+"""
 
 from __future__ import annotations
 
-import filecmp
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,17 @@ import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
 from tsae.rollouts.logs import containers
+from tsae.rollouts.logs.packed import bare, is_packed, unpacked
 
 _A_LOG = re.compile(
     # Folders of checkpoints are full of .pt and .json files: of these only what is called as slime's and rLLM's.
-    r"\.(jsonl|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|^episode_hash[^/]*\.json$"
+    r"\.(jsonl(\.gz|\.zst)?|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|"
+    r"^episode_hash[^/]*\.json(\.gz|\.zst)?$"
 )
 _CONTAINERS = {
     ".pt": containers.read_torch,
     ".eval": containers.read_inspect,
-    ".json": containers.read_json,
+    ".json": lambda path: containers.read_json(path, LONGEST_LINE),
     ".pkl": containers.refuse_pickle,
     ".pickle": containers.refuse_pickle,
 }
@@ -38,17 +42,58 @@ _NOT_A_RUN = re.compile(
     r"eval|all|effective|token_exports|monitors|file|stream"
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+_MARK = b"\xef\xbb\xbf"
+"""The byte-order mark that some editors put before UTF-8."""
+
+
+class HalfLine(TsaeError):
+    """A last line that has no end, and is no JSON."""
+
+
+@dataclass
+class Seen:
+    """How far the reading of a file has come."""
+
+    bytes: int = 0
+    """Of the file as it lies on the disk."""
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file of a log."""
+    """One file of a log, or a piece of one."""
 
     path: Path
     run: str
     """Name of the run: the folder that it lies in, below which trainers make folders of their own."""
     step: int | None = None
     """The trainer's step, where the file's name says it."""
+    start: int = 0
+    """Where the piece begins: a byte, of a Parquet file a row group."""
+    stop: int | None = None
+    """Where it ends; None for the end of the file."""
+    before: int = 0
+    """Lines or rows of the file before the piece."""
+    seen: Seen = field(default_factory=Seen, compare=False, repr=False)
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, row) of every row: lines are counted from 1, rows of other files from 0.
+
+        Raises:
+            TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
+        """
+        kind = kind_of(self.path)
+        if not self.path.stat().st_size:  # A step that is being written may be empty still.
+            return
+        if is_packed(self.path) and kind not in (".jsonl", ".json"):
+            raise TsaeError(
+                f"a compressed {kind} file; of compressed files only text is read", where=self.path, fix="Unpack it."
+            )
+        if kind == ".jsonl":
+            yield from _read_lines(self)
+        elif kind == ".parquet":
+            yield from _read_parquet(self)
+        else:
+            yield from enumerate(_CONTAINERS[kind](self.path))
 
     def place(self, number: int) -> str:
         """Where a row is, for error messages."""
@@ -100,113 +145,97 @@ def find_files(path: Path) -> list[Path]:
     return sorted(found)
 
 
-def refuse_copies(files: Sequence[LogFile]) -> None:
-    """Of a step, or where no step is known, a file that is another one over again would count twice.
-
-    Raises:
-        TsaeError: naming both.
-    """
-    alike: dict[tuple[int | None, int], list[LogFile]] = {}
-    for file in files:
-        alike.setdefault((file.step, file.path.stat().st_size), []).append(file)
-    for group in alike.values():
-        heads: dict[bytes, list[LogFile]] = {}
-        for file in group if len(group) > 1 and group[0].path.stat().st_size else ():
-            with file.path.open("rb") as opened:
-                heads.setdefault(opened.read(1 << 12), []).append(file)
-        for some in heads.values():
-            for first, second in pairwise(some):
-                if filecmp.cmp(first.path, second.path, shallow=False):
-                    raise TsaeError(
-                        f"is the same file as {first.path}, byte for byte",
-                        where=second.path,
-                        fix="Leave one of them out: its trajectories would count twice.",
-                    )
-
-
-def leftovers(files: Sequence[LogFile]) -> list[str]:
-    """A note for every run whose files get older at a later step, as where a resumed run has not come as far again.
-
-    Files that were copied without their times differ by seconds; a minute is more.
-    """
-    notes: list[str] = []
-    times: dict[str, tuple[int, float]] = {}
-    for file in files:
-        if file.step is None:
-            continue
-        time = file.path.stat().st_mtime
-        step, before = times.get(file.run, (file.step, time))
-        if file.step > step and time < before - 60:
-            notes.append(
-                f"{file.path.name} of step {file.step} is older than the file of step {step}: from there on the files "
-                "may be those of another run, or of before a resume"
-            )
-        times[file.run] = (file.step, time)
-    return notes
-
-
 def kind_of(path: Path) -> str:
     """The suffix that says how a file is read: .parquet, .pt, .eval, .json or .pkl, and for any other .jsonl."""
-    return path.suffix if path.suffix in (".parquet", *_CONTAINERS) else ".jsonl"
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) of every row: lines are counted from 1, rows of other files from 0.
-
-    Raises:
-        TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
-    """
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    if path.suffix in _CONTAINERS:
-        yield from enumerate(_CONTAINERS[path.suffix](path))
-        return
-    with path.open("rb") as lines:
-        number = 0
-        while line := lines.readline(LONGEST_LINE + 1):
-            number += 1
-            where = f"{path}:{number}"
-            if len(line) > LONGEST_LINE:
-                raise TsaeError(
-                    f"a line of more than {LONGEST_LINE >> 20} MiB",
-                    where=where,
-                    fix="Give JSON lines, one trajectory a line.",
-                )
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                cut = "" if line.endswith(b"\n") else "; the line has no end: was the run killed while it wrote?"
-                raise TsaeError(
-                    f"not a line of JSON in UTF-8 ({error}){cut}", where=where, fix="Correct or delete that line."
-                ) from error
-            if not isinstance(row, dict):
-                raise TsaeError(
-                    f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line."
-                )
-            yield number, row
-
-
-def _read_parquet(path: Path, batch_size: int = 256) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size):
-                for row in batch.to_pylist():
-                    yield number, row
-                    number += 1
-    except (pa.ArrowException, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TsaeError(
-            f"not a Parquet file ({first})" if number == 0 else f"cannot be read beyond row {number} ({first})",
-            where=path,
-            fix="Copy the file again, or leave it out.",
-        ) from error
+    suffix = bare(path).suffix
+    return suffix if suffix in (".parquet", *_CONTAINERS) else ".jsonl"
 
 
 def first_row(path: Path) -> dict[str, Any] | None:
     """The first row; None for a file without rows."""
-    rows = _read_parquet(path, batch_size=1) if path.suffix == ".parquet" else read_rows(path)
-    return next((row for _, row in rows), None)
+    try:
+        return next((row for _, row in LogFile(path, "").rows()), None)
+    except HalfLine:
+        return None
+
+
+def _read_lines(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    number, position = file.before, file.start
+    try:
+        with unpacked(file.path) as (lines, read):
+            if position:
+                lines.seek(position)
+            while file.stop is None or position < file.stop:
+                line = lines.readline(LONGEST_LINE + 1)
+                if not line:
+                    break
+                position += len(line)
+                if file.stop is not None and position > file.stop:  # It has grown since.
+                    line = line[: file.stop - position]
+                number += 1
+                row = _row_of(line, number, f"{file.path}:{number}")
+                file.seen.bytes = read() if is_packed(file.path) else position - file.start
+                if row is not None:
+                    yield number, row
+    except OSError as error:
+        raise TsaeError(
+            f"cannot be read beyond line {number} ({_first(error)})",
+            where=file.path,
+            fix="Copy the file again, or leave it out.",
+        ) from error
+
+
+def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
+    """The row of a line; None of an empty one."""
+    if len(line) > LONGEST_LINE:
+        raise TsaeError(
+            f"a line of more than {LONGEST_LINE >> 20} MiB", where=where, fix="Give JSON lines, one trajectory a line."
+        )
+    if number == 1:
+        line = line.removeprefix(_MARK)
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        kind, cut = TsaeError, ""
+        if not line.endswith(b"\n"):
+            kind, cut = HalfLine, "; the line has no end: was the run killed while it wrote?"
+        what = f"not a line of JSON in UTF-8 ({error}){cut}"
+        raise kind(what, where=where, fix="Correct or delete that line.") from error
+    if not isinstance(row, dict):
+        raise TsaeError(f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line.")
+    return row
+
+
+def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = file.before
+    try:
+        # Otherwise whole columns of a row group are read at once, still packed.
+        with pq.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as table:
+            sizes, size = group_bytes(table), file.path.stat().st_size
+            for group in range(file.start, len(sizes) if file.stop is None else file.stop):
+                for batch in table.iter_batches(256, [group], use_threads=False):
+                    for row in batch.to_pylist():
+                        yield number, row
+                        number += 1
+                file.seen.bytes += round(size * sizes[group] / max(1, sum(sizes)))
+    except (pa.ArrowException, OSError) as error:
+        raise TsaeError(
+            f"not a Parquet file ({_first(error)})"
+            if number == file.before
+            else f"cannot be read beyond row {number} ({_first(error)})",
+            where=file.path,
+            fix="Copy the file again, or leave it out.",
+        ) from error
+
+
+def group_bytes(table: pq.ParquetFile) -> list[int]:
+    """Packed bytes of every row group."""
+    groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
+    return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+
+
+def _first(error: Exception) -> str:
+    """An error's first line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,16 +1,17 @@
-"""The ledger of an import: a few dozen bytes a trajectory, by which repeats, conflicts and the summary are found.
+"""The ledger of an import: a few dozen bytes a trajectory on the disk, by which repeats and conflicts are found.
 
-A log may not fit into memory; what has to be compared across all of it is kept as hashes and numbers.
+A log may not fit into memory; what has to be compared across all of it is kept as hashes and numbers. To find equal
+ones, those whose hashes fall into one of several buckets are looked at at a time, so that memory does not grow.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,9 +20,27 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.files import LogFile
+from tsae.rollouts.logs.summary import Summary
 
-_CELLS = (14, 10, 9, 8, 13, 13, 20)
 Outcome = {"failure": 0, "success": 1, "unknown": 2}
+_LINE = np.dtype(
+    [
+        ("source", "u4"),  # Number of (policy, step).
+        ("file", "u4"),
+        ("number", "u8"),  # Of the line or row.
+        ("problem", "u8"),  # Hash of the problem id.
+        ("key", "u8"),  # Hash of the log's own id of the trajectory; 0 where it has none.
+        ("trajectory", "u8"),  # Hash of policy, step, problem, prompt and response.
+        ("content", "u8"),  # Hash of problem, prompt, response and advantage.
+        ("reward", "f8"),  # NaN where unknown.
+        ("outcome", "u1"),
+        ("same_text", "u1"),  # Whether the ids decode to the log's text: 0 no, 1 yes, 2 no text to compare with.
+        ("retokenised", "u1"),  # 1 where the ids were made from the text.
+    ]
+)
+_AT_A_TIME = 1 << 14
+_BUCKET = 1 << 17
+"""Trajectories that are compared with one another at a time, about."""
 
 
 def hash64(*parts: str | bytes) -> int:
@@ -34,35 +53,30 @@ def hash64(*parts: str | bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-@dataclass
 class Ledger:
-    """One line a trajectory, in the order in which they were read."""
+    """One line a trajectory, in the order in which they were read: those of a part, or of parts that were added.
 
-    sources: dict[tuple[str, int | None], int] = field(default_factory=dict)
-    """(policy, step) -> number."""
-    source: array[int] = field(default_factory=lambda: array("I"))
-    file: array[int] = field(default_factory=lambda: array("I"))
-    number: array[int] = field(default_factory=lambda: array("Q"))
-    problem: array[int] = field(default_factory=lambda: array("Q"))
-    """Hash of the problem id."""
-    key: array[int] = field(default_factory=lambda: array("Q"))
-    """Hash of the log's own id of the trajectory; 0 where it has none."""
-    trajectory: array[int] = field(default_factory=lambda: array("Q"))
-    """Hash of source, problem, prompt and response."""
-    content: array[int] = field(default_factory=lambda: array("Q"))
-    """Hash of problem, prompt, response and advantage."""
-    reward: array[float] = field(default_factory=lambda: array("d"))
-    """NaN where unknown."""
-    outcome: array[int] = field(default_factory=lambda: array("B"))
-    same_text: array[int] = field(default_factory=lambda: array("B"))
-    """Whether the ids decode to the log's text: 0 no, 1 yes, 2 no text to compare with."""
-    retokenised: array[int] = field(default_factory=lambda: array("B"))
-    """1 where the ids were made from the text."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Trajectories left out, by kind."""
+    Args:
+        file: to write the lines of a part to.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.sources: dict[tuple[str, int | None], int] = {}
+        """(policy, step) -> number."""
+        self.skipped: Counter[str] = Counter()
+        """Trajectories left out, by kind."""
+        self.outcomes: Counter[str] = Counter()
+        """Trajectories by outcome."""
+        self.same_text: Counter[bool | None] = Counter()
+        """Trajectories by whether their ids decode to the log's text; None where it has none."""
+        self._lines = np.zeros(_AT_A_TIME, _LINE)
+        self._pending = self._n = 0
+        self._parts: list[tuple[Path, int, np.ndarray]] = []
+        """Files of lines, how many each has, and the numbers here of its sources."""
 
     def __len__(self) -> int:
-        return len(self.source)
+        return self._n
 
     def enter(
         self,
@@ -92,18 +106,62 @@ class Ledger:
             same_text: whether the ids decode to the log's text; None where it has none.
             retokenised: whether the ids were made from the text.
         """
-        source = self.sources.setdefault((policy, entry.step), len(self.sources))
-        self.source.append(source)
-        self.file.append(file)
-        self.number.append(entry.number)
-        self.problem.append(hash64(problem))
-        self.key.append(0 if entry.key is None else hash64(policy, entry.key))
-        self.trajectory.append(hash64(str(source), problem, entry.answer, finish_reason, *tokens))
-        self.content.append(hash64(problem, str(entry.advantage), *tokens))
-        self.reward.append(float("nan") if reward is None else reward)
-        self.outcome.append(Outcome[outcome])
-        self.same_text.append(2 if same_text is None else int(same_text))
-        self.retokenised.append(retokenised)
+        source = (policy, entry.step)
+        self._lines[self._pending] = (
+            self.sources.setdefault(source, len(self.sources)),
+            file,
+            entry.number,
+            hash64(problem),
+            0 if entry.key is None else hash64(policy, entry.key),
+            hash64(policy, str(entry.step), problem, entry.answer, finish_reason, *tokens),
+            hash64(problem, str(entry.advantage), *tokens),
+            float("nan") if reward is None else reward,
+            Outcome[outcome],
+            2 if same_text is None else int(same_text),
+            retokenised,
+        )
+        self.outcomes[outcome] += 1
+        self.same_text[same_text] += 1
+        self._n += 1
+        self._pending += 1
+        if self._pending == _AT_A_TIME:
+            self._flush()
+
+    def _flush(self) -> None:
+        assert self.file is not None
+        with self.file.open("ab") as out:
+            self._lines[: self._pending].tofile(out)
+        self._pending = 0
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left; returns what `add` takes, as JSON has it."""
+        self._flush()
+        return {
+            "n": self._n,
+            "sources": list(self.sources),
+            "skipped": self.skipped,
+            "outcomes": self.outcomes,
+            "same_text": list(self.same_text.items()),
+        }
+
+    def add(self, file: Path, state: Mapping[str, Any]) -> None:
+        """Put the lines of a part behind those that are there."""
+        numbers = [self.sources.setdefault((name, step), len(self.sources)) for name, step in state["sources"]]
+        self._parts.append((file, state["n"], np.array(numbers, dtype=np.uint32)))
+        self._n += state["n"]
+        self.skipped.update(state["skipped"])
+        self.outcomes.update(state["outcomes"])
+        self.same_text.update(dict(state["same_text"]))
+
+    def lines(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the first, (n,) lines), some at a time."""
+        start = 0
+        for file, n, numbers in self._parts:
+            for low in range(0, n, _AT_A_TIME):
+                found = np.fromfile(file, _LINE, min(_AT_A_TIME, n - low), offset=low * _LINE.itemsize)
+                found["source"] = numbers[found["source"]]
+                yield start, found
+                start += len(found)
 
     def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
         """(n,) bool: which trajectories stay; of repeated ones the last.
@@ -119,54 +177,88 @@ class Ledger:
             TsaeError: naming both places, for a trajectory that comes twice, and for equal trajectories with
                 different rewards.
         """
-        keys = np.asarray(self.key)
         kept = np.ones(len(self), dtype=bool)
-        first, second = _neighbours(keys, keys != 0)
-        trajectory, reward = np.asarray(self.trajectory), np.asarray(self.reward)
-        again = (trajectory[first] != trajectory[second]) | ~_equal(reward[first], reward[second])
+        again: list[tuple[int, int]] = []
+        for rows, lines in self._buckets("key", kept):
+            first, second = _neighbours(lines["key"], lines["key"] != 0)
+            differs = (lines["trajectory"][first] != lines["trajectory"][second]) | ~_equal(
+                lines["reward"][first], lines["reward"][second]
+            )
+            again += _first_of(rows[first[differs]], rows[second[differs]])
+            kept[rows[first]] = False
         # What stands there twice, word for word, is one trajectory; anything else has to be decided.
-        if again.any() and "repeated" not in config.skip:
+        if again and "repeated" not in config.skip:
+            b, a = min((b, a) for a, b in again)
             raise TsaeError(
-                f"the trajectory of {self._place(files, first[again][0])} comes here again, and is another",
-                where=self._place(files, second[again][0]),
+                f"the trajectory of {self._place(files, a)} comes here again, and is another",
+                where=self._place(files, b),
                 fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
             )
-        if len(first):
-            kept[first] = False
-            self.skipped["repeated"] += len(first)
+        if not kept.all():
+            self.skipped["repeated"] += int((~kept).sum())
         if copies:
             self._drop_copies(kept, files, config)
         if not config.noisy_rewards:
-            first, second = _neighbours(trajectory, kept)
-            differs = ~_equal(reward[first], reward[second])
-            if differs.any():
-                a, b = first[differs][0], second[differs][0]
-                raise TsaeError(
-                    f"reward {reward[b]:g} for the trajectory that has {reward[a]:g} at {self._place(files, a)}: same "
-                    "step, problem and response",
-                    where=self._place(files, b),
-                    fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
-                )
+            self._check_rewards(kept, files)
         return kept
+
+    def _check_rewards(self, kept: np.ndarray, files: Sequence[LogFile]) -> None:
+        found: list[tuple[int, int]] = []
+        for rows, lines in self._buckets("trajectory", kept):
+            first, second = _neighbours(lines["trajectory"], np.ones(len(lines), dtype=bool))
+            differs = ~_equal(lines["reward"][first], lines["reward"][second])
+            found += _first_of(rows[first[differs]], rows[second[differs]])
+        if found:
+            b, a = min((b, a) for a, b in found)
+            raise TsaeError(
+                f"reward {self._line(b)['reward']:g} for the trajectory that has {self._line(a)['reward']:g} at "
+                f"{self._place(files, a)}: same step, problem and response",
+                where=self._place(files, b),
+                fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
+            )
+
+    def _buckets(self, name: str, kept: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(their numbers, lines) of trajectories that are kept, those of equal values of a hash always together."""
+        n = 1 + len(self) // _BUCKET
+        for bucket in range(n):
+            rows, found = [np.zeros(0, dtype=np.int64)], [np.zeros(0, _LINE)]
+            for start, lines in self.lines():
+                chosen = np.flatnonzero((lines[name] % n == bucket) & kept[start : start + len(lines)])
+                rows.append(start + chosen)
+                found.append(lines[chosen])
+            yield np.concatenate(rows), np.concatenate(found)
 
     def _drop_copies(self, kept: np.ndarray, files: Sequence[LogFile], config: ImportConfig) -> None:
         """TRL logs its last generation batch again where several steps train on one."""
-        content, file = np.asarray(self.content), np.asarray(self.file)
-        bounds = np.searchsorted(file, np.arange(len(files) + 1))
-        batches = [content[low:high] for low, high in pairwise(bounds)]
-        for number in range(1, len(files)):
-            before, batch = batches[number - 1], batches[number]
-            if files[number].run != files[number - 1].run or len(batch) < 2 or not np.array_equal(before, batch):
-                continue
-            if "repeated" not in config.skip:
-                raise TsaeError(
-                    f"has what {files[number - 1].path.name} has: the run trained several steps on one generation "
-                    "batch, and logged it at each",
-                    where=files[number].path,
-                    fix="Keep the first of them with --skip repeated.",
-                )
-            kept[bounds[number] : bounds[number + 1]] = False
-            self.skipped["repeated"] += len(batch)
+        before = (-1, np.zeros(0, np.uint64))
+        for number, start, batch in self._batches():
+            again = before[0] == number - 1 and files[number].run == files[number - 1].run and len(batch) > 1
+            if again and np.array_equal(before[1], batch):
+                if "repeated" not in config.skip:
+                    raise TsaeError(
+                        f"has what {files[number - 1].path.name} has: the run trained several steps on one generation "
+                        "batch, and logged it at each",
+                        where=files[number].path,
+                        fix="Keep the first of them with --skip repeated.",
+                    )
+                kept[start : start + len(batch)] = False
+                self.skipped["repeated"] += len(batch)
+            before = (number, batch)
+
+    def _batches(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(file, number of its first trajectory, content of its trajectories), file by file."""
+        pending: list[np.ndarray] = []
+        current, first = -1, 0
+        for start, lines in self.lines():
+            bounds = [0, *(np.flatnonzero(np.diff(lines["file"])) + 1).tolist(), len(lines)]
+            for low, high in pairwise(bounds):
+                if lines["file"][low] != current:
+                    if pending:
+                        yield current, first, np.concatenate(pending)
+                    pending, current, first = [], int(lines["file"][low]), start + low
+                pending.append(lines["content"][low:high].copy())
+        if pending:
+            yield current, first, np.concatenate(pending)
 
     def rename(self, policies: Mapping[str, str]) -> None:
         """Give policies other names, by their old ones."""
@@ -174,92 +266,75 @@ class Ledger:
 
     def summary(self, form: str, n_files: int, kept: np.ndarray, notes: Sequence[str]) -> Summary:
         """What was read, per policy and step and in all."""
-        columns = ("source", "problem", "reward", "outcome", "same_text", "retokenised")
-        rows = pd.DataFrame({name: np.asarray(getattr(self, name))[kept] for name in columns})
         sources = list(self.sources)
-        table = pd.DataFrame([_counts(part) for _, part in rows.groupby("source")])
-        order = [sources[number] for number in sorted(rows.source.unique())]
-        table.insert(0, "policy", [policy for policy, _ in order])
-        table.insert(1, "step", pd.array([step for _, step in order], dtype="Int64"))
-        total = _counts(rows)
-        # A group is of one policy and step, so that groups add up.
-        total |= {name: int(table[name].sum()) for name in ("groups", "no_variance")}
-        return Summary(form, n_files, table, total, dict(self.skipped), tuple(notes))
+        counts, problems = np.zeros((len(sources), len(_COUNTED)), dtype=np.int64), 0
+        for _, lines in self._buckets("problem", kept):
+            counts += _counts(lines, len(sources))
+            problems += len(np.unique(lines["problem"]))
+        total = dict(zip(_COUNTED, counts.sum(axis=0).tolist(), strict=True)) | {"problems": problems}
+        by_source = pd.DataFrame(counts, columns=_COUNTED).astype("int64")
+        by_source.insert(0, "policy", [policy for policy, _ in sources])
+        by_source.insert(1, "step", pd.array([step for _, step in sources], dtype="Int64"))
+        table = by_source[by_source.trajectories > 0].reset_index(drop=True)
+        table["success_rate"] = (table.success / table.known).where(table.known > 0)
+        total["success_rate"] = total["success"] / total["known"] if total["known"] else float("nan")
+        shown = [name for name in _SHOWN if name in total]
+        return Summary(
+            form, n_files, table[["policy", "step", *shown]], {n: total[n] for n in shown}, dict(self.skipped),
+            tuple(notes),
+        )  # fmt: skip
 
-    def _place(self, files: Sequence[LogFile], row: np.integer) -> str:
-        return files[self.file[row]].place(self.number[row])
+    def _line(self, row: int) -> np.void:
+        return next(lines[row - start] for start, lines in self.lines() if row < start + len(lines))
 
-
-@dataclass(frozen=True)
-class Summary:
-    """What an import read."""
-
-    format: str
-    n_files: int
-    table: pd.DataFrame
-    """A row a policy and step: policy, step, trajectories, problems, groups (of a problem in that step), no_variance
-    (groups of two or more whose rewards are all equal), success_rate (of known outcomes), retokenised (responses whose
-    ids were made from text), not_round_tripping (responses whose ids do not decode to the logged text)."""
-    total: dict[str, float]
-    """The same over all of the log."""
-    skipped: dict[str, int]
-    """Trajectories left out, by kind."""
-    notes: tuple[str, ...]
-    """What was assumed."""
-
-    def as_dict(self) -> dict[str, object]:
-        """What goes into the table's info."""
-        return {"format": self.format, "files": self.n_files, "skipped": self.skipped, "notes": list(self.notes)}
-
-    def __str__(self) -> str:
-        steps = self.table.step.dropna()
-        span = f", {steps.nunique()} steps from {steps.min()} to {steps.max()}" if steps.nunique() > 1 else ""
-        lines = [f"{self.format}: {self.n_files} file{'s' * (self.n_files != 1)}{span}"]
-        width = max(8, *(len(policy) for policy in self.table.policy))
-        names = ("trajectories", "problems", "success", "groups", "no variance", "retokenised", "not round-tripping")
-        head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
-        lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
-        # Names come from the log, and do not get at the terminal's controls.
-        rows = [
-            (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
-            for row in self.table.itertuples()
-        ]
-        if len(rows) > 24:
-            rows = [*rows[:12], ("…", "", {}), *rows[-12:]]
-        for policy, step, counts in (*rows, ("all", "", self.total)):
-            lines.append(f"  {policy:<{width}}{step:>8}{_cells(counts)}".rstrip())
-        for kind, n in sorted(self.skipped.items()):
-            lines.append(f"left out: {n:,} {kind}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+    def _place(self, files: Sequence[LogFile], row: int) -> str:
+        line = self._line(row)
+        return files[line["file"]].place(line["number"])
 
 
-def _printable(name: str) -> str:
-    return "".join(character if character.isprintable() else "�" for character in name)
+_COUNTED = [
+    "trajectories", "problems", "groups", "no_variance", "known", "success", "retokenised", "not_round_tripping"
+]  # fmt: skip
+_SHOWN = (
+    "trajectories", "problems", "groups", "no_variance", "success_rate", "retokenised", "not_round_tripping"
+)  # fmt: skip
 
 
-def _cells(counts: dict[str, float]) -> str:
-    if not counts:
-        return ""
-    rate = "–" if np.isnan(counts["success_rate"]) else f"{counts['success_rate']:.3f}"
-    names = ("trajectories", "problems", "groups", "no_variance", "retokenised", "not_round_tripping")
-    shown = [f"{counts[name]:,}" for name in names]
-    cells = (*shown[:2], rate, *shown[2:])
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELLS, strict=True))
+def _counts(lines: np.ndarray, n_sources: int) -> np.ndarray:
+    """(n_sources, n_counted) of `_COUNTED`, of all trajectories of some problems."""
+    counts = np.zeros((n_sources, len(_COUNTED)), dtype=np.int64)
+    if not len(lines):
+        return counts
+    lines = lines[np.lexsort((lines["problem"], lines["source"]))]
+    source, reward = lines["source"], lines["reward"]
+    starts = np.flatnonzero(np.r_[True, (np.diff(source) != 0) | (np.diff(lines["problem"]) != 0)])
+    size, known = np.diff(np.r_[starts, len(lines)]), np.add.reduceat((~np.isnan(reward)).astype(np.int64), starts)
+    # A group is of one policy and step, so that groups add up.
+    alike = (size > 1) & (known == size) & (np.fmin.reduceat(reward, starts) == np.fmax.reduceat(reward, starts))
+
+    def of(rows: np.ndarray) -> np.ndarray:
+        return np.bincount(rows, minlength=n_sources)
+
+    groups = of(source[starts])
+    counts[:] = np.stack(
+        [
+            of(source),
+            groups,
+            groups,
+            of(source[starts[alike]]),
+            of(source[lines["outcome"] != Outcome["unknown"]]),
+            of(source[lines["outcome"] == Outcome["success"]]),
+            of(source[lines["retokenised"] == 1]),
+            of(source[lines["same_text"] == 0]),
+        ],
+        axis=1,
+    )
+    return counts
 
 
-def _counts(rows: pd.DataFrame) -> dict[str, float]:
-    known = rows.outcome[rows.outcome != Outcome["unknown"]]
-    groups = rows.groupby("problem").reward.agg(["size", "count", "min", "max"])
-    alike = (groups["size"] > 1) & (groups["count"] == groups["size"]) & (groups["min"] == groups["max"])
-    return {
-        "trajectories": len(rows),
-        "problems": len(groups),
-        "groups": len(groups),
-        "no_variance": int(alike.sum()),
-        "success_rate": float((known == Outcome["success"]).mean()) if len(known) else float("nan"),
-        "retokenised": int(rows.retokenised.sum()),
-        "not_round_tripping": int((rows.same_text == 0).sum()),
-    }
+def _first_of(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
+    """The first pair, where there is one."""
+    return [(int(first[0]), int(second[0]))] if len(first) else []
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:

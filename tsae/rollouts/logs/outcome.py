@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import BY_NAME, Verifier, find_verifier
@@ -28,9 +29,13 @@ class Outcomes:
         self.compared = self.agreed = 0
         self._decisive: str | None = None
         """The reward that said what is right so far."""
+        self._first_at: str | None = None
+        """Where it did first."""
         self._rules: set[str] = set()
         self._parts: frozenset[str] | None = None
         """Names of the rewards that make up a total."""
+        self._parts_at: str | None = None
+        """Where they did first."""
 
     def right(self, entry: Entry, response: str) -> bool | None:
         """Success or failure: by the verifier where there is one, else by the log; None where nothing says.
@@ -81,19 +86,47 @@ class Outcomes:
         else:
             name = outcome_reward(names, where=entry.where)
             value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
-        # The files of a run have the same columns; where one lacks a column, another must not pass for it.
-        decisive = name or told_by
-        if self.a_file_a_step and self.verify is None and decisive and self._decisive not in (None, decisive):
-            raise TsaeError(
-                f"{decisive} says here what is right, {self._decisive} in the rows before",
-                where=entry.where,
-                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
-            )
-        self._decisive = decisive or self._decisive
+        self._decides(name or told_by, entry.where)
         if value is None:
             return None
         self._rules.add(f"{told_by} is above {limit:g}")
         return value > limit
+
+    def _decides(self, name: str | None, where: str | None) -> None:
+        """The files of a run have the same columns; where one lacks a column, another must not pass for it."""
+        if not name:
+            return
+        if self.a_file_a_step and self.verify is None and self._decisive not in (None, name):
+            raise TsaeError(
+                f"{name} says here what is right, {self._decisive} in the rows before",
+                where=where,
+                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
+            )
+        self._first_at = self._first_at or where
+        self._decisive = name
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log, as JSON has it."""
+        return {
+            "names": self.names,
+            "agreement": [self.agreed, self.compared],
+            "decisive": [self._decisive, self._first_at],
+            "rules": sorted(self._rules),
+            "parts": [None if self._parts is None else sorted(self._parts), self._parts_at],
+        }
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Take in what was found in a further part.
+
+        Raises:
+            TsaeError: where another reward says there what is right, or totals are of other rewards.
+        """
+        self._decides(*state["decisive"])
+        self._add_up(*state["parts"])
+        self.names.update(state["names"])
+        self.agreed += state["agreement"][0]
+        self.compared += state["agreement"][1]
+        self._rules.update(state["rules"])
 
     def reward(self, entry: Entry) -> float | None:
         """The total that was used in training, or the sum of the rewards that the user names.
@@ -103,7 +136,7 @@ class Outcomes:
         """
         if not self.config.rewards:
             if entry.summed:
-                self._same_parts(entry)
+                self._add_up(entry.rewards, entry.where)
             return entry.reward
         missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
@@ -115,15 +148,18 @@ class Outcomes:
         values = [entry.rewards[name] for name in self.config.rewards]
         return sum(value for value in values if value is not None) if any(v is not None for v in values) else None
 
-    def _same_parts(self, entry: Entry) -> None:
-        parts = frozenset(entry.rewards)
+    def _add_up(self, names: Iterable[str] | None, where: str | None) -> None:
+        """Totals have the same rewards as their parts."""
+        if names is None:
+            return
+        parts = frozenset(names)
         if self._parts is None:
-            self._parts = parts
+            self._parts, self._parts_at = parts, where
         if parts != self._parts:
             raise TsaeError(
                 f"its rewards are {', '.join(sorted(parts))}; those of the rows before are "
                 f"{', '.join(sorted(self._parts))}: their sums are not the same quantity",
-                where=entry.where,
+                where=where,
                 fix="Name the rewards that all rows have (--rewards), or import such files apart.",
             )
 

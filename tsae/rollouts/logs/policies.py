@@ -9,8 +9,9 @@ policy's, whatever steps were kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.rollouts.logs.entry import Entry
@@ -76,6 +77,17 @@ class Policies:
             self.notes.append(f"taken for the log of run {series.runs[0]}, the only one of the checkpoints")
             return [replace(file, run=series.runs[0]) for file in files]
         return list(files)
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log, as JSON has it."""
+        return {"exact": sorted(self._exact), "stands_in": self._stands_in, "unnamed": self._unnamed}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Take in what was found in a further part."""
+        self._exact.update(state["exact"])
+        for id, (updates, name) in state["stands_in"].items():
+            self._stands_in[id] = max(self._stands_in.get(id, (updates, name)), (updates, name))
+        self._unnamed += state["unnamed"]
 
     @property
     def renamed(self) -> dict[str, str]:

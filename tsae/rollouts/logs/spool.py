@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from tsae.rollouts.parquet import write_table
 from tsae.rollouts.table import SCHEMA, Rollouts
 
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
+_KINDS = {bool: "flag", int: "whole", float: "number"}
+"""Of the types of extra columns' values; any other is text."""
 _EXTRAS = (pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_()))
 
 
 class Spool:
-    """Batches on disk, one Parquet file for every set of reward and extra columns that occurs.
+    """Batches of a part of the log on disk, one Parquet file for every set of reward and extra columns that occurs.
 
     Extra columns are JSON there: which type one has is known when the whole log is read.
     """
@@ -32,7 +34,7 @@ class Spool:
         self._pending: list[Mapping[str, Any]] = []
         self._tokens = 0
         self._writer: pq.ParquetWriter | None = None
-        self._parts: list[Path] = []
+        self._files = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one row."""
@@ -54,37 +56,15 @@ class Spool:
         if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
             self._flush()
 
-    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
-        """All rows that are kept, as one file; policies are renamed, by their old names."""
+    def close(self) -> dict[str, Any]:
+        """Write what is left; returns what `Spools.add` takes, as JSON has it."""
         self._flush()
         self._close()
-        write_table(to, self._schema(final=True), self._batches(kept, policies), info)
+        kinds = {name: sorted({_KINDS.get(kind, "text") for kind in seen}) for name, seen in self._extras.items()}
+        return {"rewards": self.rewards, "extras": kinds, "files": self._files}
 
-    def _batches(self, kept: np.ndarray, policies: Mapping[str, str]) -> Iterator[pa.Table]:
-        schema, start = self._schema(final=True), 0
-        for part in self._parts:
-            with pq.ParquetFile(part) as file:
-                # A row group is a batch as it was spooled, and bounded in tokens.
-                for group in range(file.num_row_groups):
-                    table = file.read_row_group(group)
-                    for field in schema:
-                        if field.name not in table.column_names:
-                            table = table.append_column(field, pa.nulls(len(table), field.type))
-                        elif field.name in self._extras:
-                            values = [_value(text, field.type) for text in table[field.name].to_pylist()]
-                            place = table.column_names.index(field.name)
-                            table = table.set_column(place, field, pa.array(values, field.type))
-                    named = pa.array([policies.get(name, name) for name in table["policy"].to_pylist()])
-                    table = table.set_column(table.column_names.index("policy"), "policy", named)
-                    rows = np.flatnonzero(kept[start : start + len(table)])
-                    start += len(table)
-                    if len(rows):
-                        yield table.select(schema.names).take(pa.array(rows)).cast(schema)
-
-    def _schema(self, *, final: bool = False) -> pa.Schema:
-        rewards = (pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)
-        extras = (pa.field(name, _type(seen) if final else pa.string()) for name, seen in self._extras.items())
-        return pa.schema([*SCHEMA, *_EXTRAS, *rewards, *extras])
+    def _schema(self) -> pa.Schema:
+        return _schema(self.rewards, dict.fromkeys(self._extras, pa.string()))
 
     def _flush(self) -> None:
         if not self._pending:
@@ -92,8 +72,8 @@ class Spool:
         arrays = [pa.array([r.get(field.name) for r in self._pending], type=field.type) for field in self._schema()]
         table = Rollouts(pa.table(arrays, schema=self._schema())).table
         if self._writer is None:
-            self._parts.append(self.folder / f"{len(self._parts)}.parquet")
-            self._writer = pq.ParquetWriter(self._parts[-1], table.schema, compression="lz4")
+            self._writer = pq.ParquetWriter(self.folder / f"{self._files}.parquet", table.schema, compression="lz4")
+            self._files += 1
         self._writer.write_table(table)
         self._pending, self._tokens = [], 0
 
@@ -103,10 +83,59 @@ class Spool:
             self._writer = None
 
 
-def _type(seen: set[type]) -> pa.DataType:
-    """Of a column with values of these types."""
-    for kind, types in ((pa.bool_(), {bool}), (pa.int64(), {int}), (pa.float64(), {int, float})):
-        if seen <= types:
+class Spools:
+    """The spools of all parts of a log, in order."""
+
+    def __init__(self) -> None:
+        self.rewards: list[str] = []
+        self._extras: dict[str, set[str]] = {}
+        self._files: list[Path] = []
+
+    def add(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Put a part behind those that are there."""
+        self.rewards += [name for name in state["rewards"] if name not in self.rewards]
+        for name, kinds in state["extras"].items():
+            self._extras.setdefault(name, set()).update(kinds)
+        self._files += [folder / f"{number}.parquet" for number in range(state["files"])]
+
+    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
+        """All rows that are kept, as one file; policies are renamed, by their old names."""
+        schema = _schema(self.rewards, {name: _type(kinds) for name, kinds in self._extras.items()})
+        write_table(to, schema, self._batches(schema, kept, policies), info)
+
+    def _batches(self, schema: pa.Schema, kept: np.ndarray, policies: Mapping[str, str]) -> Iterator[pa.Table]:
+        start = 0
+        for part in self._files:
+            with pq.ParquetFile(part, pre_buffer=False) as file:
+                # A row group is a batch as it was spooled, and bounded in tokens.
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group, use_threads=False)
+                    for field in schema:
+                        if field.name not in table.column_names:
+                            table = table.append_column(field, pa.nulls(len(table), field.type))
+                        elif field.name in self._extras:
+                            values = [_value(text, field.type) for text in table[field.name].to_pylist()]
+                            place = table.column_names.index(field.name)
+                            table = table.set_column(place, field, pa.array(values, field.type))
+                    if policies:
+                        named = pa.array([policies.get(name, name) for name in table["policy"].to_pylist()])
+                        table = table.set_column(table.column_names.index("policy"), "policy", named)
+                    rows = np.flatnonzero(kept[start : start + len(table)])
+                    start += len(table)
+                    table = table.select(schema.names)
+                    if len(rows):
+                        yield (table if len(rows) == len(table) else table.take(pa.array(rows))).cast(schema)
+
+
+def _schema(rewards: Sequence[str], extras: Mapping[str, pa.DataType]) -> pa.Schema:
+    fields = (pa.field(f"reward/{name}", pa.float64()) for name in rewards)
+    return pa.schema([*SCHEMA, *_EXTRAS, *fields, *(pa.field(name, kind) for name, kind in extras.items())])
+
+
+def _type(seen: set[str]) -> pa.DataType:
+    """Of a column with values of these kinds."""
+    for kind, kinds in ((pa.bool_(), {"flag"}), (pa.int64(), {"whole"}), (pa.float64(), {"whole", "number"})):
+        if seen <= kinds:
             return kind
     return pa.string()
 

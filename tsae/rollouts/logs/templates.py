@@ -139,10 +139,12 @@ class ChatTemplate:
 
     def another_wrote(self, response: str) -> bool:
         """Whether a response without special tokens holds another's turn, after which the assistant goes on."""
-        return any(pattern.search(response) for pattern in self._turns)
+        # To look for the end alone first takes a tenth of the time.
+        return any(end in response and pattern.search(response) for end, pattern in self._turns)
 
     @cached_property
-    def _turns(self) -> list[re.Pattern[str]]:
+    def _turns(self) -> list[tuple[str, re.Pattern[str]]]:
+        """How another's turn ends, and all of one, for every role."""
         patterns = {}
         for role in ("user", "tool", "ipython"):
             try:
@@ -159,7 +161,7 @@ class ChatTemplate:
                 first, second = (
                     (r"(?<!\w)" if header[:1] in ("\n", " ") else "") + re.escape(_header(header)) for header in headers
                 )
-                patterns[first, second] = re.compile(f"{first}.*{second}", re.DOTALL)
+                patterns[first, second] = _header(headers[1]), re.compile(f"{first}.*{second}", re.DOTALL)
         return list(patterns.values())
 
     def _variants(self, stripped: str) -> Iterator[dict[str, Any]]:

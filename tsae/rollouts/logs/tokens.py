@@ -19,6 +19,7 @@ from tsae.checkpoints.files import folder_of, has_tokenizer, is_adapter, is_gguf
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.encoding import Encoder
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.sampling import encode_prompt, tokenize
@@ -73,6 +74,7 @@ class Tokens:
         end: Any = self.tokenizer.eos_token_id
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
+        self._encode = Encoder(self.tokenizer)
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self.template: ChatTemplate | None = None
         if self.tokenizer.chat_template is not None:
@@ -123,8 +125,8 @@ class Tokens:
                 "policy sampled",
                 where=entry.where,
             )
-        tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
-        same = self.tokenizer.decode(tokens) == entry.response
+        tokens = self._encode(entry.response, entry.where)
+        same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
         # Equal text of another number of tokens was sampled as other tokens.
         same = same and entry.response_length in (None, len(tokens))
         reason = entry.finish_reason or ("length" if entry.response_rendered else None)
@@ -241,12 +243,12 @@ class Tokens:
         )  # fmt: skip
 
     def _decode(self, ids: np.ndarray) -> str:
-        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _as_logged(self, ids: np.ndarray, text: str) -> tuple[str, ...]:
         """Texts that stand for the same tokens: without special tokens, with them, and without the end token alone."""
         body = ids[:-1] if int(ids[-1]) in self.ends else ids
-        return (text, *(str(self.tokenizer.decode(part.tolist())) for part in (ids, body)))
+        return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
     def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
         if ((ids < 0) | (ids >= self.vocabulary)).any():

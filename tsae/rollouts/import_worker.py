@@ -1,0 +1,75 @@
+"""A worker process of an import; see `tsae.rollouts.logs.workers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.importing import read_part
+from tsae.rollouts.logs.detect import FORMATS
+from tsae.rollouts.logs.parts import Part
+from tsae.rollouts.logs.tokens import Tokens
+
+_EVERY = 0.2
+"""Seconds between two words on how far it is."""
+
+
+def main() -> None:
+    # What others print, a verifier perhaps, must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(lines,), daemon=True).start()
+
+    def say(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    setup = json.loads(lines.get())
+    form = next(form for form in FORMATS if form.name == setup["form"])
+    config = _config(setup["config"])
+    series = CheckpointSeries(tuple(Checkpoint(**found) for found in setup["checkpoints"]))
+    tokens = Tokens(series.base, config)
+    while True:
+        job = json.loads(lines.get())
+        last = time.monotonic()
+
+        def so_far(n_bytes: int, n: int) -> None:
+            nonlocal last
+            if time.monotonic() - last > _EVERY:
+                last = time.monotonic()
+                say(read=n_bytes, trajectories=n)
+
+        try:
+            read_part(Part.from_dict(job["part"]), Path(job["folder"]), form, series, tokens, config, so_far)
+        except TsaeError as error:
+            say(error=[error.what, error.where, error.fix])
+        else:
+            say(done=True)
+
+
+def _listen(lines: queue.Queue[str]) -> None:
+    """Pass lines on; where the process that writes them is gone, end at once."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(1)
+
+
+def _config(found: dict[str, Any]) -> ImportConfig:
+    """The configuration that was written as JSON, which has no tuples."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    values["columns"] = ColumnNames(**found["columns"])
+    return ImportConfig(**values)
+
+
+if __name__ == "__main__":
+    main()
