@@ -85,9 +85,10 @@ def import_log(
     tokens = Tokens(series.base, config)
     run, spools = _Import(form, files, series, tokens, config), Spools()
     with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
-        for folder, state in _read(run, series, journal, workers, progress=progress):
-            run.add(folder, state)
-            spools.add(folder, state["spool"])
+        with closing(_read(run, series, journal, workers, progress=progress)) as read:
+            for folder, state in read:
+                run.add(folder, state)
+                spools.add(folder, state["spool"])
         summary = run.summary(path)
         info = {
             "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
@@ -141,7 +142,7 @@ def read_part(
 
 def _read(
     run: _Import, series: CheckpointSeries, journal: Journal, workers: int | None, *, progress: bool
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+) -> Generator[tuple[Path, dict[str, Any]]]:
     """(folder, what is to be known) of every part of a log, read where it was not."""
     files = run.policies.files
     total = total_bytes(files)

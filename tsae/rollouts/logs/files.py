@@ -81,7 +81,7 @@ class LogFile:
         Raises:
             TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
         """
-        kind = kind_of(self.path)
+        kind, self.seen.bytes = kind_of(self.path), 0
         if not self.path.stat().st_size:  # A step that is being written may be empty still.
             return
         if is_packed(self.path) and kind not in (".jsonl", ".json"):

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tsae.checkpoints.series import CheckpointSeries
@@ -105,7 +106,7 @@ class _Worker:
     def __enter__(self) -> _Worker:
         self._said = tempfile.TemporaryFile()
         # As this process finds modules, so does the worker: a verifier may lie anywhere.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tsae.rollouts.import_worker"],
             stdin=subprocess.PIPE,
