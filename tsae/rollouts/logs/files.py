@@ -75,6 +75,11 @@ class LogFile:
     """Lines or rows of the file before the piece."""
     seen: Seen = field(default_factory=Seen, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """The path by which a trainer's files are known, however they are compressed."""
+        return bare(self.path).as_posix()
+
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(number, row) of every row: lines are counted from 1, rows of other files from 0.
 
