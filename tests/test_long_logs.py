@@ -344,6 +344,11 @@ def test_small_logs_pay_for_no_processes() -> None:
     assert 1 <= default_workers(1 << 30) <= 4
 
 
+def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="workers=0 is less than 1"):
+        imported(log(tmp_path / "log.jsonl", rows(4)), policy, tmp_path / "r.parquet", 0)
+
+
 _WORKER = """
 import json, sys
 sys.stdin.readline()

@@ -80,6 +80,8 @@ def import_log(
             should be.
     """
     path, to, config = Path(path), Path(to), config or ImportConfig()
+    if workers is not None and workers < 1:
+        raise TsaeError(f"workers={workers} is less than 1", where="import_log", fix="Give 1 or more.")
     form, files = find_log(path, config)
     series = _series(checkpoint, path)
     tokens = Tokens(series.base, config)
