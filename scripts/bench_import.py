@@ -53,7 +53,7 @@ class Bench:
     trajectories: int = 5120
     """Of the smaller log; the larger has ten times as many."""
     full: bool = False
-    """A million trajectories in the larger log: takes 15 GB of disk, and most of an hour."""
+    """A million trajectories in the larger log: takes 10 GB of disk, and some hours on two cores."""
     workers: tuple[int, ...] = (1, 2)
     one_file: bool = False
     """One file of JSON lines, instead of a file a step."""

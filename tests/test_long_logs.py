@@ -24,12 +24,13 @@ from tsae.rollouts import importing
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs import ledger as ledgers
-from tsae.rollouts.logs import parts
+from tsae.rollouts.logs import parts, workers
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.files import LogFile
+from tsae.rollouts.logs.journal import Job
 from tsae.rollouts.logs.ledger import Ledger
-from tsae.rollouts.logs.workers import default_workers
+from tsae.rollouts.logs.workers import default_workers, read_in_workers
 
 LOGS = Path(__file__).with_name("logs")
 
@@ -57,8 +58,8 @@ def log(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def imported(path: Path, policy: Any, to: Path, workers: int = 1, **config: Any) -> tuple[bytes, str]:
-    summary = import_log(path, to, policy, ImportConfig(**config), workers=workers, progress=False)
+def imported(path: Path, policy: Any, to: Path, n: int = 1, **config: Any) -> tuple[bytes, str]:
+    summary = import_log(path, to, policy, ImportConfig(**config), workers=n, progress=False)
     return to.read_bytes(), str(summary)
 
 
@@ -343,6 +344,38 @@ def test_small_logs_pay_for_no_processes() -> None:
     assert 1 <= default_workers(1 << 30) <= 4
 
 
+def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="workers=0 is less than 1"):
+        imported(log(tmp_path / "log.jsonl", rows(4)), policy, tmp_path / "r.parquet", 0)
+
+
+_WORKER = """
+import json, sys
+sys.stdin.readline()
+for line in sys.stdin:
+    job = json.loads(line)
+    number = job["part"]["first"]
+    said = [{"read": 5, "trajectories": 1}] * 3 + [{"error": ["bad", "here", None]} if number == 7 else {"done": True}]
+    text = "".join(json.dumps(answer) + "\\n" for answer in said)
+    for cut in (text[:50], text[50:]):
+        sys.stdout.write(cut)
+        sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_workers_say_is_heard_however_it_comes(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", ("-c", _WORKER))
+    heard: list[tuple[int, int, int]] = []
+    jobs = [Job(parts.Part((), number, 10), tmp_path, done=number == 3) for number in range(10)]
+    done = read_in_workers(jobs, n, {}, lambda *said: heard.append(said))
+    assert [next(done).part.first for _ in range(7)] == list(range(7))
+    with pytest.raises(TsaeError, match="here: bad"):
+        next(done)
+    assert heard.count((0, 5, 1)) == 3
+    assert not any(number == 3 for number, *_ in heard)
+
+
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
     folder = tmp_path / "log"
@@ -373,9 +406,9 @@ def test_errors_of_workers_are_the_users(
     with (several / "1.jsonl").open("a") as file:
         file.write(json.dumps({**rows(1)[0], "response": ""}) + "\n{\n")
     messages = []
-    for workers in (1, 3):
+    for n in (1, 3):
         with pytest.raises(TsaeError) as error:
-            imported(several, policy, tmp_path / f"{workers}.parquet", workers)
+            imported(several, policy, tmp_path / f"{n}.parquet", n)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "1.jsonl:151: the response is empty" in messages[0]
@@ -387,14 +420,14 @@ def test_errors_of_workers_are_the_users(
             imported(several, policy, tmp_path / "r.parquet", 2, verifier=f"{name}:right")
 
 
-def _import(path: Path, llama: Path, to: Path, workers: int) -> None:
+def _import(path: Path, llama: Path, to: Path, n: int) -> None:
     parts.PART_BYTES = 50_000
-    import_log(path, to, llama, workers=workers, progress=False)
+    import_log(path, to, llama, workers=n, progress=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path: Path, n: int) -> None:
     path = log(tmp_path / "log.jsonl", rows(8000))
     child = start(_import, path, llama, tmp_path / "whole.parquet", 1)
     child.join()
@@ -406,7 +439,7 @@ def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path
 
     past_next = past(finished, 0.3)
     kills = killed_until_done(
-        lambda: start(_import, path, llama, to, workers),
+        lambda: start(_import, path, llama, to, n),
         lambda child, kills: past_next(child, kills) if kills < 3 else child.join(),
     )
     assert kills == 3

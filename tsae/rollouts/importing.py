@@ -80,14 +80,17 @@ def import_log(
             should be.
     """
     path, to, config = Path(path), Path(to), config or ImportConfig()
+    if workers is not None and workers < 1:
+        raise TsaeError(f"workers={workers} is less than 1", where="import_log", fix="Give 1 or more.")
     form, files, notes = find_log(path, config)
     series = _series(checkpoint, path)
     tokens = Tokens(series.base, config)
     run, spools = _Import(form, files, series, tokens, config, notes=notes), Spools()
     with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
-        for folder, state in _read(run, series, journal, workers, progress=progress):
-            run.add(folder, state)
-            spools.add(folder, state["spool"])
+        with closing(_read(run, series, journal, workers, progress=progress)) as read:
+            for folder, state in read:
+                run.add(folder, state)
+                spools.add(folder, state["spool"])
         summary = run.summary(path)
         info = {
             "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
@@ -141,7 +144,7 @@ def read_part(
 
 def _read(
     run: _Import, series: CheckpointSeries, journal: Journal, workers: int | None, *, progress: bool
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+) -> Generator[tuple[Path, dict[str, Any]]]:
     """(folder, what is to be known) of every part of a log, read where it was not."""
     files = run.policies.files
     total = total_bytes(files)

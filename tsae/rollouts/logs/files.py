@@ -75,13 +75,18 @@ class LogFile:
     """Lines or rows of the file before the piece."""
     seen: Seen = field(default_factory=Seen, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """The path by which a trainer's files are known, however they are compressed."""
+        return bare(self.path).as_posix()
+
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(number, row) of every row: lines are counted from 1, rows of other files from 0.
 
         Raises:
             TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
         """
-        kind = kind_of(self.path)
+        kind, self.seen.bytes = kind_of(self.path), 0
         if not self.path.stat().st_size:  # A step that is being written may be empty still.
             return
         if is_packed(self.path) and kind not in (".jsonl", ".json"):

@@ -65,13 +65,13 @@ class Journal:
             import fcntl
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            pass
-        except OSError as error:
+        except BlockingIOError as error:
             self._lock.close()
             raise TsaeError(
                 "another import writes this file", where=self.to, fix="Wait until it has ended, or give another --to."
             ) from error
+        except (ImportError, OSError):  # Windows, or a disk without locks
+            pass
         for folder in self.folder.iterdir():
             if (folder / _STATE).is_file():
                 self.found += 1

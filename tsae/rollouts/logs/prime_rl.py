@@ -69,7 +69,7 @@ def fits_tokens(row: Row, config: ImportConfig) -> bool:
 
 def read_traces(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     # A stream holds work of both kinds; elsewhere the folder has been chosen.
-    streamed = (match := TRACES.search(file.path.as_posix())) is None or match["subset"] is None
+    streamed = (match := TRACES.search(file.name)) is None or match["subset"] is None
     wanted = config.subset.split("/")[0]
 
     def of(row: Row, where: str) -> Iterator[Entry | Unusable]:

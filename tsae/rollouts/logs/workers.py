@@ -13,9 +13,10 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tsae.checkpoints.series import CheckpointSeries
@@ -27,6 +28,7 @@ from tsae.rollouts.logs.journal import Job
 PARALLEL_FROM = 1 << 25
 """Bytes of a log; a worker takes seconds to start, in which a smaller one is read."""
 _MOST = 4
+_PROGRAM = ("-P", "-m", "tsae.rollouts.import_worker")
 
 
 def default_workers(n_bytes: int) -> int:
@@ -60,7 +62,7 @@ def read_in_workers(
         workers = [stack.enter_context(_Worker(common)) for _ in range(n)]
         selector = stack.enter_context(selectors.DefaultSelector())
         for worker in workers:
-            selector.register(worker.answers, selectors.EVENT_READ, worker)
+            selector.register(worker.output, selectors.EVENT_READ, worker)
         waiting = enumerate(jobs)
         begun: dict[int, Job] = {}
         errors: dict[int, TsaeError] = {}
@@ -84,15 +86,14 @@ def read_in_workers(
             if not begun:
                 return
             for key, _ in selector.select():
-                worker = key.data
-                number, answer = worker.answer()
-                if "read" in answer:
-                    say(number, answer["read"], answer["trajectories"])
-                    continue
-                ended.add(number)
-                if "error" in answer:
-                    what, where, fix = answer["error"]
-                    errors[number] = TsaeError(what, where=where, fix=fix)
+                for number, answer in key.data.answers():
+                    if "read" in answer:
+                        say(number, answer["read"], answer["trajectories"])
+                        continue
+                    ended.add(number)
+                    if "error" in answer:
+                        what, where, fix = answer["error"]
+                        errors[number] = TsaeError(what, where=where, fix=fix)
 
 
 class _Worker:
@@ -101,13 +102,15 @@ class _Worker:
     def __init__(self, common: Mapping[str, Any]) -> None:
         self.job: int | None = None
         self._common = common
+        self._rest = b""
+        """The beginning of a line that is still to come."""
 
     def __enter__(self) -> _Worker:
         self._said = tempfile.TemporaryFile()
         # As this process finds modules, so does the worker: a verifier may lie anywhere.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tsae.rollouts.import_worker"],
+            [sys.executable, *_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -115,7 +118,7 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the process that ends its workers.
         )
         assert self._process.stdout is not None
-        self.answers: IO[bytes] = self._process.stdout
+        self.output: IO[bytes] = self._process.stdout
         self._write(self._common)
         return self
 
@@ -123,7 +126,7 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
-        for stream in (self._process.stdin, self.answers, self._said):
+        for stream in (self._process.stdin, self.output, self._said):
             with suppress(BrokenPipeError):
                 stream.close()
 
@@ -132,19 +135,23 @@ class _Worker:
         self.job = number
         self._write({"part": job.part.as_dict(), "folder": str(job.folder)})
 
-    def answer(self) -> tuple[int, dict[str, Any]]:
-        """(the number of its job, what it says); where that is its last word, it has no job any more.
+    def answers(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(the number of its job, what it says), of what it has said by now; after its last word it has no job.
 
         Raises:
             TsaeError: where the process has ended.
         """
-        line, number = self.answers.readline(), self.job
-        if not line or number is None:
+        # Past any buffer: lines that wait in one would not be waited for.
+        found = os.read(self.output.fileno(), 1 << 16)
+        if not found:
             self._ended()
-        found = json.loads(line)
-        if "read" not in found:
-            self.job = None
-        return number, found
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        for line in lines:
+            number, answer = self.job, json.loads(line)
+            assert number is not None
+            if "read" not in answer:
+                self.job = None
+            yield number, answer
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
