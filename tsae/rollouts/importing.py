@@ -30,6 +30,8 @@ from tsae.rollouts.logs.outcome import Outcomes
 from tsae.rollouts.logs.policies import Policies
 from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
+from tsae.rollouts.parts import COLUMN
+from tsae.rollouts.spans import told
 from tsae.rollouts.table import Rollouts, outcome_name
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
@@ -56,7 +58,8 @@ def import_log(
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
         ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
-        and ``extra/NAME`` for every column of `keep_columns`.
+        and ``extra/NAME`` for every column of `keep_columns`; where a response has thinking or several turns, ``parts``
+        (`tsae.rollouts.parts`).
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -185,6 +188,7 @@ class _Import:
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, where)
         right = self.outcomes.right(entry, response.text)
+        found = self.tokens.spans.of(prompt.ids, response.ids, entry.sampled)
         reward = self.outcomes.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
@@ -192,6 +196,7 @@ class _Import:
         self.assumed.update(
             prompt.assumed if entry.assumed is None else (f"responses {entry.assumed}", *prompt.assumed)
         )
+        self.assumed.update(told(found, entry.sampled))
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.outcomes.names.update(entry.rewards.keys())
@@ -216,6 +221,7 @@ class _Import:
             "level": entry.level,
             "prompt_ids": prompt.ids,
             "response_ids": response.ids,
+            COLUMN: found.parts,
             "reward": reward,
             "outcome": outcome_name(right),
             "advantage": entry.advantage,

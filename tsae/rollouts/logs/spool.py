@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.rollouts import parts
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.table import SCHEMA, Rollouts
 
@@ -27,6 +28,7 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rewards: list[str] = []
+        self._parts_known = False
         self._extras: dict[str, set[type]] = {}
         """By column, the types of its values."""
         self._pending: list[Mapping[str, Any]] = []
@@ -41,6 +43,10 @@ class Spool:
             self._flush()
             self._close()
             self.rewards += [name[7:] for name in new]
+        if record.get(parts.COLUMN) is not None and not self._parts_known:
+            self._flush()
+            self._close()
+            self._parts_known = True
         extras = {name: value for name, value in record.items() if name.startswith("extra/")}
         if extras.keys() - self._extras.keys():
             self._flush()
@@ -84,7 +90,8 @@ class Spool:
     def _schema(self, *, final: bool = False) -> pa.Schema:
         rewards = (pa.field(f"reward/{name}", pa.float64()) for name in self.rewards)
         extras = (pa.field(name, _type(seen) if final else pa.string()) for name, seen in self._extras.items())
-        return pa.schema([*SCHEMA, *_EXTRAS, *rewards, *extras])
+        of_tokens = [parts.FIELD] * self._parts_known
+        return pa.schema([*SCHEMA, *of_tokens, *_EXTRAS, *rewards, *extras])
 
     def _flush(self) -> None:
         if not self._pending:
