@@ -113,6 +113,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
     effects = _effects(diff, shown)
     info = {
         "q": diff.q,
+        "span": diff.info["config"]["span"].replace("_", " "),
         "base": visible(diff.base),
         "order": order,
         "left_out": 0 if found is None else found.left_out,

@@ -197,6 +197,11 @@ class _Import:
             prompt.assumed if entry.assumed is None else (f"responses {entry.assumed}", *prompt.assumed)
         )
         self.assumed.update(told(found, entry.sampled))
+        if not response.logged and not entry.response_rendered and self.tokens.lost_markers:
+            self.assumed[
+                f"responses are text without special tokens, {self.tokens.lost_markers} among them: which of their "
+                "tokens are thinking is not known"
+            ] += 1
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.outcomes.names.update(entry.rewards.keys())

@@ -227,11 +227,16 @@ class Rollouts:
         where all responses of the table are plain."""
         return parts.token_parts(self.table, np.asarray(rows))
 
+    def response_parts(self, row: int) -> np.ndarray:
+        """(n,) int8: what every response token of one trajectory is."""
+        found = self.table[parts.COLUMN][row].values if parts.COLUMN in self.table.column_names else None
+        if found is None:
+            return np.full(len(self.table["response_ids"][row].values), parts.ANSWER, dtype=np.int8)
+        return found.to_numpy().copy()
+
     def sampled(self, row: int) -> np.ndarray:
         """(n,) bool: which response tokens of one trajectory the policy sampled."""
-        response = self.table["response_ids"][row].values
-        found = self.table[parts.COLUMN][row].values if parts.COLUMN in self.table.column_names else None
-        return np.ones(len(response), dtype=bool) if found is None else found.to_numpy() != parts.OTHER
+        return np.asarray(self.response_parts(row) != parts.OTHER)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -259,8 +264,13 @@ class Rollouts:
             for text in _joined(self.table[name], ", ", lambda values: json.dumps(values)[1:-1]):
                 digest.update(text.encode())
             digest.update(b"]")
-        digest.update(parts.fingerprint(self.table).encode())
+        digest.update(self.parts_fingerprint.encode())
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def parts_fingerprint(self) -> str:
+        """Hash of what the tokens of the responses are; empty where all responses are plain."""
+        return parts.fingerprint(self.table)
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
         """The given rows (a boolean mask or positions), in order."""

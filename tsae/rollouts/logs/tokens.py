@@ -76,6 +76,8 @@ class Tokens:
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
         self.spans = Spans(self.tokenizer)
+        self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
+        """Markers of thinking that texts without special tokens lack."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self.template: ChatTemplate | None = None
         if self.tokenizer.chat_template is not None:
@@ -127,6 +129,7 @@ class Tokens:
                 "the response's text holds the turn of another (a tool's, a user's), and nothing says which tokens the "
                 "policy sampled",
                 where=entry.where,
+                fix="Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
             )
         tokens = tokenize(self.tokenizer, entry.response, add_special_tokens=False, where=entry.where)
         same = self.tokenizer.decode(tokens) == entry.response
