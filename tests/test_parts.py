@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import BOS, EOS, feature_table, make_rollouts
+from builders import BOS, EOS, feature_table
 
 import tsae
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError
@@ -167,7 +168,9 @@ def test_spans_against_loops(acts: ActivationStore, table: FeatureTable, thinkin
     assert table.span_mask(span).tolist() == expected.tolist()
     codes, found = table.codes.toarray(), table.row_means(span).toarray()
     for row in range(0, table.n_rows, 7):
-        mine = codes[table.row_offsets[row] : table.row_offsets[row + 1]][mask_of(thinking, table.trajectory[row], span)]
+        mine = codes[table.row_offsets[row] : table.row_offsets[row + 1]][
+            mask_of(thinking, table.trajectory[row], span)
+        ]
         np.testing.assert_allclose(found[row], mine.mean(0) if len(mine) else 0, rtol=1e-5, atol=1e-7)
 
 
@@ -266,7 +269,7 @@ def test_reconstruction_is_measured_on_what_counts(
 
 
 def _has_step(mask: list[bool]) -> bool:
-    return any(a and b for a, b in zip(mask, mask[1:], strict=False))
+    return any(a and b for a, b in pairwise(mask))
 
 
 @pytest.mark.parametrize(("span", "targets"), [("all", "response"), ("thinking", "thinking"), ("all", "answer")])
@@ -410,7 +413,7 @@ def test_log_probabilities_are_of_sampled_tokens(series: Any, thinking: Rollouts
 
 
 def test_influence_is_of_sampled_tokens(thinking: Rollouts) -> None:
-    for rows, ids, mask, response in padded(thinking, np.arange(8), InfluenceConfig(batch_tokens=60)):
+    for rows, _, _, response in padded(thinking, np.arange(8), InfluenceConfig(batch_tokens=60)):
         for i, row in enumerate(rows.tolist()):
             tokens = tokens_of(thinking, row)
             n_prompt = len(thinking.tokens(row)[0])

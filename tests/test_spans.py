@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tsae.rollouts.spans import Spans, TokenTexts
 A, T, O = ANSWER, THINKING, OTHER
 # What merges are learnt from: markers beside letters and line breaks, so that tokens cross their edges.
 TEXTS = [
-    "<think>Let me think.</think>\n\nIt is 5.", "a.<think>\nb</think>\nc", "x</think>y<think>z", "<thinking>a</thinking>",
+    "<think>Let me think.</think>\n\nIt is 5.", "a.<think>\nb</think>\nc", "x</think>y<think>z",
+    "<thinking>a</thinking>",
     "naïve café 你好 🙂 <think>你好</think>🙂", "[THINK]a[/THINK]b", "<reasoning>\nx\n</reasoning>\n<answer>5</answer>",
     "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
 ]  # fmt: skip
@@ -28,7 +30,7 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "
 
 @cache
 def tokenizer(kind: str) -> Any:
-    """bytes: byte-level BPE with merges; spaces: Metaspace and byte fallback; tokens: as bytes, markers being tokens."""
+    """bytes: byte-level BPE with merges; spaces: Metaspace and byte fallback; tokens: as bytes, <think> being one."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,9 +46,7 @@ def tokenizer(kind: str) -> Any:
         # Anew, without the trainer's mark that bytes are special.
         learnt, parts = json.loads(core.to_str())["model"], (core.normalizer, core.decoder)
         merges = [tuple(pair) for pair in learnt["merges"]]
-        core = Tokenizer(
-            models.BPE(learnt["vocab"], merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-        )
+        core = Tokenizer(models.BPE(learnt["vocab"], merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         core.normalizer, core.decoder = parts
     else:
         core = Tokenizer(models.BPE())
@@ -74,9 +74,11 @@ def found(kind: str, prompt: str, *stretches: tuple[str, int]) -> tuple[list[int
         ids += mine
         given += [part] * len(mine)
     sampled = np.array(given) != O
-    parts = Spans(tokenizer(kind)).of(
-        np.array(ids_of(kind, prompt)), np.array(ids), None if sampled.all() else sampled
-    ).parts
+    parts = (
+        Spans(tokenizer(kind))
+        .of(np.array(ids_of(kind, prompt)), np.array(ids), None if sampled.all() else sampled)
+        .parts
+    )
     return None if parts is None else parts.tolist(), given
 
 
@@ -196,7 +198,7 @@ def scanned(kind: str, ids: list[int]) -> list[int]:
             inside[at] = bool(close)
             at += 1
     edges = np.cumsum([0, *map(len, pieces)])
-    return [T if any(inside[low:high]) else A for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    return [T if any(inside[low:high]) else A for low, high in pairwise(edges)]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "spaces", "tokens"])

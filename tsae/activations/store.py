@@ -132,7 +132,7 @@ def span_mask(
 
     The first token of the response is drawn from the prompt's last token, and chat templates may end in a special one.
 
-    - response: tokens that the policy sampled; thinking and answer: those of them that are its thinking, and the others;
+    - response: tokens that the policy sampled; thinking and answer: those of them that are its thinking, and the rest;
     - prompt: tokens before the response; last_prompt: the last of these, whichever it is;
     - all: prompt and response, without what the policy did not sample of the response, which is in no span.
 

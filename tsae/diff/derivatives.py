@@ -72,8 +72,10 @@ class Fixed:
 def padded(
     rollouts: Rollouts, rows: np.ndarray, config: InfluenceConfig
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors. The response
-    mask leaves out what the policy did not sample."""
+    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
+
+    The response mask leaves out what the policy did not sample.
+    """
     import torch
 
     from tsae.activations.reading import plan_batches

@@ -30,7 +30,7 @@ class Rows:
     """Per-row data of a FeatureTable that contrasts are drawn on."""
 
     values: sp.csr_array
-    """(n_rows, n_features) mean activation over the span; of a row without a token of the span, which has no mean, 0."""
+    """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it, which has no mean."""
     columns: sp.csc_array
     """The same by columns."""
     problem: np.ndarray

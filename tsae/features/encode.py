@@ -146,7 +146,8 @@ def _encode_batch(
     codes[beyond] = 0
     x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
     measured = torch.from_numpy(counted)
-    quality.add(*(values[measured & ~beyond] for values in (x, x_hat, codes)), int((beyond & measured).sum()))
+    inside = measured & ~beyond
+    quality.add(x[inside], x_hat[inside], codes[inside], int((beyond & measured).sum()))
     row, column = codes.nonzero(as_tuple=True)
     offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
     found = sp.csr_array(

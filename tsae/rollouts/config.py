@@ -154,8 +154,9 @@ class ImportConfig:
     """Which of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
     skip: tuple[Unfit, ...] = ()
     """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
-    too-long (for the model's context), multi-turn (several turns, and no mask of what was sampled), errored (a failed rollout),
-    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
+    too-long (for the model's context), multi-turn (several turns, and no mask of what was sampled), errored (a failed
+    rollout), repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first
+    is)."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

@@ -63,8 +63,8 @@ class Evaluation:
     smoothness_all_robust: float
     """Of all features; the ratio of sums."""
     slices: tuple[Slice, ...] = ()
-    """Everything, then by reader, by band (where bands are known) and by prompt and response, and of the response, where
-    any has thinking, by thinking and answer."""
+    """Everything, then by reader, by band (where bands are known), by prompt and response, and, where any response has
+    thinking, by thinking and answer."""
     losses: tuple[LossRecovered, ...] = ()
     """One a reader whose checkpoint was given."""
     alive_in_training: float | None = None
