@@ -462,7 +462,7 @@ def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch)
     import re
 
     monkeypatch.setattr(spans, "MARKERS", (spans.Markers("1", "1", "2", may_begin_inside=False),))
-    monkeypatch.setattr(spans, "_OPENS", re.compile("(1)"))
+    monkeypatch.setattr(spans, "_OPENS", re.compile("1"))
     monkeypatch.setattr(spans, "_CLOSES", [re.compile("2")])
     monkeypatch.setattr(spans, "_FIRST", re.compile("(?!)"))
     monkeypatch.setattr(spans, "_OPENED", re.compile(r"(1)\s*\Z"))

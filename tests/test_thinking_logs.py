@@ -14,7 +14,7 @@ from chat_templates import make_tokenizer
 from tsae import Rollouts
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
@@ -174,3 +174,53 @@ def test_the_command_says_how_to_ask_for_thinking(
     to = tmp_path / "r.parquet"
     main(["rollouts", "import", str(log), "--to", str(to), "--checkpoint", str(tokenizers("qwen3"))])
     assert "note: 1 responses have thinking, marked by <think> (--span thinking or answer)" in capsys.readouterr().out
+
+
+def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:
+    """Of any trainer: token ids, and which of them the policy sampled."""
+    stretches: Stretches = [("<think>a</think>", T), ("call", A), ("7", O), ("It is 7.", A)]
+    ids, parts = tokens("qwen3", [*stretches, ("behind", O)])
+    row = {"prompt_ids": ids_of("qwen3", "3+4?"), "response_ids": ids, "mask": [int(part != O) for part in parts]}
+    names = ColumnNames(response_mask="mask")
+    rows = [row | {"reward": 1.0, "response": "whatever"}, row | {"mask": None, "reward": 0.0, "response": None}]
+    found = read(lines(tmp_path / "a.jsonl", *rows), tokenizers("qwen3"), columns=names)
+    ids_kept, parts_kept = tokens("qwen3", stretches)
+    assert found.table["response_ids"].to_pylist() == [ids_kept, ids]
+    assert found.table["parts"].to_pylist()[0] == parts_kept
+    assert found.frame.response[0] == "<think>a</think>call\nIt is 7."
+    assert found.table["round_trip"].to_pylist() == [None, None]
+    for change, message in (
+        ({"mask": [1]}, rf"mask is no list of {len(ids)} numbers"),
+        ({"mask": ["x"] * len(ids)}, "mask is no list of"),
+        ({"mask": [0] * len(ids)}, "no token is marked as sampled"),
+        ({"response_ids": None, "response": "a"}, "has mask but no response_ids"),
+        ({"prompt_ids": None, "prompt": "a", "mask": [0, *row["mask"][1:]]}, "the first token of the response was not"),
+    ):
+        with pytest.raises(TsaeError, match=rf"a\.jsonl:1.*{message}"):
+            read(lines(tmp_path / "a.jsonl", row | {"reward": 1.0} | change), tokenizers("qwen3"), columns=names)
+
+
+def test_template_arguments_of_the_trainers_own_config(tokenizers: Any, tmp_path: Path) -> None:
+    """verl's, by Hydra, in the run's folder."""
+    row = {"prompt": [{"role": "user", "content": "3+4?"}], "response": "7", "reward": 1.0}
+    log = lines(tmp_path / "run" / "rollouts" / "a.jsonl", row)
+
+    def prompt(**config: Any) -> str:
+        found = read(log, tokenizers("qwen3"), **config)
+        told.append(" ".join(notes(found)))
+        return str(make_tokenizer("qwen3").decode(found.table["prompt_ids"][0].as_py()))
+
+    told: list[str] = []
+    assert "<think>" not in prompt()
+    assert "prompts were rendered without enable_thinking" in told[-1]
+    config = tmp_path / "run" / ".hydra" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text("data:\n  max_prompt_length: 512\n  apply_chat_template_kwargs:\n    enable_thinking: false\n")
+    assert prompt().endswith("<think>\n\n</think>\n\n")
+    assert f'the chat template is given {{"enable_thinking": false}}, as {config.resolve()} says' in told[-1]
+    assert "prompts were rendered without enable_thinking" not in told[-1]
+    assert "<think>" not in prompt(template_arguments='{"enable_thinking": true}')  # The user's word goes first.
+    assert "config.yaml" not in told[-1]
+    for text in ("data: {apply_chat_template_kwargs: {}}", "data: [", "- a", "", "data:", "\0"):
+        config.write_text(text)
+        assert "<think>" not in prompt()

@@ -95,6 +95,8 @@ class ColumnNames:
     """Token ids of what the policy read; with them nothing is tokenised again."""
     response_ids: str = "response_ids"
     """Token ids of the response, its end token with them."""
+    response_mask: str = "response_mask"
+    """Of several turns: 1 for every one of the response's token ids that the policy sampled, 0 for the others."""
 
 
 _COLUMN_HELP = (
@@ -144,7 +146,8 @@ class ImportConfig:
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
     template_arguments: str = "{}"
-    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'."""
+    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'. By default what
+    the trainer's own config says, where that lies beside the log (verl's .hydra/config.yaml)."""
     system_prompt: str | None = None
     """The run's system message, where the log has questions alone."""
     max_response_tokens: int | None = None

@@ -28,6 +28,7 @@ from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
 from tsae.rollouts.logs.outcome import Outcomes
 from tsae.rollouts.logs.policies import Policies
+from tsae.rollouts.logs.settings import find_settings
 from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
 from tsae.rollouts.parts import COLUMN
@@ -70,6 +71,11 @@ def import_log(
     path, to, config = Path(path), Path(to), config or ImportConfig()
     form, files = find_log(path, config)
     series = _series(checkpoint, path)
+    settings = find_settings(path) if json.loads(config.template_arguments) == {} else None
+    if settings is not None:
+        config = replace(config, template_arguments=json.dumps(settings.template_arguments))
+        told_so = f"the chat template is given {config.template_arguments}, as {settings.file} says"
+        series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
     run = _Import(form, files, series, tokens, config)
     to.parent.mkdir(parents=True, exist_ok=True)

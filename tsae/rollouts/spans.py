@@ -61,11 +61,12 @@ MARKERS = (
 )
 """What is known. A model that marks thinking otherwise needs a line here."""
 
-_OPENS = re.compile("|".join(f"({m.opens})" for m in MARKERS))
+# Without groups: re then looks for the characters that markers begin with, which is much faster.
+_OPENS = re.compile("|".join(m.opens for m in MARKERS))
 _CLOSES = [re.compile(m.closes) for m in MARKERS]
-_FIRST = re.compile("|".join(f"({m.closes})" for m in MARKERS if m.may_begin_inside))
-_OPENED = re.compile(rf"(?:{'|'.join(f'({m.opens})' for m in MARKERS)})\s*\Z")
-_CLOSED = re.compile(rf"(?:{'|'.join(f'(?:{m.closes})' for m in MARKERS)})\s*\Z")
+_FIRST = re.compile("|".join(m.closes for m in MARKERS if m.may_begin_inside))
+_OPENED = re.compile(rf"({'|'.join(m.opens for m in MARKERS)})\s*\Z")
+_CLOSED = re.compile(rf"(?:{'|'.join(m.closes for m in MARKERS)})\s*\Z")
 _LOOK_BACK = 64
 """Tokens of a prompt's end that are looked at: more than any marker and white space take."""
 
@@ -134,8 +135,8 @@ class Spans:
     def _end(self, ids: np.ndarray) -> int | None:
         """Number of the markers that a text opens with its end; −1 where it closes any, None where it does neither."""
         text = "".join(self._texts[id] for id in ids[-_LOOK_BACK:].tolist())
-        if (opened := _OPENED.search(text)) is not None and opened.lastindex is not None:
-            return opened.lastindex - 1
+        if (opened := _OPENED.search(text)) is not None:
+            return _opening(opened[1])
         return -1 if _CLOSED.search(text) else None
 
 
@@ -185,9 +186,9 @@ class _Scan:
             start = low
             if self._open is None:
                 found = _OPENS.search(text, low, high)
-                if found is None or found.lastindex is None:
+                if found is None:
                     return
-                self._open, self._fresh = found.lastindex - 1, False
+                self._open, self._fresh = _opening(found[0]), False
                 self._names[MARKERS[self._open].name] += 1
                 start, low = found.start(), found.end()
             closed = _CLOSES[self._open].search(text, low, high)
@@ -231,6 +232,11 @@ class TokenTexts(dict[int, str]):
         )
         self[id] = found = twice[len(once) :]
         return found
+
+
+def _opening(text: str) -> int:
+    """Number of the markers that a text opens."""
+    return next(number for number, m in enumerate(MARKERS) if re.fullmatch(m.opens, text))
 
 
 def _runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
