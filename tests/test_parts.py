@@ -20,6 +20,7 @@ from tsae.activations.partners import blocks
 from tsae.activations.store import ActivationStore, Shard
 from tsae.activations.windows import Windows
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.cli import main
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import padded
 from tsae.diff.probabilities import response_logprobs
@@ -333,6 +334,23 @@ def test_a_diff_over_thinking_is_one_of_means_over_thinking(table: FeatureTable,
     # Trajectories that do not think have no mean: left out, and counted.
     assert diff.info["without_span"] == empty
     assert "trajectories without a token of the span (thinking), left out: base" in str(_told(diff))
+
+
+def test_every_command_takes_the_span(
+    acts: ActivationStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, to = str(acts.path), {name: str(tmp_path / name) for name in ("sae", "features", "diff")}
+    size = ["--d-sae", "32", "--k", "4", "--tokens", "1000", "--batch-tokens", "128"]
+    main(["train", "--store", store, "--to", to["sae"], "--span", "thinking", *size])
+    main(["evaluate", "--sae", to["sae"], "--store", store, "--span", "answer", "--all-problems"])
+    main(["encode", "--sae", to["sae"], "--store", store, "--to", to["features"]])
+    capsys.readouterr()
+    quick = ["--n-bootstrap", "100", "--n-permutations", "200", "--min-problems", "3", "--noise-draws", "0"]
+    main(["diff", "--features", to["features"], "--to", to["diff"], "--span", "thinking", *quick])
+    assert "trajectories without a token of the span (thinking), left out: base" in capsys.readouterr().out
+    page = tsae.FeatureDiff.load(to["diff"]).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Mean activation over the thinking tokens of a trajectory" in page
+    assert "Trajectories without such a token are left out (of those read by base" in page
 
 
 def _told(diff: Any) -> str:

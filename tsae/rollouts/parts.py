@@ -8,6 +8,8 @@ not depend on them.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +24,53 @@ result, a user's turn, what a template writes between turns."""
 
 COLUMN = "parts"
 FIELD = pa.field(COLUMN, pa.list_(pa.int8()))
+_ROWS = 1024
+
+
+class Parts:
+    """What a table of rollouts says of the tokens of its responses."""
+
+    table: pa.Table
+
+    @cached_property
+    def n_sampled(self) -> np.ndarray:
+        """(n,) response tokens that the policy sampled: all but what tools, users and templates wrote in between."""
+        return count_sampled(self.table)
+
+    @cached_property
+    def has_thinking(self) -> bool:
+        """Whether thinking was found in any response."""
+        if COLUMN not in self.table.column_names:
+            return False
+        return any(pc.any(pc.equal(chunk.flatten(), THINKING)).as_py() for chunk in self.table[COLUMN].chunks)
+
+    def token_parts(self, rows: np.ndarray | Sequence[int]) -> np.ndarray | None:
+        """(n_tokens,) int8 part of every token of some rows, prompts (ANSWER) and responses; None where all responses
+        of the table are plain."""
+        return token_parts(self.table, np.asarray(rows, dtype=np.int64))
+
+    def response_parts(self, row: int) -> np.ndarray:
+        """(n,) int8 part of every response token of one trajectory."""
+        found = self.table[COLUMN][row].values if COLUMN in self.table.column_names else None
+        if found is None:
+            return np.full(len(self.table["response_ids"][row].values), ANSWER, dtype=np.int8)
+        return np.array(found.to_numpy())
+
+    def sampled(self, row: int) -> np.ndarray:
+        """(n,) bool: which response tokens of one trajectory the policy sampled."""
+        return np.asarray(self.response_parts(row) != OTHER)
+
+    @cached_property
+    def parts_fingerprint(self) -> str:
+        """Hash of the parts of all responses; empty where all are plain, whether or not the table has the column."""
+        if COLUMN not in self.table.column_names or self.table[COLUMN].null_count == len(self.table):
+            return ""
+        digest = hashlib.sha256()
+        # Lengths are those of the responses; a null is another thing than a list of ANSWER.
+        digest.update(np.packbits(np.asarray(self.table[COLUMN].is_null())).tobytes())
+        for chunk in self.table[COLUMN].chunks:
+            digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
+        return digest.hexdigest()[:16]
 
 
 def check_parts(table: pa.Table, where: str) -> None:
@@ -54,26 +103,22 @@ def check_parts(table: pa.Table, where: str) -> None:
         raise TsaeError(f"row {empty[0]} has no sampled token", where=where, fix="Drop that trajectory.")
 
 
-def has_part(table: pa.Table, part: int) -> bool:
-    """Whether any token is of a part other than ANSWER."""
-    if COLUMN not in table.column_names:
-        return False
-    return any(pc.any(pc.equal(chunk.flatten(), part)).as_py() for chunk in table[COLUMN].chunks)
-
-
 def count_sampled(table: pa.Table) -> np.ndarray:
     """(n,) response tokens that the policy sampled."""
     lengths = list_lengths(table["response_ids"])
     if COLUMN not in table.column_names:
         return lengths
-    counts = []
+    others, row = np.zeros(len(lengths), dtype=np.int64), 0
     for chunk in table[COLUMN].chunks:
-        offsets = chunk.offsets.to_numpy()
-        before = np.concatenate([[0], (chunk.values.to_numpy() == OTHER).cumsum()])
-        counts.append(before[offsets[1:]] - before[offsets[:-1]])
-    others = np.concatenate(counts) if counts else np.zeros(0, dtype=int)
-    # What lies under a null means nothing.
-    return np.asarray(lengths - np.where(np.asarray(table[COLUMN].is_null()), 0, others))
+        offsets, values, known = chunk.offsets.to_numpy(), chunk.values.to_numpy(), ~np.asarray(chunk.is_null())
+        for low in range(0, len(chunk), _ROWS):  # Counts take eight times what the parts take.
+            ends = offsets[low : low + _ROWS + 1]
+            before = np.concatenate([[0], (values[ends[0] : ends[-1]] == OTHER).cumsum()])
+            counts = np.diff(before[ends - ends[0]])
+            # What lies under a null means nothing.
+            others[row : row + len(counts)] = np.where(known[low : low + _ROWS], counts, 0)
+            row += len(counts)
+    return np.asarray(lengths - others)
 
 
 def token_parts(table: pa.Table, rows: np.ndarray) -> np.ndarray | None:
@@ -81,11 +126,10 @@ def token_parts(table: pa.Table, rows: np.ndarray) -> np.ndarray | None:
 
     Args:
         table: of rollouts.
-        rows: (n,) positions.
+        rows: (n,) int64 positions.
     """
     if COLUMN not in table.column_names or table[COLUMN].null_count == len(table):
         return None
-    rows = np.asarray(rows, dtype=np.int64)
     prompt, response = (list_lengths(table[name])[rows] for name in ("prompt_ids", "response_ids"))
     found = np.zeros(int((prompt + response).sum()), dtype=np.int8)
     begin = (prompt + response).cumsum() - response  # where every response begins
@@ -102,18 +146,6 @@ def token_parts(table: pa.Table, rows: np.ndarray) -> np.ndarray | None:
         low, length = offsets[place].astype(np.int64), (offsets[place + 1] - offsets[place]).astype(np.int64)
         found[_ranges(begin[mine], length)] = chunk.values.to_numpy()[_ranges(low, length)]
     return found
-
-
-def fingerprint(table: pa.Table) -> str:
-    """Hash of the parts of all responses; empty where all are plain, whether or not the table has the column."""
-    if COLUMN not in table.column_names or table[COLUMN].null_count == len(table):
-        return ""
-    digest = hashlib.sha256()
-    # Lengths are those of the responses; a null is another thing than a list of ANSWER.
-    digest.update(np.packbits(np.asarray(table[COLUMN].is_null())).tobytes())
-    for chunk in table[COLUMN].chunks:
-        digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
-    return digest.hexdigest()[:16]
 
 
 def _ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ token is (`tsae.rollouts.parts`)."""
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 
 
-class Rollouts:
+class Rollouts(parts.Parts):
     """A table of trajectories.
 
     Args:
@@ -213,32 +213,6 @@ class Rollouts:
         return prompt.copy(), response.copy()
 
     @cached_property
-    def n_sampled(self) -> np.ndarray:
-        """(n,) response tokens that the policy sampled: all but what tools, users and templates wrote in between."""
-        return parts.count_sampled(self.table)
-
-    @cached_property
-    def has_thinking(self) -> bool:
-        """Whether thinking was found in any response."""
-        return parts.has_part(self.table, parts.THINKING)
-
-    def token_parts(self, rows: np.ndarray | Sequence[int]) -> np.ndarray | None:
-        """(n_tokens,) int8: what every token of some rows is, prompts and responses; see `tsae.rollouts.parts`. None
-        where all responses of the table are plain."""
-        return parts.token_parts(self.table, np.asarray(rows))
-
-    def response_parts(self, row: int) -> np.ndarray:
-        """(n,) int8: what every response token of one trajectory is."""
-        found = self.table[parts.COLUMN][row].values if parts.COLUMN in self.table.column_names else None
-        if found is None:
-            return np.full(len(self.table["response_ids"][row].values), parts.ANSWER, dtype=np.int8)
-        return found.to_numpy().copy()
-
-    def sampled(self, row: int) -> np.ndarray:
-        """(n,) bool: which response tokens of one trajectory the policy sampled."""
-        return np.asarray(self.response_parts(row) != parts.OTHER)
-
-    @cached_property
     def fingerprint(self) -> str:
         """Hash of the trajectories: problem, policy and token ids, in order."""
         digest = hashlib.sha256()
@@ -266,11 +240,6 @@ class Rollouts:
             digest.update(b"]")
         digest.update(self.parts_fingerprint.encode())
         return digest.hexdigest()[:16]
-
-    @cached_property
-    def parts_fingerprint(self) -> str:
-        """Hash of what the tokens of the responses are; empty where all responses are plain."""
-        return parts.fingerprint(self.table)
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
         """The given rows (a boolean mask or positions), in order."""
