@@ -237,6 +237,17 @@ def test_batches_hold_the_span_and_no_pair_across_what_lies_between(
         assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.parametrize("span", ["thinking", "all"])
+def test_live_models_read_the_same_tokens(series: Any, acts: ActivationStore, thinking: Rollouts, span: Any) -> None:
+    live = tsae.LiveSource(series, thinking, SITE, config=tsae.LiveConfig(buffer_tokens=4000))
+    found = []
+    for source in (live, acts):
+        windows = source.windows(SITE, span=span, max_norm=1e6)
+        rows = [row for batch in windows.epoch(0, 64) for row in batch.trajectory.tolist()]
+        found.append((sorted(windows.segments[:, 2].tolist()), sorted(rows)))
+    assert found[0] == found[1]
+
+
 def test_what_was_not_sampled_ends_a_step() -> None:
     ids = np.array([BOS, 1, 2, 3, 4, 5, 6, 7])
     shard = Shard(Path(), "base", "float32", ids, np.array([0, 8]), np.array([0]))
