@@ -362,6 +362,7 @@ def test_every_command_takes_the_span(
     page = tsae.FeatureDiff.load(to["diff"]).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Mean activation over the thinking tokens of a trajectory" in page
     assert "Trajectories without such a token are left out (of those read by base" in page
+    assert "% of its activation in responses on thinking" in page
 
 
 def _told(diff: Any) -> str:
@@ -398,6 +399,8 @@ def test_thinking_and_answer_are_told_apart() -> None:
         table = diff.table(kind="shift", checkpoint="run", part="total", discoveries=True)
         moved[span] = set(table[(table.outcome == "all") & (table.delta.abs() > 1)].feature)
         assert "without_span" not in diff.info
+        by_part = np.array([[c[2:4].sum(0), c[5:7].sum(0)] for c in codes]).sum(0)
+        np.testing.assert_allclose(diff.features.thinking_share, by_part[0] / by_part.sum(0), rtol=1e-5)
     assert moved == {"thinking": {0}, "answer": {1}, "response": {0, 1}}
 
 

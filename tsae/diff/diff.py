@@ -228,11 +228,21 @@ def _describe(
         },
         index=index,
     )
+    if features.rollouts.has_thinking:
+        table["thinking_share"] = _thinking_share(features)
     if classes is not None:
         table = table.join(responds_to(features, classes))
     else:
         table["responds_to"] = [" ".join(repr(t) for t in found[:3]) or "never active" for found in tokens.top_tokens]
     return table.join(tokens)
+
+
+def _thinking_share(features: FeatureTable) -> np.ndarray:
+    """(n_features,) share of a feature's activation in responses that falls on thinking; 0 where it never fires."""
+    of_thinking, of_response = (
+        features.codes.T @ features.span_mask(span).astype(np.float64) for span in ("thinking", "response")
+    )
+    return np.divide(of_thinking, of_response, out=np.zeros(features.n_features), where=of_response > 0)
 
 
 def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:

@@ -238,7 +238,8 @@ def _effects(
     """The weights of "effects": outcome effects found on the problems learned from, shrunk towards 0."""
     drawing = DiffConfig(q=config.q, min_problems=max(2, config.min_problems), seed=config.seed)
     of_rows = Rows.of(features, drawing)
-    learned, outcome = rows[learning], tokens.frame.outcome.to_numpy(dtype=object)[learning]
+    measured = learning & (of_rows.n_tokens[rows] > 0)  # A response of an end token alone has no mean.
+    learned, outcome = rows[measured], tokens.frame.outcome.to_numpy(dtype=object)[measured]
     success, failure = (learned[outcome == name] for name in ("success", "failure"))
     of = outcome_comparison(of_rows, success, failure, info["reader"], "all", drawing)
     contrast = draw(of_rows, of, drawing)
