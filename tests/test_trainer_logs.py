@@ -437,12 +437,19 @@ def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
     row = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")[0]
     mask = [0, 0, 0, 0, 0, 1, 0, 1]
     row |= {"token_loss_mask": [mask + [0] * 8], "input_lengths": [9], "advantages": [[5.0] * 7 + [0.5] * 9]}
+    row["generation_logprobs"] = [[0.0] * 5 + [-0.5] * 11]
     row["advantages"][0][5] = 0.5
     found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
     assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:5]]
     assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][5:8]]
     assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
     assert found.frame.response_length.tolist() == [2]
+    # An assistant's turn of the prompt is masked as well, but was not sampled.
+    row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
+    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:7]]
+    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][7:8]]
+    assert "parts" not in found.table.column_names
 
 
 def test_an_early_nemo_log_has_no_token_ids(chat: Checkpoint, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ input_lengths, token_ids, token_loss_mask, sample_loss_mask, advantages, generat
 batch axis is kept, so that every value but idx is a list of one.
 
 - token_ids are padded to the batch's width; input_lengths says where they end. The masked tokens are the response;
-  what the environment said after it is dropped.
+  what the environment said after it is dropped, and what it said in between is marked. The mask covers every turn of
+  the assistant, those of the prompt too, whose generation_logprobs are 0.
 - With dynamic sampling ``rewards`` runs over the batch before filtering and does not belong to its row;
   ``filtered_rewards`` does, and is read instead.
 - idx is the row's number, not a problem's: problems are told by prompt tokens. There is no reference answer.
@@ -43,7 +44,10 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         length = whole(_only(get(row, "input_lengths", where)), "input_lengths", where)
         yield masked_entry(
             token_ids(_only(row["token_ids"]), "token_ids", where)[:length],
-            np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length],
+            _sampled(
+                np.asarray(_only(get(row, "token_loss_mask", where)), dtype=float)[:length],
+                np.asarray(_only(row["generation_logprobs"]), dtype=float)[:length],
+            ),
             _only(row.get("filtered_rewards", get(row, "rewards", where))),
             _only(row.get("advantages")),
             where,
@@ -53,6 +57,19 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         )
 
     return each_row(file, config, of)
+
+
+def _sampled(mask: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """The mask without the assistant's turns that were part of the prompt: what nobody sampled has a logprob of 0."""
+    edges = np.flatnonzero(np.diff(mask > 0, prepend=False, append=False))
+    if logprobs.shape != mask.shape or len(edges) < 4:
+        return mask
+    for low, high in zip(edges[::2], edges[1::2], strict=True):
+        if logprobs[low:high].any():
+            found = mask.copy()
+            found[:low] = 0
+            return found
+    return mask
 
 
 def _only(value: Any) -> Any:
