@@ -219,9 +219,12 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
     reads_as(found, [RIGHT, [*RIGHT, EOS]])
     assert column(found, "policy") == ["r-00002"] * 2
     assert "1 responses were sampled while weights were updated: named after the newest" in notes(found)
-    inside = sample([16, 5, 2], loss_mask=[1, 0, 1])
+    inside = read(save(tmp_path / "0.pt", sample([16, 5, 5, 2, 1], loss_mask=[1, 0, 0, 1, 0])), chat)
+    assert column(inside, "response_ids") == [[16, 5, 5, 2]]
+    assert column(inside, "parts") == [[0, 2, 2, 0]]
+    assert column(inside, "response") == ["#\n2"]
+    assert "1 responses have several turns" in notes(inside)
     for bad, message in (
-        (inside, "several turns"),
         (sample(RIGHT, status="aborted"), "its status is aborted"),
         (sample([]), "the response is empty"),
         (sample(RIGHT, response_length=99), "99 response tokens of 11"),

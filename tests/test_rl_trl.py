@@ -271,6 +271,23 @@ def style(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+def test_what_tools_wrote_earns_no_credit() -> None:
+    """TRL's tool_mask is 0 there: advantages are those of the same tokens without what stands between."""
+    from tsae.rl.trl import FeatureCredit
+
+    scores = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    rule = FeatureCredit.__new__(FeatureCredit)
+    rule.shaping, rule.applies = ShapingConfig(plausibility=True), None
+    rule.scores = lambda batch: scores[:, : batch["completion_mask"].shape[1]]  # type: ignore[method-assign]
+    tools = torch.tensor([[1, 1, 0, 0, 1], [1, 0, 0, 1, 1]])
+    batch = {"advantages": torch.tensor([1.0, -1.0]), "completion_mask": torch.ones(2, 5, dtype=torch.long)}
+    found = rule([], {**batch, "tool_mask": tools}, 2)
+    assert not found[tools == 0].any()
+    scores = scores[tools == 1].reshape(2, 3)
+    expected = rule([], {**batch, "completion_mask": torch.ones(2, 3, dtype=torch.long)}, 2)
+    torch.testing.assert_close(found[tools == 1].reshape(2, 3), expected)
+
+
 def test_a_curriculum_counts_the_reward_that_says_what_is_right(tmp_path: Path) -> None:
     ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
 

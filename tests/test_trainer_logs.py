@@ -415,7 +415,6 @@ def test_nemo_rl(chat: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_loss_mask": [[0, 0, 0, 0, 0, 1, 0, 1] + [0] * 8], "input_lengths": [9]}, "several turns"),
         ({"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
         ({"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
         ({"token_ids": [["a"] * 16]}, "token_ids is no list of token ids"),
@@ -431,6 +430,26 @@ def test_bad_nemo_rows(chat: Checkpoint, tmp_path: Path, change: dict[str, Any],
     with pytest.raises(TsaeError, match=message) as error:
         read(log, chat)
     assert f"{log}:2" in str(error.value)
+
+
+def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
+    """What the environment said between the policy's turns stays, and is marked."""
+    row = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")[0]
+    mask = [0, 0, 0, 0, 0, 1, 0, 1]
+    row |= {"token_loss_mask": [mask + [0] * 8], "input_lengths": [9], "advantages": [[5.0] * 7 + [0.5] * 9]}
+    row["generation_logprobs"] = [[0.0] * 5 + [-0.5] * 11]
+    row["advantages"][0][5] = 0.5
+    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:5]]
+    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][5:8]]
+    assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
+    assert found.frame.response_length.tolist() == [2]
+    # An assistant's turn of the prompt is masked as well, but was not sampled.
+    row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
+    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:7]]
+    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][7:8]]
+    assert "parts" not in found.table.column_names
 
 
 def test_an_early_nemo_log_has_no_token_ids(chat: Checkpoint, tmp_path: Path) -> None:
@@ -504,7 +523,6 @@ def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
         (lambda t: t.update(rewards={"correct": None}), "has no reward"),
         (lambda t: t.update(rewards={"correct": {"score": "x"}}), "correct is 'x'"),
         (lambda t: t.update(nodes="x"), "nodes is no list"),
-        (lambda t: t["nodes"].append({**t["nodes"][1], "parent": 1}), "several turns"),
         (lambda t: t.update(id="trace-2"), "comes here again"),
     ],
 )
@@ -518,6 +536,20 @@ def test_bad_prime_traces(chat: Checkpoint, tmp_path: Path, change: Any, message
     with pytest.raises(TsaeError, match=message) as error:
         read(log, chat, outcome="correct")
     assert f"{log}:2" in str(error.value)
+
+
+def test_prime_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
+    """A trace of three turns: the user's second one, and the header of the second answer, were not sampled."""
+    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
+    first, answer = rows[0]["nodes"]
+    again = {**first, "parent": 1, "message": {"role": "user", "content": "And?"}}
+    rows[0]["nodes"] = [first, answer, again, {**answer, "parent": 2}, {**first, "parent": 3}]
+    found = read(write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", rows), chat, outcome="correct")
+    assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 2
+    assert found.table["response_ids"].to_pylist()[0] == [16, 2, EOS, *PLAIN, 15, 16, 2, EOS]
+    assert found.table["parts"].to_pylist() == [[0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0], None]
+    assert columns(found, "prompt", "response")[0] == ("1+1?", "#2\n#2")
+    assert found.frame.response_length.tolist() == [6, 3]
 
 
 def test_prime_rls_token_exports(chat: Checkpoint, tmp_path: Path) -> None:

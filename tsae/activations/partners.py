@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tsae.activations.store import Shard
+from tsae.rollouts.parts import OTHER
 
 
 class Partners:
@@ -52,7 +53,11 @@ class Partners:
 
 
 def blocks(
-    shard: Shard, counted: np.ndarray, prompt_lengths: np.ndarray | None, step_ends: Sequence[int]
+    shard: Shard,
+    counted: np.ndarray,
+    prompt_lengths: np.ndarray | None,
+    step_ends: Sequence[int],
+    parts: np.ndarray | None = None,
 ) -> np.ndarray:
     """(n_blocks,) places among the shard's counted tokens at which trajectories, or steps, begin.
 
@@ -60,12 +65,16 @@ def blocks(
         shard: whole trajectories.
         counted: (n_tokens,) bool.
         prompt_lengths: (n_trajectories,) tokens of each prompt, for steps; None for trajectories.
-        step_ends: ids of the tokens that end a step, counted or not; the ends of prompts and trajectories do so too.
+        step_ends: ids of the tokens that end a step, counted or not; the ends of prompts and trajectories do so too,
+            and whatever the policy did not sample.
+        parts: (n_tokens,) what each is (`tsae.rollouts.parts`); None where the policy sampled all responses.
     """
     begins = np.zeros(shard.n_tokens, dtype=bool)
     begins[shard.offsets[:-1]] = True
     if prompt_lengths is not None:
         begins[1:] |= np.isin(shard.token_ids[:-1], list(step_ends))
         begins[shard.offsets[:-1] + prompt_lengths] = True
+        if parts is not None:
+            begins[1:] |= (parts[1:] == OTHER) != (parts[:-1] == OTHER)
     number = np.cumsum(begins)[counted]
     return np.flatnonzero(np.diff(number, prepend=0))

@@ -189,6 +189,7 @@ class Source:
             "special_ids": manifest["special_ids"],
             "capture": manifest.get("config"),
             **({"subset": selected} if selected else {}),
+            **({"parts": told} if (told := self.rollouts.parts_fingerprint) else {}),
             **{axis: _hash(self.rollouts.table[axis].to_pylist()) for axis in labels},
         }
 

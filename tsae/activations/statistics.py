@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class _Response(NamedTuple):
-    """What one reader predicted of one response; views of the store."""
+    """What one reader predicted of the tokens of one response that the policy sampled; views of the store where it
+    sampled all."""
 
     entropy: np.ndarray
     logprob: np.ndarray
@@ -45,7 +46,7 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
         a DataFrame with the columns
 
         - reader, trajectory (row id), problem_id, policy, band, outcome;
-        - n_tokens: of the response, the end-of-sequence token among them;
+        - n_tokens: of the response that the policy sampled, the end-of-sequence token among them;
         - entropy: the reader's, mean over these, in nats;
         - choice_points: share of these whose entropy is above `threshold`, the quantile over all response tokens that
           the checkpoints of the reader's run read;
@@ -68,12 +69,17 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
     if not 0 < quantile < 1:
         raise TsaeError(f"quantile={quantile} is not between 0 and 1", where="trajectory_statistics")
     prompts = store.rollouts.lengths("prompt_ids")
+    several = store.rollouts.n_sampled < store.rollouts.lengths("response_ids")
     read: dict[tuple[str, int], _Response] = {}
     for shard in store.whole.shards():
         entropy, logprob = shard.entropy, shard.logprob
         starts, ends = shard.offsets[:-1] + prompts[shard.trajectory], shard.offsets[1:]
         for row, start, end in zip(shard.trajectory.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            read[shard.reader, row] = _Response(entropy[start:end], logprob[start:end])
+            response = _Response(entropy[start:end], logprob[start:end])
+            if several[row]:
+                sampled = store.rollouts.sampled(row)
+                response = _Response(*(values[sampled] for values in response))
+            read[shard.reader, row] = response
     infos = [store.whole.reader_info(id) for id in store.whole.readers]
     run_of = {info["id"]: info["run"] or info["id"] for info in infos}
     thresholds = {}

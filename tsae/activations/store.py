@@ -33,6 +33,7 @@ import numpy as np
 
 from tsae.activations.source import Source
 from tsae.errors import TsaeError
+from tsae.rollouts.parts import ANSWER, OTHER, THINKING
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIE
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
 
-TokenSpan = Literal["response", "prompt", "last_prompt", "all"]
+TokenSpan = Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"]
+"""Tokens that something is asked of; see `span_mask`."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ class Shard:
         return mapped(self.path, "logprob")
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
-        """(n_tokens,) bool: tokens of a span; see `span_mask`."""
-        prompt_lengths = rollouts.lengths("prompt_ids")[self.trajectory]
-        return span_mask(self.token_ids, self.offsets, prompt_lengths, span, special_ids)
+        """(n_tokens,) bool: tokens of a span; see `span_mask`.
+
+        Raises:
+            TsaeError: for thinking, where no response of the rollouts has any.
+        """
+        return rows_mask(self.token_ids, self.offsets, rollouts, self.trajectory, span, special_ids)
 
 
 def span_mask(
@@ -121,17 +126,23 @@ def span_mask(
     prompt_lengths: np.ndarray,
     span: TokenSpan,
     special_ids: Collection[int],
+    parts: np.ndarray | None = None,
 ) -> np.ndarray:
     """(n_tokens,) bool: tokens of a span; special tokens never count, but as the last of a prompt.
 
     The first token of the response is drawn from the prompt's last token, and chat templates may end in a special one.
 
+    - response: tokens that the policy sampled; thinking and answer: those of them that are its thinking, and the rest;
+    - prompt: tokens before the response; last_prompt: the last of these, whichever it is;
+    - all: prompt and response, without what the policy did not sample of the response, which is in no span.
+
     Args:
         token_ids: (n_tokens,) of whole trajectories after one another.
         offsets: (n_trajectories + 1,) where each begins.
         prompt_lengths: (n_trajectories,) tokens of each prompt.
-        span: response, prompt, last_prompt (the last token before the response, whichever it is) or all.
+        span: which tokens.
         special_ids: token ids that never count.
+        parts: (n_tokens,) what each is (`tsae.rollouts.parts`); None where all responses are plain answers.
     """
     if span == "last_prompt":
         last = np.zeros(len(token_ids), dtype=bool)
@@ -140,8 +151,37 @@ def span_mask(
     lengths = np.diff(offsets)
     position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
     in_prompt = position < np.repeat(prompt_lengths, lengths)
-    wanted = np.ones_like(in_prompt) if span == "all" else ~in_prompt if span == "response" else in_prompt
+    wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
+    if parts is not None and span != "prompt":
+        of_span = {"thinking": parts == THINKING, "answer": parts == ANSWER}
+        wanted &= of_span.get(span, parts != OTHER)
+    elif span == "thinking":
+        wanted[:] = False
     return wanted & ~np.isin(token_ids, list(special_ids))
+
+
+def rows_mask(
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    rollouts: Rollouts,
+    rows: np.ndarray,
+    span: TokenSpan,
+    special_ids: Collection[int],
+) -> np.ndarray:
+    """`span_mask` of the tokens of some rows of rollouts, whose prompt lengths and parts these know.
+
+    Raises:
+        TsaeError: for thinking, where no response of the rollouts has any.
+    """
+    if span == "thinking" and not rollouts.has_thinking:
+        raise TsaeError(
+            "no response has thinking, by any marker that is known",
+            where=rollouts.origin,
+            fix="Use the span response; or, where an earlier version made these rollouts, import or sample them again, "
+            "capture into the same folder (which reads no model again), and encode again.",
+        )
+    lengths = rollouts.lengths("prompt_ids")[rows]
+    return span_mask(token_ids, offsets, lengths, span, special_ids, rollouts.token_parts(rows))
 
 
 class ActivationStore(Source):

@@ -3,7 +3,8 @@
 Every trajectory's counted tokens are cut into windows of adjacent tokens, at an offset drawn anew each epoch so that
 every adjacent pair is seen in time. Windows, not tokens, are shuffled; a batch is a set of windows, so that each token
 is encoded once although it is a partner of both of its neighbours. Windows never cross trajectories and never hold
-padding, special tokens, or tokens outside the span.
+padding, special tokens, or tokens outside the span; tokens with others between them, such as a tool's result that the
+policy did not sample, are not adjacent.
 
 A token's partner, with which the temporal loss compares it, is the token before it, as in Bhalla et al.
 (arXiv 2511.05541): both are in one window. Or it is a random earlier token of the trajectory (the default of its
@@ -159,9 +160,10 @@ class Windows:
             segments.append(find_segments(i, shard, counted))
             if partner in ("earlier", "step"):
                 prompts = store.rollouts.lengths("prompt_ids")[shard.trajectory] if partner == "step" else None
-                begins.append(n_counted + blocks(shard, counted, prompts, step_ends))
+                parts = store.rollouts.token_parts(shard.trajectory) if partner == "step" else None
+                begins.append(n_counted + blocks(shard, counted, prompts, step_ends, parts))
                 n_counted += int(counted.sum())
-                n_undivided += len(blocks(shard, counted, prompts, ()))
+                n_undivided += len(blocks(shard, counted, prompts, (), parts))
         # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
         narrow = max(shard.n_tokens for shard in self.shards) < 2**31
         self.segments = np.concatenate(segments).astype(np.int32 if narrow else np.int64)

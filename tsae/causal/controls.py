@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tsae.activations.store import ActivationStore, span_mask
+from tsae.activations.store import ActivationStore
 from tsae.causal.config import Where
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
@@ -150,15 +150,12 @@ def mean_difference(
     """
     means = []
     policies = np.array(store.rollouts.table["policy"].to_pylist())
-    prompts = store.rollouts.lengths("prompt_ids")
     for reader in (up, down):
         store.reader_info(reader)
         total, n = np.zeros(store.d_model(site)), 0
         for shard in store.shards(reader):
             own = np.repeat(policies[shard.trajectory] == reader, np.diff(shard.offsets))
-            of_response = span_mask(
-                shard.token_ids, shard.offsets, prompts[shard.trajectory], "response", store.special_ids
-            )
+            of_response = shard.token_span(store.rollouts, "response", store.special_ids)
             if norm_limit is not None:
                 own &= shard.norms(site) <= norm_limit
             rows = np.flatnonzero(own & of_response)

@@ -162,8 +162,8 @@ class Evaluate:
     store: Path
     """Folder that `tsae capture` wrote."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
-    span: Literal["response", "prompt", "all"] = "all"
-    """Which tokens count; special tokens never do."""
+    span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
+    """Which tokens count; special tokens never do, nor tokens of a response that the policy did not sample."""
     max_norm: float | None = None
     """Tokens whose norm exceeds this multiple of the median are left out; by default those beyond the limit that
     training stored, or 10 times the median where it stored none."""

@@ -14,10 +14,12 @@ FalseDiscoveries = Literal["bh", "by"]
 class DiffConfig:
     """Which contrasts are drawn and how their uncertainty is estimated."""
 
-    span: Literal["response", "prompt", "last_prompt", "all"] = "response"
-    """Tokens over which a trajectory's mean activation is taken; special tokens never count. last_prompt is the last
-    one of the prompt, from which the first token of the response is drawn. Within prompts only what training changed in
-    reading them can differ: policy parts, outcomes and interactions are refused there."""
+    span: Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"] = "response"
+    """Tokens over which a trajectory's mean activation is taken; special tokens never count, nor tokens of a response
+    that the policy did not sample. thinking and answer are the two parts of a response; trajectories without a token of
+    the span are left out. last_prompt is the last token of the prompt, from which the first of the response is drawn.
+    Within prompts only what training changed in reading them can differ: policy parts, outcomes and interactions are
+    refused there."""
     bands: tuple[str, ...] | None = None
     """Bands to split by; by default those of the rollouts, and none where the rollouts have none."""
     n_bootstrap: int = 1000

@@ -72,7 +72,10 @@ class Fixed:
 def padded(
     rollouts: Rollouts, rows: np.ndarray, config: InfluenceConfig
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors."""
+    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
+
+    The response mask leaves out what the policy did not sample.
+    """
     import torch
 
     from tsae.activations.reading import plan_batches
@@ -86,7 +89,7 @@ def padded(
             text = np.concatenate(rollouts.tokens(int(rows[t])))
             ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
             mask[i, : len(text)] = 1
-            is_response[i, prompt[t] : len(text)] = True
+            is_response[i, prompt[t] : len(text)] = torch.from_numpy(rollouts.sampled(int(rows[t])))
         yield rows[batch], ids.to(config.device), mask.to(config.device), is_response.to(config.device)
 
 

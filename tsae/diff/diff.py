@@ -107,6 +107,7 @@ def feature_diff(
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
             "labels": features.rollouts.labels_fingerprint,
+            **({"without_span": left_out} if (left_out := rows.without_tokens(features)) else {}),
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
             "steps": [] if along is None else _flagged(of_steps, config),
             "no_dynamics": {} if along is None else along.notes,
@@ -227,6 +228,8 @@ def _describe(
         },
         index=index,
     )
+    if features.rollouts.has_thinking:
+        table["thinking_share"] = _thinking_share(features)
     if classes is not None:
         table = table.join(responds_to(features, classes))
     else:
@@ -234,11 +237,19 @@ def _describe(
     return table.join(tokens)
 
 
+def _thinking_share(features: FeatureTable) -> np.ndarray:
+    """(n_features,) share of a feature's activation in responses that falls on thinking; 0 where it never fires."""
+    of_thinking, of_response = (
+        features.codes.T @ features.span_mask(span).astype(np.float64) for span in ("thinking", "response")
+    )
+    return np.divide(of_thinking, of_response, out=np.zeros(features.n_features), where=of_response > 0)
+
+
 def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     """(n_features,) Spearman correlation of a trajectory's mean activation with its response length, on the base."""
     base = features.readers[0]
     picked = rows.by_reader[base, rows.own(base)]
-    length = rankdata(features.rollouts.lengths("response_ids")[features.trajectory[picked]])
+    length = rankdata(features.rollouts.n_sampled[features.trajectory[picked]])
     length, n = length - length.mean(), len(picked)
     columns = sp.csc_array(rows.values[picked])
     product, square = np.zeros((2, features.n_features))

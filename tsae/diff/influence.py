@@ -249,7 +249,7 @@ def _advantages(rollouts: Rollouts) -> np.ndarray:
 
 def _score_weights(rollouts: Rollouts, advantages: np.ndarray, config: InfluenceConfig) -> np.ndarray:
     """(n,) what multiplies Σ_t ∇ log π of every sample in the step of the whole batch."""
-    lengths, n = rollouts.lengths("response_ids"), len(rollouts)
+    lengths, n = rollouts.n_sampled, len(rollouts)
     if config.loss_type == "grpo":
         return advantages / (lengths * n)
     if config.loss_type == "dapo":

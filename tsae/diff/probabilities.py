@@ -10,7 +10,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 COLUMN = "logprob"
-"""Of rollouts: Σ log π over response tokens, the end token among them, at the temperature of sampling, in nats."""
+"""Of rollouts: Σ log π over the response tokens that the policy sampled, the end token among them, at the temperature
+of sampling, in nats."""
 
 
 def logged(rollouts: Rollouts, rows: np.ndarray) -> np.ndarray | None:
@@ -62,7 +63,7 @@ def response_logprobs(
                 ends = np.cumsum([len(texts[i]) for i in batch.texts])
                 parts = np.split(batch.values["logprob"].double().cpu().numpy(), ends[:-1])
                 for i, part in zip(mine[batch.texts], parts, strict=True):
-                    found[i] = part[prompt[i] :].sum()
+                    found[i] = part[prompt[i] :][rollouts.sampled(int(rows[i]))].sum()
         except OutOfMemory as error:
             raise TsaeError(
                 f"a batch of {batch_tokens} tokens does not fit into memory",

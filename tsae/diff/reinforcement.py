@@ -217,6 +217,12 @@ def reinforcement(
             where=features.origin,
             fix="Give one of these.",
         )
+    empty = rows.n_tokens[picked] == 0
+    picked = picked[~empty]
+    if not len(picked):
+        raise TsaeError(
+            f"no trajectory has a token of the span {config.span}", where=features.origin, fix="Choose another span."
+        )
     picked = picked[np.argsort(rows.problem[picked], kind="stable")]
     trajectories = features.trajectory[picked]
     frame = features.rollouts.frame.iloc[trajectories].reset_index(drop=True)
@@ -265,13 +271,22 @@ def reinforcement(
         table=pd.concat(tables, ignore_index=True),
         groups=groups,
         per_group={gradient: samples.per_group(values, gradient) for gradient in samples.relative},
-        notes=_notes(samples, graded),
+        notes=(*_left_out(empty, config), *_notes(samples, graded)),
         source=features,
         rows=rows,
         picked=picked,
         samples=samples,
         config=config,
     )
+
+
+def _left_out(empty: np.ndarray, config: DiffConfig) -> list[str]:
+    if not empty.any():
+        return []
+    return [
+        f"{empty.sum():,} of {len(empty):,} trajectories have no token of the span {config.span}, and count nowhere: "
+        "advantages are set against the others of their groups."
+    ]
 
 
 def _notes(samples: Samples, graded: int) -> tuple[str, ...]:

@@ -82,9 +82,10 @@ class FeatureDiff:
     note (why it was refused)."""
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
-    length_correlation (Spearman, over the base's trajectories: a confound); where other seeds' SAEs were matched also
-    stability (mean decoder cosine with the latents matched in them); where the model was at hand promotes and
-    suppresses (`tsae.features.logits.logit_effects`)."""
+    length_correlation (Spearman, over the base's trajectories: a confound); where responses have thinking also
+    thinking_share (of the activation in responses); where other seeds' SAEs were matched stability (mean decoder cosine
+    with the latents matched in them); where the model was at hand promotes and suppresses
+    (`tsae.features.logits.logit_effects`)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)

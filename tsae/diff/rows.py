@@ -30,7 +30,7 @@ class Rows:
     """Per-row data of a FeatureTable that contrasts are drawn on."""
 
     values: sp.csr_array
-    """(n_rows, n_features) mean activation over the span."""
+    """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it, which has no mean."""
     columns: sp.csc_array
     """The same by columns."""
     problem: np.ndarray
@@ -42,7 +42,7 @@ class Rows:
     n_tokens: np.ndarray
     """(n_rows,) tokens of the span."""
     by_reader: dict[tuple[str, str | None], np.ndarray]
-    """Rows of (reader, policy); of all policies under (reader, None)."""
+    """Rows of (reader, policy) that have a token of the span; of all policies under (reader, None)."""
     pooled: bool
     """Whether all trajectories count as one policy's: all readers read the same ones, and their own share too few
     problems to be compared."""
@@ -52,6 +52,8 @@ class Rows:
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
         frame = features.rollouts.frame.iloc[features.trajectory]
+        counted = features.row_of_token[features.span_mask(config.span)]
+        n_tokens = np.bincount(counted, minlength=features.n_rows)
         by_reader: dict[tuple[str, str | None], np.ndarray] = {}
         for reader in features.readers:
             by_reader[reader, None] = features.rows(reader=reader)
@@ -60,15 +62,14 @@ class Rows:
                 by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
         problem = pd.factorize(frame.problem_id)[0]
         values = features.row_means(config.span)
-        counted = features.row_of_token[features.span_mask(config.span)]
         rows = cls(
             values=values,
             columns=sp.csc_array(values),
             problem=problem,
             band=frame.band.to_numpy(dtype=object),
             outcome=frame.outcome.to_numpy(dtype=object),
-            n_tokens=np.bincount(counted, minlength=features.n_rows),
-            by_reader=by_reader,
+            n_tokens=n_tokens,
+            by_reader={key: found[n_tokens[found] > 0] for key, found in by_reader.items()},
             pooled=_is_pooled(features, by_reader, problem, config),
             scales={},
         )
@@ -78,6 +79,11 @@ class Rows:
     def own(self, reader: str) -> str | None:
         """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
         return reader if not self.pooled and len(self.by_reader[reader, reader]) else None
+
+    def without_tokens(self, features: FeatureTable) -> dict[str, int]:
+        """Trajectories left out for want of a token of the span, by reader; readers without any are not named."""
+        empty = {id: int((self.n_tokens[features.rows(reader=id)] == 0).sum()) for id in features.readers}
+        return {id: n for id, n in empty.items() if n}
 
     def pick(self, reader: str, policy: str | None, band: str, outcome: str) -> np.ndarray:
         rows = self.by_reader[reader, policy]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tsae.activations.store import rows_mask
 from tsae.features.table import FeatureTable
 
 
@@ -19,7 +20,8 @@ class Context:
     token_ids: np.ndarray
     """(n,) of prompt and response."""
     activations: np.ndarray
-    """(n,) of the feature; 0 on special tokens and outliers, which never count."""
+    """(n,) of the feature; 0 on special tokens, outliers, and tokens of the response that the policy did not sample,
+    which never count."""
     n_prompt: int
     """Tokens of the prompt, which come first."""
     outcome: str
@@ -63,7 +65,10 @@ def context(features: FeatureTable, feature: int, row: int) -> Context:
     trajectory = int(features.trajectory[row])
     record = features.rollouts.table.select(["outcome", "policy", "problem_id"]).slice(trajectory, 1).to_pylist()[0]
     ids = features.token_ids[span]
-    counted = ~np.isin(ids, list(features.info["special_ids"]))  # Outliers have no codes.
+    # Outliers have no codes.
+    counted = rows_mask(
+        ids, np.array([0, len(ids)]), features.rollouts, np.array([trajectory]), "all", features.info["special_ids"]
+    )
     return Context(
         reader=features.readers[features.reader[row]],
         trajectory=trajectory,

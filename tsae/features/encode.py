@@ -65,9 +65,10 @@ def encode(
             for shard in store.shards(reader):
                 kept = store.rows[shard.trajectory]
                 tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
+                counted = shard.token_span(store.rollouts, "all", store.special_ids)
                 for low in range(0, len(tokens), batch_tokens):
                     index = tokens[low : low + batch_tokens]
-                    codes, beyond = _encode_batch(sae, shard, index, store, quality)
+                    codes, beyond = _encode_batch(sae, shard, index, counted[index], quality)
                     parts.append(codes)
                     outliers.append(beyond)
                     bar.update(len(index))
@@ -109,7 +110,7 @@ def encode(
 
 
 class _Reconstruction:
-    """FVE and L0 of one reader over its non-special tokens below the outlier limit, and the share beyond it."""
+    """FVE and L0 of one reader over the tokens of the span "all" below the outlier limit, and the share beyond it."""
 
     def __init__(self, d_model: int) -> None:
         self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
@@ -136,17 +137,17 @@ class _Reconstruction:
 
 @torch.no_grad()
 def _encode_batch(
-    sae: TemporalSAE, shard: Shard, index: np.ndarray, store: ActivationStore, quality: _Reconstruction
+    sae: TemporalSAE, shard: Shard, index: np.ndarray, counted: np.ndarray, quality: _Reconstruction
 ) -> tuple[sp.csr_array, np.ndarray]:
-    """Codes of some tokens, and which of these are outliers, without codes."""
+    """Codes of some tokens, and which of these are outliers, without codes; the quality is that of counted ones."""
     x = torch.from_numpy(shard.read(sae.site, index))
     beyond = sae.outliers(x)
     codes = sae.encode(x.to(sae.W_dec.device))
     codes[beyond] = 0
     x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
-    special = torch.from_numpy(np.isin(shard.token_ids[index], list(store.special_ids)))
-    counted = ~special & ~beyond
-    quality.add(x[counted], x_hat[counted], codes[counted], int((beyond & ~special).sum()))
+    measured = torch.from_numpy(counted)
+    inside = measured & ~beyond
+    quality.add(x[inside], x_hat[inside], codes[inside], int((beyond & measured).sum()))
     row, column = codes.nonzero(as_tuple=True)
     offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
     found = sp.csr_array(

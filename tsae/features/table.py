@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.activations.store import TokenSpan, span_mask
+from tsae.activations.store import TokenSpan, rows_mask
 from tsae.errors import TsaeError
 from tsae.keys import several
 from tsae.provenance import write_json
@@ -140,9 +140,13 @@ class FeatureTable:
         return np.repeat(np.arange(self.n_rows), np.diff(self.row_offsets))
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
-        """(n_tokens,) bool: tokens of a span. Outliers never count, special tokens only as last_prompt."""
-        prompt_lengths = self.rollouts.lengths("prompt_ids")[self.trajectory]
-        mask = span_mask(self.token_ids, self.row_offsets, prompt_lengths, span, self.info["special_ids"])
+        """(n_tokens,) bool: tokens of a span; see `tsae.activations.store.span_mask`. Outliers never count.
+
+        Raises:
+            TsaeError: for thinking, where no response has any.
+        """
+        special = self.info["special_ids"]
+        mask = rows_mask(self.token_ids, self.row_offsets, self.rollouts, self.trajectory, span, special)
         return mask & ~self.outlier if len(self.outlier) else mask
 
     def row_means(self, span: TokenSpan = "response") -> sp.csr_array:

@@ -15,7 +15,8 @@ const makeCard = async (data, feature) => {
   const step = (to, text) => (info.order[to] === undefined ? null : element("a", { href: "#feature-" + info.order[to] }, text));
   const facts = [
     `${columns.group[feature]}-level`,
-    `active on ${percentText(numbers.firing_rate[feature])} % of tokens`,
+    `active on ${percentText(numbers.firing_rate[feature])} % of ${info.span} tokens`,
+    numbers.thinking_share ? `${percentText(numbers.thinking_share[feature])} % of its activation in responses on thinking` : null,
     numbers.stability ? `stability ${numberText(numbers.stability[feature])}` : null,
     columns.family ? (columns.family[feature] === "none" ? "no family" : `family ${columns.family[feature]} (${percentText(numbers.family_share[feature])} % of its activation)`) : null,
     `${percentText(numbers.top_token_share[feature])} % on its top token`,

@@ -99,7 +99,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         "tokens": [[visible(str(t)) for t in tokens] for tokens in table.top_tokens],
     }
     arrays = {name: table[name] for name in ("firing_rate", "top_token_share", "length_correlation")}
-    arrays |= {name: table[name] for name in ("share", "stability") if name in table}
+    arrays |= {name: table[name] for name in ("share", "stability", "thinking_share") if name in table}
     if "family" in table:
         columns["family"] = [visible(str(f)) for f in table.family]
         arrays["family_share"] = table.family_share
@@ -113,6 +113,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
     effects = _effects(diff, shown)
     info = {
         "q": diff.q,
+        "span": diff.info["config"]["span"].replace("_", " "),
         "base": visible(diff.base),
         "order": order,
         "left_out": 0 if found is None else found.left_out,

@@ -84,7 +84,7 @@ class Feature:
             {
                 "group": row.group,
                 "responds to": row.responds_to,
-                "fires on": f"{row.firing_rate:.2%} of tokens",
+                "fires on": f"{row.firing_rate:.2%} of {self.diff.info['config']['span'].replace('_', ' ')} tokens",
                 "correlation with length": row.length_correlation,
                 "found by other seeds": stability,
             },

@@ -129,9 +129,11 @@ def _bands_text(diff: FeatureDiff) -> str:
 
 
 def _statistics_text(diff: FeatureDiff) -> str:
-    c = diff.info["config"]
+    c, left_out = diff.info["config"], views.without_span_text(diff)
+    without = f" Trajectories without such a token are left out (of those read by {left_out})." if left_out else ""
     return (
-        f"Mean activation over the {c['span']} tokens of a trajectory; the unit is the problem. Δ is a difference in "
+        f"Mean activation over the {c['span'].replace('_', ' ')} tokens of a trajectory; the unit is the problem."
+        f"{without} Δ is a difference in "
         f"standard deviations of the feature over base trajectories{_pooled_text(diff)}. A feature moved if |Δ| is "
         f"larger than {c['minimum_effect']:g}, not if it merely differs. {c['confidence']:.0%} bootstrap intervals "
         f"({c['n_bootstrap']:,} draws), permutation tests ({c['n_permutations']:,}), Benjamini–Hochberg at "

@@ -25,6 +25,7 @@ from tsae.report.views import (
     outlier_text,
     stability_text,
     survivors_text,
+    without_span_text,
 )
 from tsae.rollouts.intervals import FEWEST
 from tsae.sae.evaluation import Evaluation
@@ -251,6 +252,9 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     lines = ["Before you believe it", f"  reconstruction (FVE) per reader: {readers}"]
     if outlier_text(diff):
         lines.append(f"  tokens beyond the SAE's norm limit, left out of every mean: {visible(outlier_text(diff))}")
+    if left_out := without_span_text(diff):
+        span = diff.info["config"]["span"].replace("_", " ")
+        lines.append(f"  trajectories without a token of the span ({span}), left out: {visible(left_out)}")
     if evaluation is not None:
         known = evaluation.alive_in_training
         trained = "" if known is None else f" (in training {known:.0%})"

@@ -222,6 +222,12 @@ def outlier_text(diff: FeatureDiff) -> str:
     return ", ".join(f"{id} {percent(share)} %" for id, share in shares.items())
 
 
+def without_span_text(diff: FeatureDiff) -> str:
+    """How many trajectories have no token of the span, by reader; empty where all have one."""
+    found = diff.info.get("without_span") or {}
+    return ", ".join(f"{id} {n:,}" for id, n in found.items())
+
+
 def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
     """Why a reader is flagged; empty where it is not."""
     if not reader["flagged"]:

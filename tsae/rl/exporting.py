@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
         pa.field("token_advantages", pa.list_(pa.float32())),  # A', what a trainer uses in place of the advantage
     ]
 )
-"""Lists have one entry a response token, in the order of response_ids."""
+"""Lists have one entry a response token, in the order of response_ids; 0 where the policy did not sample it."""
 
 
 def write_credit(
@@ -174,7 +174,8 @@ def _tables(
 ) -> Iterator[pa.Table]:
     frame = features.rollouts.frame.iloc[features.trajectory[rows]].reset_index(drop=True)
     group = frame.groupby(["policy", "problem_id"], sort=False).ngroup().to_numpy()
-    prompt = features.rollouts.lengths("prompt_ids")[features.trajectory[rows]]
+    trajectories = features.trajectory[rows]
+    prompt = features.rollouts.lengths("prompt_ids")[trajectories]
     ends = np.flatnonzero(np.diff(group)) + 1
     blocks = np.split(np.arange(len(rows)), ends[15::16])  # sixteen groups at once
     for block in blocks:
@@ -189,7 +190,7 @@ def _tables(
             n = stop - start
             codes[place, : n + 1] = torch.from_numpy(features.codes[start - 1 : stop].toarray())
             ids[place, :n] = torch.from_numpy(features.token_ids[start:stop].astype(np.int64))
-            mask[place, :n] = 1
+            mask[place, :n] = torch.from_numpy(features.rollouts.sampled(int(trajectories[block][place])))
             predicted[place, :n] = torch.from_numpy(logprob[start:stop])
         scores = credit.token_credit(codes, ids, predicted) * mask
         advantages = torch.from_numpy(frame.advantage.to_numpy(dtype=np.float64)[block]).float()

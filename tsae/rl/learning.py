@@ -35,6 +35,7 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
+from tsae.rollouts.parts import OTHER
 
 _CONFIDENCE = 0.95  # of the intervals
 
@@ -78,7 +79,7 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The response tokens of some rows of a FeatureTable."""
+    """The response tokens that the policy sampled, of some rows of a FeatureTable."""
 
     codes: sp.csr_array
     """(n_tokens, d_sae) codes of the tokens."""
@@ -112,6 +113,10 @@ class ResponseTokens:
         prompt = features.rollouts.lengths("prompt_ids")[features.trajectory[rows]]
         index = np.concatenate([np.arange(a + p, b) for a, b, p in zip(starts, stops, prompt, strict=True)])
         row = np.repeat(np.arange(len(rows)), stops - starts - prompt)
+        parts = features.rollouts.token_parts(features.trajectory)
+        if parts is not None:
+            sampled = parts[index] != OTHER
+            index, row = index[sampled], row[sampled]
         frame = frame.assign(success=frame.outcome == "success", code=pd.factorize(frame.problem_id)[0])
         frame["pass_rate"] = frame.groupby("code").success.transform("mean")
         frame["centred"] = frame.success - frame.pass_rate
@@ -233,7 +238,8 @@ def _effects(
     """The weights of "effects": outcome effects found on the problems learned from, shrunk towards 0."""
     drawing = DiffConfig(q=config.q, min_problems=max(2, config.min_problems), seed=config.seed)
     of_rows = Rows.of(features, drawing)
-    learned, outcome = rows[learning], tokens.frame.outcome.to_numpy(dtype=object)[learning]
+    measured = learning & (of_rows.n_tokens[rows] > 0)  # A response of an end token alone has no mean.
+    learned, outcome = rows[measured], tokens.frame.outcome.to_numpy(dtype=object)[measured]
     success, failure = (learned[outcome == name] for name in ("success", "failure"))
     of = outcome_comparison(of_rows, success, failure, info["reader"], "all", drawing)
     contrast = draw(of_rows, of, drawing)

@@ -47,7 +47,7 @@ class AdvantageRule(Protocol):
         Args:
             rows: (B,) rows of the training data set.
             batch: prompt_ids, prompt_mask (B, P), padded on the left; completion_ids, completion_mask (B, T), padded on
-                the right; advantages (B,).
+                the right; tool_mask (B, T) where there are tools, 0 for tokens that these wrote; advantages (B,).
             group_size: responses per problem; groups stand one after another.
         """
         ...
@@ -115,11 +115,13 @@ class FeatureCredit:
     def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
         advantages = batch["advantages"]
         group = torch.arange(len(advantages), device=advantages.device) // group_size
-        shaped = shape_advantages(self.scores(batch), advantages, batch["completion_mask"], group, self.shaping)
+        # What a tool wrote between the policy's turns earns no credit.
+        sampled = batch["completion_mask"] * batch.get("tool_mask", 1)
+        shaped = shape_advantages(self.scores(batch), advantages, sampled, group, self.shaping)
         if self.applies is None:
             return shaped
         mine = torch.tensor([self.applies(row) for row in rows], device=advantages.device)
-        return torch.where(mine.unsqueeze(1), shaped, advantages.unsqueeze(1) * batch["completion_mask"])
+        return torch.where(mine.unsqueeze(1), shaped, advantages.unsqueeze(1) * sampled)
 
 
 class FeatureMixin:

@@ -95,6 +95,8 @@ class ColumnNames:
     """Token ids of what the policy read; with them nothing is tokenised again."""
     response_ids: str = "response_ids"
     """Token ids of the response, its end token with them."""
+    response_mask: str = "response_mask"
+    """Of several turns: 1 for every one of the response's token ids that the policy sampled, 0 for the others."""
 
 
 _COLUMN_HELP = (
@@ -144,7 +146,8 @@ class ImportConfig:
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
     template_arguments: str = "{}"
-    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'."""
+    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'. By default what
+    the trainer's own config says, where that lies beside the log (verl's .hydra/config.yaml)."""
     system_prompt: str | None = None
     """The run's system message, where the log has questions alone."""
     max_response_tokens: int | None = None
@@ -154,9 +157,9 @@ class ImportConfig:
     """Which of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
     skip: tuple[Unfit, ...] = ()
     """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
-    too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
-    repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is), cut
-    (half a line at a file's end, as a run leaves it that still writes or was killed)."""
+    too-long (for the model's context), multi-turn (several turns, and no mask of what was sampled), errored (a failed
+    rollout), repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first
+    is), cut (half a line at a file's end, as a run leaves it that still writes or was killed)."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

@@ -30,8 +30,9 @@ def read_frame(
 
     Args:
         frame: with columns prompt and response (texts, or messages as the prompt), or prompt_ids and response_ids
-            (lists of token ids), and where they are known reward, correct, step, policy, problem_id, answer,
-            advantage, finish_reason and level; `ImportConfig.columns` gives them other names.
+            (lists of token ids; with a response_mask where there are several turns), and where they are known reward,
+            correct, step, policy, problem_id, answer, advantage, finish_reason and level; `ImportConfig.columns` gives
+            them other names.
         checkpoint: whose tokenizer and chat template count, or a series of them, whose ids policies get.
         config: of the import; its format is not used.
 

@@ -36,10 +36,13 @@ from tsae.rollouts.logs.ledger import Ledger, hash64
 from tsae.rollouts.logs.outcome import Outcomes
 from tsae.rollouts.logs.parts import Part, parts_of, total_bytes
 from tsae.rollouts.logs.policies import Policies
+from tsae.rollouts.logs.settings import find_settings
 from tsae.rollouts.logs.spool import Spool, Spools
 from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
 from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
+from tsae.rollouts.parts import COLUMN
+from tsae.rollouts.spans import told
 from tsae.rollouts.table import Rollouts, outcome_name
 
 _LEDGER = "ledger"
@@ -73,7 +76,8 @@ def import_log(
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
         ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
-        and ``extra/NAME`` for every column of `keep_columns`.
+        and ``extra/NAME`` for every column of `keep_columns`; where a response has thinking or several turns, ``parts``
+        (`tsae.rollouts.parts`).
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
@@ -84,6 +88,11 @@ def import_log(
         raise TsaeError(f"workers={workers} is less than 1", where="import_log", fix="Give 1 or more.")
     form, files, notes = find_log(path, config)
     series = _series(checkpoint, path)
+    trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None
+    if trainers is not None:
+        config = replace(config, template_arguments=json.dumps(trainers.template_arguments))
+        told_so = f"the chat template is given {config.template_arguments}, as {trainers.file} says"
+        series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
     run, spools = _Import(form, files, series, tokens, config, notes=notes), Spools()
     with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
@@ -328,6 +337,7 @@ class _Import:
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, where)
         right = self.outcomes.right(entry, response.text)
+        found = self.tokens.spans.of(prompt.ids, response.ids, entry.sampled)
         reward = self.outcomes.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
@@ -335,6 +345,12 @@ class _Import:
         self.assumed.update(
             prompt.assumed if entry.assumed is None else (f"responses {entry.assumed}", *prompt.assumed)
         )
+        self.assumed.update(told(found, entry.sampled))
+        if not response.logged and not entry.response_rendered and self.tokens.lost_markers:
+            self.assumed[
+                f"responses are text without special tokens, {self.tokens.lost_markers} among them: which of their "
+                "tokens are thinking is not known"
+            ] += 1
         self.retokenised += not response.logged
         self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
         self.outcomes.names.update(entry.rewards.keys())
@@ -360,6 +376,7 @@ class _Import:
             "level": entry.level,
             "prompt_ids": prompt.ids,
             "response_ids": response.ids,
+            COLUMN: found.parts,
             "reward": reward,
             "outcome": outcome_name(right),
             "advantage": entry.advantage,

@@ -12,7 +12,9 @@ from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
+from tsae.rollouts.parts import COLUMN
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.spans import Spans
 from tsae.rollouts.table import Rollouts, outcome_name
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def sample(
 
     Returns:
         the responses in order of problems; token ids of a response end with its end-of-sequence token where the
-        model gave one.
+        model gave one. Where a response has thinking, a column says which tokens are (`tsae.rollouts.parts`).
     """
     import torch
     from tqdm.auto import tqdm
@@ -148,11 +150,12 @@ def sample(
                 responses[key] = _until_end(row, eos)
             bar.update(len(batch))
 
-    records = []
+    spans, records = Spans(tokenizer), []
     for i, problem in enumerate(problems):
         for s in range(config.n_samples):
             response_ids = responses[i, s]
             text = tokenizer.decode(response_ids, skip_special_tokens=True)
+            found = spans.of(np.asarray(prompts[i]), np.asarray(response_ids)).parts
             right = None if verify is None else bool(verify(text, problem.answer))
             records.append(
                 {
@@ -167,6 +170,7 @@ def sample(
                     "reward": None if right is None else float(right),
                     "outcome": outcome_name(right),
                     "finish_reason": "stop" if response_ids[-1] in eos else "length",
+                    **({} if found is None else {COLUMN: found}),
                 }
             )
     return Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(tokenizer)})

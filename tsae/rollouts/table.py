@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
 from tsae.keys import several
+from tsae.rollouts import parts
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ SCHEMA = pa.schema(
         pa.field("band", pa.string()),  # null until computed
     ]
 )
-"""The columns every table has; further columns are kept as they are."""
+"""The columns every table has; further columns are kept as they are. One of them, ``parts``, says what each response
+token is (`tsae.rollouts.parts`)."""
 
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 
 
-class Rollouts:
+class Rollouts(parts.Parts):
     """A table of trajectories.
 
     Args:
@@ -76,8 +78,7 @@ class Rollouts:
         names = list(dict.fromkeys(name for record in records for name in record))
         arrays = {}
         for name in names:
-            kind = SCHEMA.field(name).type if name in SCHEMA.names else None
-            arrays[name] = pa.array([record.get(name) for record in records], type=kind)
+            arrays[name] = pa.array([record.get(name) for record in records], type=_type_of(name))
         return cls(pa.table(arrays), info)
 
     @classmethod
@@ -187,12 +188,11 @@ class Rollouts:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The columns without token ids, plus ``prompt_length`` and ``response_length`` in tokens."""
-        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids")]
+        """The columns without a value a token, plus ``prompt_length`` and ``response_length`` in tokens, of responses
+        those that the policy sampled."""
+        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids", parts.COLUMN)]
         frame = self.table.select(kept).to_pandas()
-        for name in ("prompt", "response"):
-            frame[f"{name}_length"] = self.lengths(f"{name}_ids")
-        return frame
+        return frame.assign(prompt_length=self.lengths("prompt_ids"), response_length=self.n_sampled)
 
     @property
     def policies(self) -> list[str]:
@@ -230,13 +230,15 @@ class Rollouts:
 
     @cached_property
     def labels_fingerprint(self) -> str:
-        """Hash of what the trajectories were labelled with, in order: outcome, reward, advantage and band."""
+        """Hash of what the trajectories were labelled with, in order: outcome, reward, advantage and band; and the
+        parts of responses, where any has them."""
         digest = hashlib.sha256()
         for name in ("outcome", "reward", "advantage", "band"):
             digest.update(b"[")
             for text in _joined(self.table[name], ", ", lambda values: json.dumps(values)[1:-1]):
                 digest.update(text.encode())
             digest.update(b"]")
+        digest.update(self.parts_fingerprint.encode())
         return digest.hexdigest()[:16]
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
@@ -266,11 +268,7 @@ class Rollouts:
 
     def with_column(self, name: str, values: Any) -> Rollouts:
         """A copy with one column set."""
-        if name in SCHEMA.names:
-            array = pa.array(values, type=SCHEMA.field(name).type, from_pandas=True)
-        else:
-            array = pa.array(values, from_pandas=True)
-        table = self.table
+        array, table = pa.array(values, type=_type_of(name), from_pandas=True), self.table
         if name in table.column_names:
             table = table.set_column(table.column_names.index(name), name, array)
         else:
@@ -339,6 +337,11 @@ def outcome_name(right: bool | None) -> str:
     return "unknown" if right is None else "success" if right else "failure"
 
 
+def _type_of(name: str) -> pa.DataType | None:
+    """Of a column that is known."""
+    return parts.FIELD.type if name == parts.COLUMN else SCHEMA.field(name).type if name in SCHEMA.names else None
+
+
 def _joined(column: pa.ChunkedArray, separator: str, join: Callable[[list[Any]], str]) -> Iterator[str]:
     """All values as one text, in parts: of Python's objects there are those of one chunk at a time."""
     before = ""
@@ -358,7 +361,7 @@ def _typed(table: pa.Table, where: str) -> pa.Table:
             fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
         )
     columns = {}
-    for field in SCHEMA:
+    for field in (*SCHEMA, parts.FIELD):
         if field.name in table.column_names:
             try:
                 columns[field.name] = table[field.name].cast(field.type)
@@ -367,7 +370,7 @@ def _typed(table: pa.Table, where: str) -> pa.Table:
                     f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})",
                     where=where,
                 ) from error
-        else:
+        elif field.name in SCHEMA.names:
             columns[field.name] = pa.nulls(table.num_rows, field.type)
     columns |= {name: table[name] for name in table.column_names if name not in columns}
     return pa.table(columns, metadata=table.schema.metadata)
@@ -402,4 +405,5 @@ def _checked(table: pa.Table, where: str) -> pa.Table:
     bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):
         raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
+    parts.check_parts(table, where)
     return table

@@ -130,8 +130,8 @@ class TrainingConfig:
     """Every combination of these that has tokens gives an epoch the same number of tokens, so that none dominates the
     dictionary: small ones are read more often, large ones spread over epochs. Without any, each keeps the share that it
     has in the store."""
-    span: Literal["response", "prompt", "all"] = "all"
-    """Which tokens count; special tokens never do."""
+    span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
+    """Which tokens count; special tokens never do, nor tokens of a response that the policy did not sample."""
     max_norm: float = 10.0
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
     learning_rate: float | None = None

@@ -17,6 +17,7 @@ import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan
 from tsae.errors import TsaeError
+from tsae.rollouts.parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.reconstruction import Cell, Slice, TokenSums, slices_of
 from tsae.sae.smoothness import smoothness
@@ -62,7 +63,8 @@ class Evaluation:
     smoothness_all_robust: float
     """Of all features; the ratio of sums."""
     slices: tuple[Slice, ...] = ()
-    """Everything, then by reader, by band (where bands are known) and by prompt and response."""
+    """Everything, then by reader, by band (where bands are known), by prompt and response, and, where any response has
+    thinking, by thinking and answer."""
     losses: tuple[LossRecovered, ...] = ()
     """One a reader whose checkpoint was given."""
     alive_in_training: float | None = None
@@ -195,6 +197,7 @@ def evaluate(
     d_high, device = sae.config.d_high, sae.W_dec.device
     bands = store.rollouts.table["band"].to_pylist()
     prompt_lengths = store.rollouts.lengths("prompt_ids")
+    thinks = store.rollouts.has_thinking
     cells: dict[Cell, TokenSums] = {}
     smooth: list[list[float]] = []
     for text in chosen:
@@ -210,7 +213,13 @@ def evaluate(
         smooth.append([v.nanmean().item() for v in (found.largest, found.robust, *high_only)])
         position = torch.from_numpy(text.tokens - shard.offsets[text.place]).to(device)
         in_prompt = position < int(prompt_lengths[text.row])
-        for name, part in (("prompt", inside & in_prompt), ("response", inside & ~in_prompt)):
+        spans = {"prompt": in_prompt, "response": ~in_prompt}  # Nothing else is counted in the windows.
+        if thinks:
+            parts = np.append(np.zeros(prompt_lengths[text.row]), store.rollouts.response_parts(text.row))
+            of_thinking = torch.from_numpy(parts == THINKING).to(device)[position]
+            spans = {"prompt": in_prompt, "thinking": of_thinking, "answer": ~in_prompt & ~of_thinking}
+        for name, mask in spans.items():
+            part = inside & mask
             if bool(part.any()):
                 key = (shard.reader, bands[text.row], name)
                 cells.setdefault(key, TokenSums(sae)).add(x[part], codes[part])
@@ -238,7 +247,7 @@ def evaluate(
     from tsae.checkpoints.loading import ModelLoader
 
     losses, loader = [], ModelLoader(device=str(device))
-    targets: TokenSpan = "prompt" if span == "prompt" else "response"
+    targets: TokenSpan = "response" if span in ("all", "last_prompt") else span
     for id in store.readers:
         rows = [text.row for text in texts if windows.shards[text.shard].reader == id]
         if rows:

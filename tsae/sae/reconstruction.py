@@ -20,7 +20,16 @@ from tsae.rollouts.table import BANDS
 from tsae.sae.model import TemporalSAE
 
 Cell = tuple[str, str | None, str]
-"""(reader, band, prompt or response): the finest slice."""
+"""(reader, band, span): the finest slice. The span is prompt, thinking or answer; or, where no response has thinking,
+prompt or response."""
+
+_SPANS = {
+    "prompt": ("prompt",),
+    "response": ("response", "thinking", "answer"),
+    "thinking": ("thinking",),
+    "answer": ("answer",),
+}
+"""Spans, and of which cells each is made up."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,9 @@ class TokenSums:
 def slices_of(cells: Mapping[Cell, TokenSums], readers: Sequence[str]) -> Iterator[Slice]:
     """Everything, then by reader, by band and by span, where there are tokens of these."""
     yield TokenSums.union(cells.values()).slice("all", "all")
-    for axis, (by, values) in enumerate((("reader", readers), ("band", BANDS), ("span", ("prompt", "response")))):
+    for axis, (by, values) in enumerate((("reader", readers), ("band", BANDS), ("span", _SPANS))):
         for value in values:
-            parts = [sums for key, sums in cells.items() if key[axis] == value]
+            wanted = _SPANS.get(value, (value,)) if by == "span" else (value,)
+            parts = [sums for key, sums in cells.items() if key[axis] in wanted]
             if parts:
                 yield TokenSums.union(parts).slice(by, value)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tsae.activations.store import ActivationStore, TokenSpan, span_mask
+from tsae.activations.store import ActivationStore, TokenSpan, rows_mask
 from tsae.checkpoints.hooks import rewritten
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
@@ -102,7 +102,6 @@ def loss_recovered(
     model = (loader or ModelLoader(device=str(device))).load(checkpoint)
     rollouts = store.rollouts
     texts = [np.concatenate(rollouts.tokens(row)) for row in rows]
-    prompt_lengths = rollouts.lengths("prompt_ids")[rows]
     order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
     sums = np.zeros((len(rows), 6))  # n_next, loss, spliced, ablated, n, KL
     while order:
@@ -116,11 +115,13 @@ def loss_recovered(
         for i, t in enumerate(batch):
             n = len(texts[t])
             ids[i, :n], mask[i, :n] = torch.from_numpy(texts[t].astype(np.int64)), 1
-            inside = span_mask(texts[t], np.array([0, n]), prompt_lengths[[t]], span, store.special_ids)
+            inside, predicted = (
+                rows_mask(texts[t], np.array([0, n]), rollouts, np.array([rows[t]]), which, special)
+                for which, special in ((span, store.special_ids), (targets, frozenset()))
+            )
             counted[i, :n] = torch.from_numpy(inside)
-            last_of_prompt = int(prompt_lengths[t]) - 1
-            low, high = {"all": (0, n), "prompt": (0, last_of_prompt), "response": (last_of_prompt, n)}[targets]
-            scored[i, low:high] = True
+            # Of the last token, which predicts none, the KL counts where the token itself does.
+            scored[i, :n] = torch.from_numpy(np.append(predicted[1:], predicted[-1]))
         found = spliced_losses(model, sae, *(tensor.to(device) for tensor in (ids, mask, counted, scored)), limit=limit)
         sums[batch] = found.cpu().numpy()
     if sums[:, 0].sum() == 0:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Entry:
     response: str | None = None
     response_ids: np.ndarray | None = None
     """(n_response,) integers, with the end token where the model gave one."""
+    sampled: np.ndarray | None = None
+    """(n_response,) bool: which of these the policy sampled, where others' tokens stand between them; None for all."""
     response_rendered: bool = False
     """The text has its special tokens written out: without an end token it was cut off."""
     response_length: int | None = None
@@ -319,12 +321,13 @@ def masked_entry(
         rewarded: whether the log has rewards at all.
     """
     found, sampled = token_ids(ids, "token_ids", where), marks(mask, "the mask", where)
-    prompt, response = split_by_mask(found, sampled, where)
+    prompt, response, inside = split_by_mask(found, sampled, where)
     value = score(reward, "rewards", where)
     return Entry(
         where,
         prompt_ids=prompt,
         response_ids=response,
+        sampled=inside,
         rewards={"reward": value} if rewarded else {},
         reward=value,
         unscored=rewarded and value is None,
@@ -350,15 +353,25 @@ def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
     return number(mean, "advantages", where)
 
 
-def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(prompt, response) of a sequence whose sampled tokens are marked; what follows the last of them is dropped.
+class Split(NamedTuple):
+    """A sequence of tokens as prompt and response."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    """From the first sampled token to the last."""
+    sampled: np.ndarray | None
+    """(n_response,) bool: which of the response were sampled; None for all."""
+
+
+def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> Split:
+    """Divide a sequence whose sampled tokens are marked; what follows the last of them is dropped.
 
     Args:
         ids: (n,) token ids.
         mask: (n,) bool, true for tokens that the policy sampled.
 
     Raises:
-        Unusable: where other tokens stand between sampled ones, or none is sampled.
+        Unusable: where no token is sampled.
     """
     if len(ids) != len(mask):
         raise TsaeError(f"{len(ids)} token ids but {len(mask)} mask values", where=where, fix="Correct that row.")
@@ -366,8 +379,4 @@ def split_by_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> tuple[np.nda
     if not len(sampled):
         raise Unusable("empty", "no token is marked as sampled", where=where)
     first, last = sampled[0], sampled[-1] + 1
-    if last - first != len(sampled):
-        raise Unusable(
-            "multi-turn", "tokens that the policy did not sample stand inside the response (several turns)", where=where
-        )
-    return ids[:first], ids[first:last]
+    return Split(ids[:first], ids[first:last], None if last - first == len(sampled) else mask[first:last])

@@ -5,7 +5,8 @@ input_lengths, token_ids, token_loss_mask, sample_loss_mask, advantages, generat
 batch axis is kept, so that every value but idx is a list of one.
 
 - token_ids are padded to the batch's width; input_lengths says where they end. The masked tokens are the response;
-  what the environment said after it is dropped.
+  what the environment said after it is dropped, and what it said in between is marked. The mask covers every turn of
+  the assistant, those of the prompt too, whose generation_logprobs are 0.
 - With dynamic sampling ``rewards`` runs over the batch before filtering and does not belong to its row;
   ``filtered_rewards`` does, and is read instead.
 - idx is the row's number, not a problem's: problems are told by prompt tokens. There is no reference answer.
@@ -17,6 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
@@ -44,7 +47,10 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         advantages = _only(row.get("advantages"))
         yield masked_entry(
             token_ids(_only(row["token_ids"]), "token_ids", where)[:length],
-            marks(_only(get(row, "token_loss_mask", where)), "token_loss_mask", where)[:length],
+            _sampled(
+                marks(_only(get(row, "token_loss_mask", where)), "token_loss_mask", where)[:length],
+                np.asarray(_only(row["generation_logprobs"]), dtype=float)[:length],
+            ),
             _only(row.get("filtered_rewards", get(row, "rewards", where))),
             advantages[:length] if isinstance(advantages, list) else advantages,  # Padded as the batch is.
             where,
@@ -54,6 +60,19 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         )
 
     return each_row(file, config, of)
+
+
+def _sampled(mask: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """(n,) bool: the mask without assistant's turns of the prompt: what nobody sampled has a log-probability of 0."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    if logprobs.shape != mask.shape or len(edges) < 4:
+        return mask
+    for low, high in zip(edges[::2], edges[1::2], strict=True):
+        if logprobs[low:high].any():
+            found = mask.copy()
+            found[:low] = False
+            return found
+    return mask
 
 
 def _only(value: Any) -> Any:

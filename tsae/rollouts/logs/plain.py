@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.entry import (
     Entry,
     Row,
@@ -15,7 +17,9 @@ from tsae.rollouts.logs.entry import (
     each_row,
     is_conversation,
     label,
+    marks,
     number,
+    split_by_mask,
     token_ids,
     truth,
     whole,
@@ -51,15 +55,21 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 where=where,
                 fix="Name the columns that hold them (--column prompt=NAME --column response=NAME).",
             )
+        prompt_ids, response_ids = (_optional_ids(ids, name, where) for name in ids)
+        sampled = None
+        if row.get(names.response_mask) is not None:
+            prompt_ids, response_ids, sampled = _turns(prompt_ids, response_ids, row[names.response_mask], names, where)
+            response = None  # Of the text nobody knows whose words it has.
         reward = number(row.get(names.reward), names.reward, where)
         columns = config.rewards or (() if reward is None else (names.reward,))
         steps = whole(row.get(names.step), names.step, where)
         yield Entry(
             where,
             prompt=prompt,
-            prompt_ids=_optional_ids(ids, names.prompt_ids, where),
+            prompt_ids=prompt_ids,
             response=response,
-            response_ids=_optional_ids(ids, names.response_ids, where),
+            response_ids=response_ids,
+            sampled=sampled,
             rewards={name: number(row.get(name), name, where) for name in columns},
             reward=reward,
             correct=truth(row.get(names.correct), names.correct, where),
@@ -79,6 +89,36 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 def finish(value: Any) -> Literal["stop", "length"] | None:
     """A finish reason where it is one of ours."""
     return cast(Literal["stop", "length"], value) if value in ("stop", "length") else None
+
+
+def _turns(
+    prompt: np.ndarray | None, response: np.ndarray | None, mask: Any, names: ColumnNames, where: str
+) -> tuple[np.ndarray | None, np.ndarray, np.ndarray | None]:
+    """(prompt ids, response ids, which of these were sampled) of a response with a mask."""
+    if response is None:
+        raise TsaeError(
+            f"has {names.response_mask} but no {names.response_ids}, whose tokens it is of",
+            where=where,
+            fix="Give the response's token ids (--column response_ids=NAME).",
+        )
+    sampled = marks(mask, names.response_mask, where)
+    if sampled.shape != response.shape:
+        raise TsaeError(
+            f"{names.response_mask} has {len(sampled)} marks for the {len(response)} tokens of {names.response_ids}",
+            where=where,
+            fix="Correct that row.",
+        )
+    before = np.zeros(0, dtype=np.int64) if prompt is None else prompt
+    split = split_by_mask(
+        np.concatenate([before, response]), np.concatenate([np.zeros(len(before), dtype=bool), sampled]), where
+    )
+    if prompt is None and len(split.prompt):
+        raise TsaeError(
+            f"{names.response_mask} says that the first token of the response was not sampled",
+            where=where,
+            fix="Give the prompt's token ids, to which such tokens belong (--column prompt_ids=NAME).",
+        )
+    return (None if prompt is None else split.prompt), split.response, split.sampled
 
 
 def _optional_ids(row: Row, name: str, where: str) -> Any:

@@ -23,6 +23,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -116,7 +117,8 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
             fix="Give traces of training, or write the texts into a plain log.",
         )
     sampled = np.asarray(mask, dtype=bool)
-    prompt, response = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
+    prompt, response, inside = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
+    asked = takewhile(lambda node: not any(node.get("mask") or []), nodes)
     rewards = _rewards(mapping(trace, "rewards", where), where)
     scored = [value for value in rewards.values() if value is not None]
     told = [mapping(work, "policy", where).get("start")]
@@ -127,9 +129,10 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
     step = file.step if file.step is not None else whole(work.get("step"), "step", where)
     return Entry(
         where,
-        prompt=[node["message"] for node in nodes if isinstance(node.get("message"), dict) and not node.get("sampled")],
+        prompt=[node["message"] for node in asked if isinstance(node.get("message"), dict)],
         prompt_ids=prompt,
         response_ids=response,
+        sampled=inside,
         rewards=rewards,
         reward=sum(scored) if scored else None,
         unscored=not scored,

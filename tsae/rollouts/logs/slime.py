@@ -27,6 +27,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import (
     Entry,
     Row,
+    Split,
     Unusable,
     answer_text,
     each_row,
@@ -59,7 +60,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             raise TsaeError(
                 "its prompt has images or sound, which are not read", where=where, fix="Give a log of text alone."
             )
-        prompt, response = _tokens(row, where)
+        prompt, response, sampled = _tokens(row, where)
         rewards = _rewards(row["reward"], where)
         step = whole(row.get("rollout_id"), "rollout_id", where)
         updates, mixed = _updates(row, None if evaluation else step)
@@ -69,7 +70,8 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             prompt=asked if isinstance(asked, str) or is_conversation(asked) else None,
             prompt_ids=prompt,
             response_ids=response,
-            # Of several turns the text has what others said.
+            sampled=sampled,
+            # The text goes on behind the last sampled token, where something does.
             response=str(row["response"]) if row.get("response") and len(response) == row["response_length"] else None,
             rewards=rewards,
             reward=rewards.get("score") if len(rewards) > 1 else next(iter(rewards.values()), None),
@@ -85,7 +87,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     return each_row(file, config, of)
 
 
-def _tokens(row: Row, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(row: Row, where: str) -> Split:
     ids = token_ids(get(row, "tokens", where), "tokens", where)
     length = whole(get(row, "response_length", where), "response_length", where) or 0
     if not 0 <= length < max(len(ids), 1):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.rollouts import parts
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.table import SCHEMA, Rollouts
 
@@ -29,6 +30,7 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rewards: list[str] = []
+        self._parts_known = False
         self._extras: dict[str, set[type]] = {}
         """By column, the types of its values."""
         self._pending: list[Mapping[str, Any]] = []
@@ -43,6 +45,10 @@ class Spool:
             self._flush()
             self._close()
             self.rewards += [name[7:] for name in new]
+        if record.get(parts.COLUMN) is not None and not self._parts_known:
+            self._flush()
+            self._close()
+            self._parts_known = True
         extras = {name: value for name, value in record.items() if name.startswith("extra/")}
         if extras.keys() - self._extras.keys():
             self._flush()
@@ -61,10 +67,10 @@ class Spool:
         self._flush()
         self._close()
         kinds = {name: sorted({_KINDS.get(kind, "text") for kind in seen}) for name, seen in self._extras.items()}
-        return {"rewards": self.rewards, "extras": kinds, "files": self._files}
+        return {"rewards": self.rewards, "parts": self._parts_known, "extras": kinds, "files": self._files}
 
     def _schema(self) -> pa.Schema:
-        return _schema(self.rewards, dict.fromkeys(self._extras, pa.string()))
+        return _schema(self.rewards, dict.fromkeys(self._extras, pa.string()), with_parts=self._parts_known)
 
     def _flush(self) -> None:
         if not self._pending:
@@ -88,19 +94,22 @@ class Spools:
 
     def __init__(self) -> None:
         self.rewards: list[str] = []
+        self._parts_known = False
         self._extras: dict[str, set[str]] = {}
         self._files: list[Path] = []
 
     def add(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Put a part behind those that are there."""
         self.rewards += [name for name in state["rewards"] if name not in self.rewards]
+        self._parts_known |= state["parts"]
         for name, kinds in state["extras"].items():
             self._extras.setdefault(name, set()).update(kinds)
         self._files += [folder / f"{number}.parquet" for number in range(state["files"])]
 
     def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
         """All rows that are kept, as one file; policies are renamed, by their old names."""
-        schema = _schema(self.rewards, {name: _type(kinds) for name, kinds in self._extras.items()})
+        extras = {name: _type(kinds) for name, kinds in self._extras.items()}
+        schema = _schema(self.rewards, extras, with_parts=self._parts_known)
         write_table(to, schema, self._batches(schema, kept, policies), info)
 
     def _batches(self, schema: pa.Schema, kept: np.ndarray, policies: Mapping[str, str]) -> Iterator[pa.Table]:
@@ -127,9 +136,11 @@ class Spools:
                         yield (table if len(rows) == len(table) else table.take(pa.array(rows))).cast(schema)
 
 
-def _schema(rewards: Sequence[str], extras: Mapping[str, pa.DataType]) -> pa.Schema:
+def _schema(rewards: Sequence[str], extras: Mapping[str, pa.DataType], *, with_parts: bool) -> pa.Schema:
+    of_tokens = [parts.FIELD] * with_parts
     fields = (pa.field(f"reward/{name}", pa.float64()) for name in rewards)
-    return pa.schema([*SCHEMA, *_EXTRAS, *fields, *(pa.field(name, kind) for name, kind in extras.items())])
+    others = (pa.field(name, kind) for name, kind in extras.items())
+    return pa.schema([*SCHEMA, *of_tokens, *_EXTRAS, *fields, *others])
 
 
 def _type(seen: set[str]) -> pa.DataType:

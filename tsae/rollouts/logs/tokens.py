@@ -23,6 +23,7 @@ from tsae.rollouts.logs.encoding import Encoder
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.sampling import encode_prompt, tokenize
+from tsae.rollouts.spans import Spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +47,7 @@ class Response(NamedTuple):
     ids: np.ndarray
     """(n,) int32."""
     text: str
+    """Of several turns, those of the policy."""
     finish_reason: Literal["stop", "length", "unknown"]
     same_text: bool | None
     """Whether the ids decode to the log's text; None where the log has no text."""
@@ -75,6 +77,9 @@ class Tokens:
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
         self._encode = Encoder(self.tokenizer)
+        self.spans = Spans(self.tokenizer)
+        self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
+        """Markers of thinking that texts without special tokens lack."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self.template: ChatTemplate | None = None
         if self.tokenizer.chat_template is not None:
@@ -116,6 +121,8 @@ class Tokens:
             text, ended = self._decode(ids), int(ids[-1]) in self.ends
             otherwise: Any = entry.finish_reason or ("length" if entry.cut_without_end else "unknown")
             same = None if entry.response is None else entry.response in self._as_logged(ids, text)
+            if entry.sampled is not None:
+                text = self._decode_sampled(ids, entry.sampled)
             return Response(ids, text, "stop" if ended else otherwise, same, logged=True)
         assert entry.response is not None
         if self.template is not None and self.template.another_wrote(entry.response):
@@ -124,6 +131,7 @@ class Tokens:
                 "the response's text holds the turn of another (a tool's, a user's), and nothing says which tokens the "
                 "policy sampled",
                 where=entry.where,
+                fix="Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
             )
         tokens = self._encode(entry.response, entry.where)
         same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
@@ -244,6 +252,11 @@ class Tokens:
 
     def _decode(self, ids: np.ndarray) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _decode_sampled(self, ids: np.ndarray, sampled: np.ndarray) -> str:
+        """What the policy wrote, a line break in place of what others did, so that words do not run together."""
+        turns = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)
+        return "\n".join(self._decode(turn) for turn in turns[0 if sampled[0] else 1 :: 2])
 
     def _as_logged(self, ids: np.ndarray, text: str) -> tuple[str, ...]:
         """Texts that stand for the same tokens: without special tokens, with them, and without the end token alone."""

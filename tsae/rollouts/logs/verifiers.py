@@ -59,7 +59,12 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         if row.get("is_filtered") and config.subset.endswith("effective"):
             return
         if row.get("tool_defs") or mapping(row, "info", where).get("oai_tools"):
-            raise Unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere", where=where)
+            raise Unusable(
+                "multi-turn",
+                "its prompt had tools, which the template writes out elsewhere",
+                where=where,
+                fix="Train with prime-rl 0.7 or later, whose traces have token ids and masks",
+            )
         prompt, metrics = get(row, "prompt", where), _metrics(row)
         reward = score(row["reward"], "reward", where)
         rewards = {"reward" if metrics else config.outcome or "reward": reward}

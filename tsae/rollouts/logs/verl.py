@@ -57,6 +57,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
                 "multi-turn",
                 f"the output holds {turns:g} turns, and nothing says which tokens were sampled",
                 where=where,
+                fix="Give a log with token ids and masks, which no setting of verl writes",
             )
         rewards, trained_on = _rewards(row, where), _trained_on(row, file)
         total = _total(row, rewards)
