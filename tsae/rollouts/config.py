@@ -156,6 +156,9 @@ class ImportConfig:
     """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
     too-long (for the model's context), multi-turn (others' tokens inside the response), errored (a failed rollout),
     repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first is)."""
+    strict: bool = False
+    """Refuse a log that does not agree with itself: what the second look prints is then an error, and nothing is
+    written."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

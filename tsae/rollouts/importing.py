@@ -2,8 +2,8 @@
 
 However long the log is, memory holds one batch of trajectories and a few dozen bytes for each: 1. a trainer's reader
 (`tsae.rollouts.logs`) makes entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and
-policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. the spools
-become the file.
+policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. what the log
+says twice is compared (`tsae.rollouts.logs.second_look`); 6. the spools become the file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tsae.rollouts.logs.files import LogFile, run_folder
 from tsae.rollouts.logs.ledger import Ledger, Outcome, Summary, hash64
 from tsae.rollouts.logs.outcome import Outcomes
 from tsae.rollouts.logs.policies import Policies
+from tsae.rollouts.logs.second_look import SecondLook, refuse_disagreement
 from tsae.rollouts.logs.spool import Spool
 from tsae.rollouts.logs.tokens import Prompt, Tokens, tokenizer_alone
 from tsae.rollouts.table import Rollouts, outcome_name
@@ -59,8 +61,8 @@ def import_log(
         and ``extra/NAME`` for every column of `keep_columns`.
 
     Raises:
-        TsaeError: naming file and line, for logs of no or several formats, and for rows that are not what they
-            should be.
+        TsaeError: naming file and line, for logs of no or several formats, for rows that are not what they should be,
+            and with `ImportConfig.strict` for a log that does not agree with itself.
     """
     from tqdm.auto import tqdm
 
@@ -75,6 +77,8 @@ def import_log(
         for record in tqdm(run.records(), desc="import", unit="trajectory", disable=not progress):
             spool.add(record)
         summary = run.summary(path)
+        if config.strict:
+            refuse_disagreement(summary.second_look, path)
         info = {
             "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
             "log": {**summary.as_dict(), "rewards": spool.rewards},
@@ -104,6 +108,7 @@ class _Import:
         self.ledger, self.notes = Ledger(), list(series.notes)
         self.policies = Policies(series, files, config.run, synchronous=form.synchronous)
         self.outcomes = Outcomes(config, a_file_a_step=form.a_file_a_step)
+        self.look = SecondLook(tokens, self.policies.checkpoints)
         self.extra_names: dict[str, None] = {}
         self.kept = np.zeros(0, dtype=bool)
         self.retokenised = self.without_end = 0
@@ -145,7 +150,7 @@ class _Import:
                 where=path,
                 fix="Name columns that are there (--keep-columns).",
             )
-        trips = np.asarray(self.ledger.same_text)
+        trips, retokenised = (np.asarray(v) for v in (self.ledger.same_text, self.ledger.retokenised))
         if not (trips == 1).any() and (trips == 0).any():
             raise TsaeError(
                 f"not one of its {int((trips == 0).sum())} responses decodes to the logged text",
@@ -155,7 +160,9 @@ class _Import:
         self.kept = self.ledger.kept(self.policies.files, self.config, copies=self.form.name == "trl")
         self.ledger.rename(self.policies.renamed)
         notes = [*self.notes, *self.policies.notes, *self._assumed()]
-        return self.ledger.summary(self.form.title, len(self.policies.files), self.kept, notes)
+        found = self.ledger.summary(self.form.title, len(self.policies.files), self.kept, notes)
+        place = partial(self.ledger.place, self.policies.files)
+        return replace(found, second_look=self.look.checks(trips, retokenised == 0, self.kept, place))
 
     def _assumed(self) -> Iterator[str]:
         yield from self.policies.assumed()
@@ -185,7 +192,7 @@ class _Import:
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, where)
         right = self.outcomes.right(entry, response.text)
-        reward = self.outcomes.reward(entry)
+        reward = trained_on = self.outcomes.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
@@ -206,6 +213,16 @@ class _Import:
             outcome=outcome_name(right),
             same_text=response.same_text,
             retokenised=not response.logged,
+        )
+        self.look.see(
+            entry,
+            file,
+            prompt,
+            response,
+            problem=problem,
+            policy=policy,
+            reward=trained_on,
+            right=self.outcomes.logged(entry),
         )
         record = {
             "problem_id": problem,

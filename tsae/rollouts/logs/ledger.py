@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,9 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.files import LogFile
+
+if TYPE_CHECKING:
+    from tsae.rollouts.logs.second_look import Check
 
 _CELLS = (14, 10, 9, 8, 13, 13, 20)
 Outcome = {"failure": 0, "success": 1, "unknown": 2}
@@ -127,8 +131,8 @@ class Ledger:
         # What stands there twice, word for word, is one trajectory; anything else has to be decided.
         if again.any() and "repeated" not in config.skip:
             raise TsaeError(
-                f"the trajectory of {self._place(files, first[again][0])} comes here again, and is another",
-                where=self._place(files, second[again][0]),
+                f"the trajectory of {self.place(files, first[again][0])} comes here again, and is another",
+                where=self.place(files, second[again][0]),
                 fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
             )
         if len(first):
@@ -142,9 +146,9 @@ class Ledger:
             if differs.any():
                 a, b = first[differs][0], second[differs][0]
                 raise TsaeError(
-                    f"reward {reward[b]:g} for the trajectory that has {reward[a]:g} at {self._place(files, a)}: same "
+                    f"reward {reward[b]:g} for the trajectory that has {reward[a]:g} at {self.place(files, a)}: same "
                     "step, problem and response",
-                    where=self._place(files, b),
+                    where=self.place(files, b),
                     fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
                 )
         return kept
@@ -186,7 +190,8 @@ class Ledger:
         total |= {name: int(table[name].sum()) for name in ("groups", "no_variance")}
         return Summary(form, n_files, table, total, dict(self.skipped), tuple(notes))
 
-    def _place(self, files: Sequence[LogFile], row: np.integer) -> str:
+    def place(self, files: Sequence[LogFile], row: int | np.integer) -> str:
+        """File and line of a trajectory."""
         return files[self.file[row]].place(self.number[row])
 
 
@@ -206,10 +211,18 @@ class Summary:
     """Trajectories left out, by kind."""
     notes: tuple[str, ...]
     """What was assumed."""
+    second_look: tuple[Check, ...] = ()
+    """What the log says twice, compared."""
 
     def as_dict(self) -> dict[str, object]:
         """What goes into the table's info."""
-        return {"format": self.format, "files": self.n_files, "skipped": self.skipped, "notes": list(self.notes)}
+        return {
+            "format": self.format,
+            "files": self.n_files,
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            "second_look": {check.name: check.as_dict() for check in self.second_look},
+        }
 
     def __str__(self) -> str:
         steps = self.table.step.dropna()
@@ -230,7 +243,8 @@ class Summary:
             lines.append(f"  {policy:<{width}}{step:>8}{_cells(counts)}".rstrip())
         for kind, n in sorted(self.skipped.items()):
             lines.append(f"left out: {n:,} {kind}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"second look at {check}" for check in self.second_look)])
 
 
 def _printable(name: str) -> str:

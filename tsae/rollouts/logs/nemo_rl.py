@@ -50,9 +50,15 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             step=file.step,
             updates=None if file.step is None else file.step - 1,
             key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
+            logprobs=_logprobs(_only(row.get("generation_logprobs")), length),
         )
 
     return each_row(file, config, of)
+
+
+def _logprobs(values: Any, length: int | None) -> Any:
+    """Those of the tokens that are no padding."""
+    return values[:length] if isinstance(values, list) else None
 
 
 def _only(value: Any) -> Any:
