@@ -51,7 +51,8 @@ class Check:
     def __str__(self) -> str:
         if not self.compared:
             return f"{self.name}: not compared ({self.note})"
-        text = f"{self.name}: {self.compared:,} {self.unit} compared, {self.differ:,} disagree"
+        verb = "disagree" if self.disagrees or not self.differ else "differ"
+        text = f"{self.name}: {self.compared:,} {self.unit} compared, {self.differ:,} {verb}"
         text += f" (first: {self.example})" if self.example else ""
         text += f", {self.not_compared:,} cannot be compared" if self.not_compared else ""
         return text + (f"; {self.note}" if self.note else "")
@@ -61,7 +62,7 @@ class Check:
         return {
             "unit": self.unit,
             "compared": self.compared,
-            "disagree": self.differ,
+            "differ": self.differ,
             "share": self.differ / self.compared if self.compared else None,
             "not_compared": self.not_compared,
             "disagrees": self.disagrees,
