@@ -186,7 +186,8 @@ def _follow_in_parts(found: _Groups, which: np.ndarray) -> np.ndarray:
             continue
         labels = found.group[rows] * (int(found.size.max()) + 1) + place[rows] // length
         part = _Groups(found.reward, found.advantage, _spread(labels, rows, len(found.group)), found.step, rows)
-        agrees = np.stack([part.within(expected) for expected in part.expected()]).any(axis=0) | part.quiet
+        # Parts of one group share a line of their step as it is.
+        agrees = np.stack([part.within(expected) for expected in part.expected()[:-1]]).any(axis=0) | part.quiet
         # A part where all rewards are equal says little: some other has to follow by its numbers.
         whole = found.group[part.rows[part.starts]]
         good, numbers = (

@@ -1,9 +1,10 @@
 """Does a response that the log calls right give the log's reference answer? A sample is checked anew.
 
 The sample is 8 stretches of 32 trajectories each, drawn from the whole log by a reservoir of a fixed seed, so that
-responses to one problem and to its neighbours are in it. Each is checked by math-verify, or where that is not installed
-by the last number. What these cannot read (a reference answer that is long, structured or no expression; a response
-that the log calls right and in which no answer is found) is not compared.
+responses to one problem and to its neighbours are in it. Each is checked by math-verify, which is given the last number
+where it finds nothing else; or by the last number alone where it is not installed. What these cannot read is not
+compared: a reference answer that is long, structured or no expression; a response that the log calls right and in which
+no answer is found.
 
 Verifiers differ: on formats, on units, on what counts as an answer. So single differences are counted and shown, and
 the log is contradicted only where its outcomes agree with the check hardly better than they would by chance. Two
@@ -249,10 +250,12 @@ class _Judge:
 
     def given(self, text: str) -> Any:
         """The answer that a text gives; something false where there is none."""
-        if self.name == "math-verify":
-            return expressions(text)
+        if self.name == "math-verify" and (found := expressions(text)):
+            return found
         number = number_in(text)
-        return [] if number is None else [number]
+        if number is None or self.name != "math-verify":
+            return [] if number is None else [number]
+        return expressions(str(int(number)) if number.is_integer() else str(number))
 
     def equal(self, gold: Any, given: Any) -> bool:
         return equal(gold, given) if self.name == "math-verify" else gold == given
