@@ -31,6 +31,8 @@ import tsae
 from tsae.cli import main
 from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
+from tsae.report.findings import findings
+from tsae.report.sections import gates
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
@@ -373,6 +375,48 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
 def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
     with pytest.raises(TsaeError, match=r"inside the folder that is searched"):
         analyze_run(replace(tiny, to=tiny.path / "completions" / "out"))
+
+
+# --- a log that does not agree with itself
+
+
+def test_strict_refuses_what_does_not_agree(
+    trl_run: Path, tiny: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Completions that stand one row below their own, as an option of the command; nothing is imported."""
+    (tmp_path / "completions").mkdir()
+    for file in sorted((trl_run / "completions").glob("*.parquet"))[:3]:
+        table = pq.read_table(file)
+        for name in ("completion", "completion_ids"):
+            values = table[name].to_pylist()
+            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
+            table = table.set_column(table.column_names.index(name), name, column)
+        pq.write_table(table, tmp_path / "completions" / file.name)
+    to = tmp_path / "out"
+    asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(trl_run), "--base", str(tiny.base), *asked])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "does not agree with itself" in told
+    assert "answers: " in told
+    assert not list((to / "rollouts").glob("*.parquet"))
+
+
+def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str], Any]) -> None:
+    _, _, diff = finished
+    assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
+    looked = {"answers": {"compared": 9, "disagrees": True, "line": "answers: <b>9</b>"}}
+    told = replace(diff, info={**diff.info, "second_look": looked})
+    page = gates(told, {})
+    assert "The log that was imported" in page
+    assert "does not agree with itself (answers)" in page
+    assert "<li>answers: &lt;b&gt;9&lt;/b&gt;</li>" in page
+    sentences = [sentence for finding in findings(told) for sentence in finding.sentences]
+    assert "The rollout log does not agree with itself: answers." in sentences
+    nothing = {"answers": {"compared": 0, "disagrees": False, "line": "answers: not compared"}}
+    assert "could not be compared" in gates(replace(diff, info={**diff.info, "second_look": nothing}), {})
+    assert "Rollout log" not in gates(replace(diff, info={**diff.info, "second_look": None}), {})
 
 
 # --- which reward, which bands, which problems
