@@ -21,10 +21,13 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs import look_answers, look_logprobs
+from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.look_advantages import FORMULAS, recompute
 from tsae.rollouts.logs.look_answers import Sampled, recheck
 from tsae.rollouts.logs.second_look import Check
 
+LOGS = Path(__file__).parent / "logs"
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% if enable_thinking is defined and not enable_thinking %}=={% endif %}"
@@ -483,6 +486,50 @@ def test_where_log_probabilities_are_not_compared(
 
 
 # --- the readers' own
+
+
+@pytest.mark.parametrize("name", ["nemo-rl", "prime-rl", "prime-rl-tokens"])
+def test_readers_pass_log_probabilities_on(name: str) -> None:
+    """One for every token of the response, where the log has them."""
+    form, files = find_log(LOGS / name, ImportConfig())
+    entries = [entry for file in files for entry in form.read(file, ImportConfig()) if isinstance(entry, Entry)]
+    told = [entry for entry in entries if entry.logprobs is not None]
+    assert told
+    assert all(len(entry.logprobs) == len(entry.response_ids) for entry in told)  # type: ignore[arg-type]
+
+
+def test_slime_passes_log_probabilities_and_the_templates_arguments_on(tmp_path: Path) -> None:
+    sample = {
+        "group_index": 3,
+        "prompt": "1+1?",
+        "tokens": [BOS, *ids_of("1+1?2"), EOS],
+        "response": "2",
+        "response_length": 2,
+        "label": "2",
+        "reward": 1.0,
+        "loss_mask": None,
+        "status": "completed",
+        "rollout_log_probs": [-0.25, -0.5],
+        "apply_chat_template_kwargs": {"enable_thinking": False},
+    }
+    (tmp_path / "rollout_data").mkdir()
+    torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "rollout_data" / "0.pt")
+    form, files = find_log(tmp_path, ImportConfig())
+    (entry,) = form.read(files[0], ImportConfig())
+    assert isinstance(entry, Entry)
+    assert entry.logprobs is not None
+    assert entry.logprobs.tolist() == [-0.25, -0.5]
+    assert entry.template == {"enable_thinking": False}
+    assert entry.group == "3"
+
+
+def test_rewards_that_are_asked_for_are_not_those_that_were_trained_on(
+    series: CheckpointSeries, tmp_path: Path
+) -> None:
+    """Advantages are compared with the trainer's own total."""
+    rows = [{**row, "style": 0.1 * (i % 3)} for i, row in enumerate(sums())]
+    found = look(write(tmp_path / "log" / "log.jsonl", rows), series, rewards=("style",), outcome="style")
+    assert (found["advantages"].compared, found["advantages"].differ) == (24, 0)
 
 
 def test_the_testbeds_logs_agree(tmp_path: Path) -> None:

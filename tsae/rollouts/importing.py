@@ -192,7 +192,7 @@ class _Import:
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, where)
         right = self.outcomes.right(entry, response.text)
-        reward = trained_on = self.outcomes.reward(entry)
+        reward = self.outcomes.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
         problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
@@ -221,7 +221,8 @@ class _Import:
             response,
             problem=problem,
             policy=policy,
-            reward=trained_on,
+            # What the trainer had, whichever rewards or verifier are asked for here.
+            reward=entry.reward if entry.reward is not None or self.outcomes.verify is not None else reward,
             right=self.outcomes.logged(entry),
         )
         record = {

@@ -295,7 +295,7 @@ class _Prompts:
     def check(self) -> Check:
         notes = [
             f"{n:,} were rendered with {arguments}, as their tokens show (--template-arguments '{arguments}')"
-            for arguments, n in self.arguments.items()
+            for arguments, n in self.arguments.most_common(3)
         ]
         if self.differ:
             notes.append(
