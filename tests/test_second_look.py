@@ -174,6 +174,16 @@ def test_what_no_verifier_reads_is_not_compared(series: CheckpointSeries, tmp_pa
     assert str(found) == "answers: not compared (math-verify can read no answer)"
 
 
+def test_answers_inside_whole_solutions_are_read(series: CheckpointSeries, tmp_path: Path) -> None:
+    """As data sets write them: behind ####, or in a box."""
+    rows = sums()
+    for row in rows:
+        solution = "Add the tens, then the ones, and carry what is above nine. " * 3
+        row["answer"] = solution + (f"#### {row['answer']}" if row["step"] == 1 else f"\\boxed{{{row['answer']}}}")
+    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["answers"]
+    assert (found.compared, found.differ) == (192, 0)
+
+
 def test_without_math_verify_the_last_number_counts(
     series: CheckpointSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

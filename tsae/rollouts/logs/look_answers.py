@@ -242,7 +242,8 @@ class _Judge:
         return self._golds[answer]
 
     def _read_gold(self, answer: str) -> Any:
-        if len(answer) > _LONGEST_ANSWER:
+        # A whole solution says with a box what its answer is; tests of a program do not.
+        if len(answer) > _LONGEST_ANSWER and "\\boxed" not in answer:
             return None
         try:
             structured = isinstance(json.loads(answer), (dict, list))
