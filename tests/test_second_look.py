@@ -25,7 +25,8 @@ from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.look_advantages import FORMULAS, recompute
 from tsae.rollouts.logs.look_answers import Sampled, recheck
-from tsae.rollouts.logs.second_look import Check
+from tsae.rollouts.logs.second_look import Check, SecondLook
+from tsae.rollouts.logs.tokens import Tokens
 
 LOGS = Path(__file__).parent / "logs"
 TEMPLATE = (
@@ -493,6 +494,37 @@ def test_where_log_probabilities_are_not_compared(
     assert "as placeholders have" in told(series)
     log = log_of(tmp_path, [{**row, "logprobs": [-0.5] * 3} for row in logged_by(series, "base")])
     assert "not compared (the log has none)" in told(series)
+
+
+# --- parts of a log
+
+
+def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Path) -> None:
+    """What several readers saw is what one saw: through JSON and a file of numbers."""
+    log = log_of(tmp_path, [{**row, "sample_idx": i} for i, row in enumerate(logged_by(series, "base") * 20)])
+    config = ImportConfig()
+    form, files = find_log(log, config)
+    tokens = Tokens(series.base, config)
+    entries = [entry for entry in form.read(files[0], config) if isinstance(entry, Entry)]
+    for i, entry in enumerate(entries):
+        entry.answer, entry.prompt = str(i % 7), "1+1?" if i % 5 else "2+2?"
+
+    def seen(part: list[Entry]) -> SecondLook:
+        found = SecondLook(tokens, list(series))
+        for entry in part:
+            prompt, response = tokens.prompt(entry), tokens.response(entry)
+            told = {"problem": "p", "policy": "base", "reward": entry.reward, "right": bool(entry.reward)}
+            found.see(entry, files[0], prompt, response, **told)  # type: ignore[arg-type]
+        return found
+
+    whole, together = seen(entries), SecondLook(tokens, list(series))
+    for part in (entries[:64], entries[64:]):
+        state = json.loads(json.dumps(seen(part).state(tmp_path / "numbers.npz")))
+        together.add(tmp_path / "numbers.npz", state)
+    n = len(entries)
+    args = (np.full(n, 2), np.ones(n, dtype=bool), np.ones(n, dtype=bool), lambda i: f"row {i}")
+    assert together.checks(*args) == whole.checks(*args)
+    assert whole.prompts.differ == 24
 
 
 # --- the readers' own

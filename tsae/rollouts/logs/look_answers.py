@@ -1,6 +1,6 @@
 """Does a response that the log calls right give the log's reference answer? A sample is checked anew.
 
-The sample is 8 stretches of 32 trajectories each, drawn from the whole log by a reservoir of a fixed seed, so that
+The sample is 8 stretches of 32 trajectories each, drawn from the whole log by hashes of their places, so that
 responses to one problem and to its neighbours are in it. Each is checked by math-verify, which is given the last number
 where it finds nothing else; or by the last number alone where it is not installed. What these cannot read is not
 compared: a reference answer that is long, structured or no expression; a response that the log calls right and in which
@@ -28,7 +28,6 @@ beside other prompts' completions). One group in 20 is allowed to have it: data 
 from __future__ import annotations
 
 import json
-import random
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ import numpy as np
 from tsae.errors import TsaeError
 from tsae.rollouts.checking import equal, expressions, number_in
 from tsae.rollouts.difficulty import wilson_interval
+from tsae.rollouts.logs.ledger import hash64
 
 _WINDOWS, _WINDOW = 8, 32
 _TAIL, _LONGEST_ANSWER = 4000, 100
@@ -62,15 +62,16 @@ class Sampled(NamedTuple):
 
 
 class Reservoir:
-    """Stretches of consecutive trajectories, each stretch of the log equally likely."""
+    """Stretches of consecutive trajectories, each stretch of the log equally likely.
+
+    Those of the smallest hashes of their places are kept, so that parts of a log can be drawn from one by one.
+    """
 
     def __init__(self) -> None:
-        self.kept: list[list[Sampled]] = []
-        self._seen = 0
+        self._kept: list[tuple[int, list[Sampled]]] = []
         self._open: list[Sampled] = []
-        self._random = random.Random(0)
 
-    def add(self, response: str, answer: str, right: bool, problem: int, where: str) -> None:
+    def put(self, response: str, answer: str, right: bool, problem: int, where: str) -> None:
         """Take the next trajectory of the log."""
         self._open.append(Sampled(response[-_TAIL:], answer, right, problem, where))
         if len(self._open) == _WINDOW:
@@ -78,19 +79,29 @@ class Reservoir:
 
     def sample(self) -> list[Sampled]:
         """The drawn trajectories, in the order of the log."""
-        if self._open:
-            self._close()
-        return [one for window in self.kept for one in window]
+        self._close()
+        return [one for _, window in self._kept for one in window]
+
+    def state(self) -> list[Any]:
+        """What was drawn, as JSON has it."""
+        self._close()
+        return list(self._kept)
+
+    def add(self, state: list[Any]) -> None:
+        """Take in what was drawn from the next part of the log."""
+        self._close()
+        for key, window in state:
+            self._keep(key, [Sampled(*one) for one in window])
 
     def _close(self) -> None:
-        self._seen += 1
-        if len(self.kept) < _WINDOWS:
-            self.kept.append(self._open)
-        elif (place := self._random.randrange(self._seen)) < _WINDOWS:
-            # The others move up, so that the order stays that of the log.
-            del self.kept[place]
-            self.kept.append(self._open)
-        self._open = []
+        if self._open:
+            self._keep(hash64(self._open[0].where), self._open)
+            self._open = []
+
+    def _keep(self, key: int, window: list[Sampled]) -> None:
+        self._kept.append((key, window))
+        if len(self._kept) > _WINDOWS:
+            self._kept.remove(max(self._kept))
 
 
 @dataclass(frozen=True)

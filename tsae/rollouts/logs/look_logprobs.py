@@ -15,15 +15,15 @@ have one and the same value, that is a placeholder, and is not compared.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf, is_hub_id, weight_files
 from tsae.errors import TsaeError
+from tsae.rollouts.logs.ledger import hash64
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
@@ -67,12 +67,10 @@ class LogProbs:
         self.logged = 0
         self._ids = {checkpoint.id for checkpoint in checkpoints}
         self._kept: dict[str, list[Told]] = {}
-        self._seen: dict[str, int] = {}
         self._placeholders: set[float] = set()
         """Values that all tokens of some response have."""
-        self._random = random.Random(0)
 
-    def add(self, policy: str, prompt: np.ndarray, response: np.ndarray, logprobs: np.ndarray, where: str) -> None:
+    def put(self, policy: str, prompt: np.ndarray, response: np.ndarray, logprobs: np.ndarray, where: str) -> None:
         """Take a trajectory that has log-probabilities."""
         self.logged += 1
         if len(logprobs) > 1 and np.ptp(logprobs) == 0:
@@ -80,12 +78,28 @@ class LogProbs:
             return
         if policy not in self._ids or len(prompt) > _PROMPT or len(logprobs) != len(response):
             return
-        seen = self._seen[policy] = self._seen.get(policy, 0) + 1
+        self._keep(policy, Told(prompt, response[:_TOKENS], logprobs[:_TOKENS], where))
+
+    def state(self) -> dict[str, Any]:
+        """What was kept, as JSON has it."""
+        kept = {id: [(*(part.tolist() for part in told[:3]), told.where) for told in some]
+                for id, some in self._kept.items()}  # fmt: skip
+        return {"logged": self.logged, "placeholders": sorted(self._placeholders), "kept": kept}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Take in what was kept of the next part of the log."""
+        self.logged += state["logged"]
+        self._placeholders.update(state["placeholders"])
+        for id, some in state["kept"].items():
+            for prompt, response, logprobs, where in some:
+                self._keep(id, Told(np.array(prompt), np.array(response), np.array(logprobs), where))
+
+    def _keep(self, policy: str, told: Told) -> None:
+        """Those of the smallest hashes of their places, so that parts of a log can be drawn from one by one."""
         kept = self._kept.setdefault(policy, [])
-        if len(kept) < _TRAJECTORIES:
-            kept.append(Told(prompt, response[:_TOKENS], logprobs[:_TOKENS], where))
-        elif (place := self._random.randrange(seen)) < _TRAJECTORIES:
-            kept[place] = Told(prompt, response[:_TOKENS], logprobs[:_TOKENS], where)
+        kept.append(told)
+        if len(kept) > _TRAJECTORIES:
+            del kept[max(range(len(kept)), key=lambda place: hash64(kept[place].where))]
 
     def compare(self) -> Compared:
         """Read what was kept with the checkpoints' weights."""

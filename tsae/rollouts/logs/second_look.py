@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from tsae.rollouts.logs.look_logprobs import LogProbs
 from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
 
 _KEPT_PROMPTS = 256
+_COUNTS = ("compared", "differ", "unclear", "logged")
+_NUMBERS = ("group", "asked", "answer", "step", "reward", "advantage")
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,31 @@ class SecondLook:
         if entry.answer:
             self.n_answers += 1
             if right is not None:
-                self.answers.add(response.text, entry.answer, right, group, entry.where)
+                self.answers.put(response.text, entry.answer, right, group, entry.where)
         if entry.logprobs is not None and entry.response_ids is not None:
-            self.logprobs.add(policy, prompt.ids, response.ids, entry.logprobs, entry.where)
+            self.logprobs.put(policy, prompt.ids, response.ids, entry.logprobs, entry.where)
+
+    def state(self, file: Path) -> dict[str, Any]:
+        """What was seen of a part of the log, as JSON has it; numbers of every trajectory go into a file."""
+        np.savez(file, **{name: np.asarray(getattr(self, name)) for name in _NUMBERS})
+        return {
+            "n_answers": self.n_answers,
+            "varying": self.varying,
+            "prompts": self.prompts.state(),
+            "answers": self.answers.state(),
+            "logprobs": self.logprobs.state(),
+        }
+
+    def add(self, file: Path, state: Mapping[str, Any]) -> None:
+        """Take in what was seen of the next part of the log."""
+        with np.load(file, allow_pickle=False) as found:
+            for name in _NUMBERS:
+                getattr(self, name).frombytes(found[name].tobytes())
+        self.n_answers += state["n_answers"]
+        self.varying += state["varying"]
+        self.prompts.add(state["prompts"])
+        self.answers.add(state["answers"])
+        self.logprobs.add(state["logprobs"])
 
     def checks(
         self, same_text: np.ndarray, logged: np.ndarray, kept: np.ndarray, place: Callable[[int], str]
@@ -291,6 +315,15 @@ class _Prompts:
         if not same:
             self.differ += 1
             self.first = self.first or entry.where
+
+    def state(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in _COUNTS}, "first": self.first, "arguments": self.arguments}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + state[name])
+        self.first = self.first or state["first"]
+        self.arguments.update(state["arguments"])
 
     def check(self) -> Check:
         notes = [
