@@ -519,8 +519,8 @@ def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Pat
 
     whole, together = seen(entries), SecondLook(tokens, list(series))
     for part in (entries[:64], entries[64:]):
-        state = json.loads(json.dumps(seen(part).state(tmp_path / "numbers.npz")))
-        together.add(tmp_path / "numbers.npz", state)
+        state = json.loads(json.dumps(seen(part).state(tmp_path / "numbers.npy")))
+        together.add(tmp_path / "numbers.npy", state)
     n = len(entries)
     args = (np.full(n, 2), np.ones(n, dtype=bool), np.ones(n, dtype=bool), lambda i: f"row {i}")
     assert together.checks(*args) == whole.checks(*args)

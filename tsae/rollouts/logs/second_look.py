@@ -134,7 +134,9 @@ class SecondLook:
 
     def state(self, file: Path) -> dict[str, Any]:
         """What was seen of a part of the log, as JSON has it; numbers of every trajectory go into a file."""
-        np.savez(file, **{name: np.asarray(getattr(self, name)) for name in _NUMBERS})
+        numbers = np.rec.fromarrays([np.asarray(getattr(self, name)) for name in _NUMBERS], names=list(_NUMBERS))
+        with file.open("wb") as to:
+            np.save(to, numbers, allow_pickle=False)
         return {
             "n_answers": self.n_answers,
             "varying": self.varying,
@@ -145,9 +147,9 @@ class SecondLook:
 
     def add(self, file: Path, state: Mapping[str, Any]) -> None:
         """Take in what was seen of the next part of the log."""
-        with np.load(file, allow_pickle=False) as found:
-            for name in _NUMBERS:
-                getattr(self, name).frombytes(found[name].tobytes())
+        found = np.load(file, allow_pickle=False)
+        for name in _NUMBERS:
+            getattr(self, name).frombytes(found[name].tobytes())
         self.n_answers += state["n_answers"]
         self.varying += state["varying"]
         self.prompts.add(state["prompts"])
