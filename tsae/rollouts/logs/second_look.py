@@ -134,7 +134,10 @@ class SecondLook:
 
     def state(self, file: Path) -> dict[str, Any]:
         """What was seen of a part of the log, as JSON has it; numbers of every trajectory go into a file."""
-        numbers = np.rec.fromarrays([np.asarray(getattr(self, name)) for name in _NUMBERS], names=list(_NUMBERS))
+        values = {name: np.asarray(getattr(self, name)) for name in _NUMBERS}
+        numbers = np.zeros(len(self.group), dtype=[(name, value.dtype) for name, value in values.items()])
+        for name, value in values.items():
+            numbers[name] = value
         with file.open("wb") as to:
             np.save(to, numbers, allow_pickle=False)
         return {
