@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import os
@@ -30,6 +31,8 @@ import tsae
 from tsae.cli import main
 from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
+from tsae.report.findings import findings
+from tsae.report.sections import gates
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
@@ -46,7 +49,8 @@ TINY = RunConfig(
     training_tokens=20_000,
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
-STAGES = ["series", "rollouts", "bands", "activations", "sae", "evaluation", "features", "diff", "noise", "report"]
+STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
+STAGES += ["noise", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +94,20 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert "correct is above 0 (the log's only reward)" in said["rollouts"]
     assert said["bands"].startswith("problems: easy 10, medium 10, hard 92; a response's band is measured on the other")
     assert "(easy >= 0.75, hard <= 0.25); the training step explains" in said["bands"]
+    # What the log says twice agrees, and is kept beside the settings and on the page.
+    looked = json.loads((out / "run.json").read_text())["found"]["second_look"]
+    assert [name for name, check in looked.items() if check["compared"]] == ["advantages", "answers", "responses"]
+    assert not any(check["disagrees"] for check in looked.values())
+    assert looked["responses"]["compared"] == 1792
+    assert all(check["line"] in said["second look"] for check in looked.values())
+    page = (out / "report.html").read_text()
+    assert "The log that was imported agrees with itself where that can be compared." in page
+    assert html.escape(looked["advantages"]["line"]) in page
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
     assert "contrasts drawn" in said["diff"]
     for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
         assert any((out / name).iterdir())
-    page = (out / "report.html").read_text()
     rollouts = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
     assert "What training changed: hard" in page
     assert f"compared with base on {rollouts.n_problems} problems" in page
@@ -365,6 +377,48 @@ def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
         analyze_run(replace(tiny, to=tiny.path / "completions" / "out"))
 
 
+# --- a log that does not agree with itself
+
+
+def test_strict_refuses_what_does_not_agree(
+    trl_run: Path, tiny: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Completions that stand one row below their own, as an option of the command; nothing is imported."""
+    (tmp_path / "completions").mkdir()
+    for file in sorted((trl_run / "completions").glob("*.parquet"))[:3]:
+        table = pq.read_table(file)
+        for name in ("completion", "completion_ids"):
+            values = table[name].to_pylist()
+            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
+            table = table.set_column(table.column_names.index(name), name, column)
+        pq.write_table(table, tmp_path / "completions" / file.name)
+    to = tmp_path / "out"
+    asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(trl_run), "--base", str(tiny.base), *asked])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "does not agree with itself" in told
+    assert "answers: " in told
+    assert not list((to / "rollouts").glob("*.parquet"))
+
+
+def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str], Any]) -> None:
+    _, _, diff = finished
+    assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
+    looked = {"answers": {"compared": 9, "disagrees": True, "line": "answers: <b>9</b>"}}
+    told = replace(diff, info={**diff.info, "second_look": looked})
+    page = gates(told, {})
+    assert "The log that was imported" in page
+    assert "does not agree with itself (answers)" in page
+    assert "<li>answers: &lt;b&gt;9&lt;/b&gt;</li>" in page
+    sentences = [sentence for finding in findings(told) for sentence in finding.sentences]
+    assert "The rollout log does not agree with itself: answers." in sentences
+    nothing = {"answers": {"compared": 0, "disagrees": False, "line": "answers: not compared"}}
+    assert "could not be compared" in gates(replace(diff, info={**diff.info, "second_look": nothing}), {})
+    assert "Rollout log" not in gates(replace(diff, info={**diff.info, "second_look": None}), {})
+
+
 # --- which reward, which bands, which problems
 
 
@@ -392,7 +446,7 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     )
     bands = problem_bands(found_part.frame)
     counts = ", ".join(f"{band} {(bands == band).sum()}" for band in ("easy", "medium", "hard"))
-    assert lines[2].endswith(f"; of those that are read: {counts}")
+    assert lines[3].endswith(f"; of those that are read: {counts}")
     assert "; think_format_reward is 0 for every response, and says nothing" in lines[1]
     found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
     np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
@@ -416,15 +470,15 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
     lines: list[str] = []
     diff = analyze_run(config, progress=False, say=lines.append)
     refused = diff.info["bands"]["refused"]
-    assert lines[2].startswith(
+    assert lines[3].startswith(
         "bands:       bands and training steps cannot be told apart: the training step explains 7"
     )
-    assert "Give the base's own pass rates on these problems (--bands-from)" in lines[2]
+    assert "Give the base's own pass rates on these problems (--bands-from)" in lines[3]
     assert diff.info["bands"]["confounded_with_step"]["table"].keys() == {"easy", "medium", "hard"}
     of_bands = diff.contrasts[diff.contrasts.band != "all"]
     assert len(of_bands)
     assert set(of_bands.note) == {refused}
-    assert "of bands not (bands are steps)" in lines[7]
+    assert "of bands not (bands are steps)" in lines[8]
 
     # With the base's own pass rates, measured elsewhere.
     whole = tmp_path / "out" / "rollouts" / "log.parquet"
@@ -464,10 +518,10 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     config = replace(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
     diff = analyze_run(config, progress=False, say=lines.append)
     assert "there is no success" in lines[1]
-    assert lines[2].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
+    assert lines[3].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
     outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
     assert set(outcome.note) == {"0 problems have both outcomes; 8 are needed"}
-    assert "not (too few problems): all, all success" in lines[7]
+    assert "not (too few problems): all, all success" in lines[8]
     assert (tmp_path / "out" / "report.html").is_file()
 
 

@@ -38,6 +38,10 @@ class Choice(NamedTuple):
     """What decided on its size, in a few words."""
 
 
+_FOUND = "found"
+"""Key of a stamp (see `claim`) for what the stages found, which is no setting."""
+
+
 def quiet(stage: str, line: str) -> None:
     """Says nothing of what a stage decided."""
 
@@ -179,9 +183,9 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     # A kill while the stamp was first written leaves its temporary file alone.
     if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        # Compared as JSON: tuples and lists, paths and strings are the same there.
+        # Compared as JSON: tuples and lists, paths and strings are the same there. What was found later is kept apart.
         wanted = json.loads(json.dumps(stamp, default=str))
-        if found != wanted:
+        if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             raise TsaeError(
                 f"holds something else than {what} of these settings and versions"
@@ -190,6 +194,12 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
                 fix="Delete that folder, or give another one with --to.",
             )
     write_json(file, json.loads(json.dumps(stamp, default=str)))
+
+
+def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """Put what the stages found into a stamp that `claim` made, beside the settings."""
+    file = folder / name
+    write_json(file, {**json.loads(file.read_text(encoding="utf-8")), _FOUND: found})
 
 
 def _drawn(diff: FeatureDiff) -> str:

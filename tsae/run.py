@@ -27,7 +27,7 @@ from tsae.checkpoints.files import folder_of
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
-from tsae.pipeline import Choice, analyse, claim
+from tsae.pipeline import Choice, add_found, analyse, claim
 from tsae.provenance import versions, write_json
 from tsae.report.text import visible
 from tsae.rollouts.config import ImportConfig, Unfit
@@ -133,8 +133,9 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
     rollouts = _rollouts(config, series, log, importing, success, progress)
-    for stage in ("rollouts", "bands"):
+    for stage in ("rollouts", "second look", "bands"):
         stages.say(stage, rollouts.info["stages"][stage])
+    add_found(config.to, "run.json", {"second_look": rollouts.info["log"]["second_look"]})
     analysed, _ = analyse(
         readers,
         rollouts,
@@ -272,6 +273,7 @@ def _rollouts(
     drawn.info["stages"] = {
         "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} problems"
         f"{left}; {part}; success: {success}" + "".join(f"; {note}" for note in assumed),
+        "second look": "; ".join(check["line"] for check in logged["second_look"].values()),
         "bands": told,
     }
     drawn.write(file)

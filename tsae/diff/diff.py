@@ -106,6 +106,7 @@ def feature_diff(
             "null_repeats": REPEATS,
             "bands": features.rollouts.info.get("bands"),
             "rollouts": features.rollouts.fingerprint,
+            "second_look": (features.rollouts.info.get("log") or {}).get("second_look"),
             "labels": features.rollouts.labels_fingerprint,
             **({"without_span": left_out} if (left_out := rows.without_tokens(features)) else {}),
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),

@@ -71,6 +71,7 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
             if table is not None
         },
         "causally_tested": diff.info.get("causally_tested") or [],
+        "second_look": diff.info.get("second_look") or {},
     }
 
 
@@ -306,6 +307,8 @@ def _belief(diff: FeatureDiff) -> Finding:
     known = [reader["fve"] for reader in readers if reader["fve"] is not None]
     flagged = [reader["id"] for reader in readers if reader["flagged"]]
     sentences = []
+    if wrong := [name for name, check in (diff.info.get("second_look") or {}).items() if check["disagrees"]]:
+        sentences.append(f"The rollout log does not agree with itself: {listed(wrong)}.")
     if known:
         spread = (
             f"{min(known):.2f}" if f"{min(known):.2f}" == f"{max(known):.2f}" else f"{min(known):.2f}–{max(known):.2f}"

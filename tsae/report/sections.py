@@ -75,6 +75,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
             "Rollouts",
             f"<code>{html_text(info.get('rollouts', 'unknown'))}</code> (hash of problems, policies and token ids)",
         ),
+        *([("Rollout log", looked)] if (looked := _second_look(diff)) else []),
         ("Computed with", html_text(_listed(info.get("versions", {})) or "unknown versions")),
         ("Written with", html_text(_listed(provenance))),
     ]
@@ -109,6 +110,21 @@ def _causality_text(diff: FeatureDiff) -> str:
     if not tested:
         return "Not causally tested. What a feature responds to is not thereby what it does."
     return f"{count(len(tested), 'feature')} tested below; all others are not causally tested."
+
+
+def _second_look(diff: FeatureDiff) -> str:
+    """What the rollout log says twice, and whether it says the same."""
+    checks = diff.info.get("second_look") or {}
+    if not any(check["compared"] for check in checks.values()):
+        return "What it says could not be compared with anything else that it says." if checks else ""
+    wrong = [name for name, check in checks.items() if check["disagrees"]]
+    verdict = (
+        f'<strong class="warn">does not agree with itself ({html_text(", ".join(wrong))})</strong>'
+        if wrong
+        else "agrees with itself where that can be compared"
+    )
+    lines = "".join(f"<li>{html_text(check['line'])}</li>" for check in checks.values())
+    return f"The log that was imported {verdict}.<ul>{lines}</ul>"
 
 
 def _listed(versions: dict[str, str]) -> str:

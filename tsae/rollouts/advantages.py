@@ -18,11 +18,16 @@ KINDS = ("all failures", "single success", "mixed", "all successes", "one respon
 
 
 def group_advantages(
-    rewards: np.ndarray, groups: np.ndarray, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo",
+    *,
+    ddof: int = 1,
+    epsilon: float = _EPSILON,
 ) -> np.ndarray:
     """Advantages within groups.
 
-    - grpo: (r − mean) / (s + 1e-4), s the unbiased standard deviation (as TRL);
+    - grpo: (r − mean) / (s + ε), s the standard deviation, by default the unbiased one and ε = 1e-4 (as TRL);
     - dr_grpo: r − mean (Liu et al. 2025);
     - rloo: r − mean of the others = n/(n − 1) · (r − mean) (Ahmadian et al. 2024).
 
@@ -31,6 +36,9 @@ def group_advantages(
     Args:
         rewards: (n,) finite.
         groups: (n,) group labels.
+        kind: which of them.
+        ddof: 1 for the unbiased standard deviation, 0 for that of the group itself.
+        epsilon: added to the standard deviation.
 
     Returns:
         (n,) float64.
@@ -46,8 +54,8 @@ def group_advantages(
     others = np.maximum(n - 1, 1)
     if kind == "rloo":
         return centred * (n / others)[group]
-    deviation = np.sqrt(np.bincount(group, weights=centred**2) / others)
-    return centred / (deviation + _EPSILON)[group]
+    deviation = np.sqrt(np.bincount(group, weights=centred**2) / np.maximum(n - ddof, 1))
+    return np.divide(centred, (deviation + epsilon)[group], out=np.zeros(len(rewards)), where=centred != 0)
 
 
 def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:

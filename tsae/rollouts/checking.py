@@ -23,10 +23,14 @@ def exact(response: str, answer: str) -> bool:
 
 def last_number(response: str, answer: str) -> bool:
     """The last number of the response equals the last number of the answer; thousands commas do not matter."""
-    given, expected = _NUMBER.findall(response), _NUMBER.findall(answer)
-    if not given or not expected:
-        return False
-    return float(given[-1].replace(",", "")) == float(expected[-1].replace(",", ""))
+    given, expected = number_in(response), number_in(answer)
+    return given is not None and given == expected
+
+
+def number_in(text: str) -> float | None:
+    """The last number of a text; None where it has none."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def same_expression(response: str, answer: str) -> bool:
@@ -35,17 +39,31 @@ def same_expression(response: str, answer: str) -> bool:
     Raises:
         TsaeError: where math-verify is missing, or the reference answer is no expression.
     """
-    parse, verify = _math_verify()
-    # Its limits need signals, which only the main thread gets.
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
-    gold = parse(answer, parsing_timeout=limit) or parse(f"${answer}$", parsing_timeout=limit)
+    gold = expressions(answer) or expressions(f"${answer}$")
     if not gold:
         raise TsaeError(
             f"the reference answer {answer[:40]!r} is no mathematical expression",
             where="verifier math",
             fix="Correct it, or check answers with last_number or a function of your own.",
         )
-    return bool(verify(gold, parse(response, parsing_timeout=limit), timeout_seconds=limit))
+    return equal(gold, expressions(response))
+
+
+def expressions(text: str) -> list[Any]:
+    """What math-verify takes for the answer of a text; empty where it finds none."""
+    parse, _ = _math_verify()
+    return parse(text, parsing_timeout=_limit())
+
+
+def equal(gold: list[Any], given: list[Any]) -> bool:
+    """Whether math-verify finds two answers of `expressions` equal."""
+    _, verify = _math_verify()
+    return bool(verify(gold, given, timeout_seconds=_limit()))
+
+
+def _limit() -> int | None:
+    """Seconds; math-verify's limits need signals, which only the main thread gets."""
+    return 5 if threading.current_thread() is threading.main_thread() else None
 
 
 def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:

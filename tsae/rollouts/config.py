@@ -160,6 +160,9 @@ class ImportConfig:
     too-long (for the model's context), multi-turn (several turns, and no mask of what was sampled), errored (a failed
     rollout), repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first
     is), cut (half a line at a file's end, as a run leaves it that still writes or was killed)."""
+    strict: bool = False
+    """Refuse a log that does not agree with itself: what the second look prints is then an error, and nothing is
+    written."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

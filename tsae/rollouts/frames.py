@@ -60,4 +60,4 @@ def read_frame(
             return read_log(file, checkpoint, config)
         except TsaeError as error:
             where = str(error.where).replace(str(file), "read_frame")
-            raise TsaeError(error.what, where=where, fix=error.fix) from error
+            raise TsaeError(error.what.replace(str(file), "read_frame"), where=where, fix=error.fix) from error

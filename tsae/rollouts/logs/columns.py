@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Row, Unusable, as_its_trainer_writes, columns_to_keep
@@ -63,14 +61,3 @@ def one_by_one(rows: Sequence[Row], where: str, read: Callable[[Row, int, str], 
 def place_in(where: str, index: int) -> str:
     """Where a row of a line of columns is; rows are shown counted from 1."""
     return f"{where}, trajectory {index + 1}"
-
-
-def follow_from(advantages: Sequence[float], rewards: Sequence[float]) -> bool:
-    """Whether the advantages of a group may be what GRPO, RLOO or Dr. GRPO make of these rewards.
-
-    Within a group, all of them are a rising linear function of the reward.
-    """
-    reward, advantage = (np.asarray(values, dtype=float) - np.mean(values) for values in (rewards, advantages))
-    slope = float(reward @ advantage) / max(float(reward @ reward), 1e-12)
-    off = np.abs(advantage - slope * reward).max()
-    return bool(slope >= 0 and off <= 1e-3 * max(1.0, np.abs(advantage).max()))

@@ -62,6 +62,14 @@ class Entry:
     updates: int | None = None
     """Optimiser steps that the weights had behind them that sampled it."""
     advantage: float | None = None
+    advantage_varies: bool = False
+    """The advantage is the mean of others that the tokens have."""
+    group: str | None = None
+    """The log's own name of the group that its advantage was computed in; of one problem and step."""
+    logprobs: np.ndarray | None = None
+    """(n_response,) natural logarithms of the probabilities that `response_ids` had when they were sampled."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the log says that the chat template was given beside the messages."""
     finish_reason: Literal["stop", "length"] | None = None
     cut_without_end: bool = False
     """Its trainer counts responses whose token ids lack an end token as cut off."""
@@ -306,6 +314,7 @@ def masked_entry(
     key: str | None,
     updates: int | None = None,
     rewarded: bool = True,
+    logprobs: Any = None,
 ) -> Entry:
     """The entry of a token sequence that marks what the policy sampled, with one reward, as trainers of tokens log it.
 
@@ -319,10 +328,12 @@ def masked_entry(
         key: unique among the entries of a log.
         updates: optimiser steps of the policy, where they are known.
         rewarded: whether the log has rewards at all.
+        logprobs: (n,) one a token, if the log has them.
     """
     found, sampled = token_ids(ids, "token_ids", where), marks(mask, "the mask", where)
     prompt, response, inside = split_by_mask(found, sampled, where)
     value = score(reward, "rewards", where)
+    advantage, varies = _mean_over(advantages, sampled, where)
     return Entry(
         where,
         prompt_ids=prompt,
@@ -333,15 +344,36 @@ def masked_entry(
         unscored=rewarded and value is None,
         step=step,
         updates=updates,
-        advantage=_mean_over(advantages, sampled, where),
+        advantage=advantage,
+        advantage_varies=varies,
+        logprobs=logprobs_of(logprobs, response, before=len(prompt), n=len(found)),
         key=key,
     )
 
 
-def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
-    """Mean of per-token advantages over the sampled tokens; a single number is that number."""
+def logprobs_of(values: Any, response: np.ndarray, *, before: int = 0, n: int | None = None) -> np.ndarray | None:
+    """(n_response,) logged log-probabilities; None where there are none, or not one for every token.
+
+    Args:
+        values: one a token of the response, or of the whole sequence.
+        response: its token ids.
+        before: tokens in front of the response, where the values are the whole sequence's.
+        n: tokens of the whole sequence, or that the trainer counts as the response's; by default those of the response.
+    """
+    try:
+        found = np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        return None
+    if found.ndim != 1 or len(found) != (len(response) if n is None else n):
+        return None
+    found = found[before : before + len(response)]
+    return found if np.isfinite(found).all() else None
+
+
+def _mean_over(values: Any, mask: np.ndarray, where: str) -> tuple[float | None, bool]:
+    """Mean of per-token advantages over the sampled tokens, a single number being that number; whether they differ."""
     if values is None or isinstance(values, (int, float)):
-        return number(values, "advantages", where)
+        return number(values, "advantages", where), False
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (1, len(mask)):
         raise TsaeError("advantages is neither a number nor one a token", where=where, fix="Correct that row.")
     values = [number(value, "advantages", where) for value in values]
@@ -350,7 +382,7 @@ def _mean_over(values: Any, mask: np.ndarray, where: str) -> float | None:
         found = list(values)
     # One advantage for all tokens is given back as it is.
     mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
-    return number(mean, "advantages", where)
+    return number(mean, "advantages", where), len(set(found)) > 1
 
 
 class Split(NamedTuple):

@@ -2,7 +2,7 @@
 
 A part lies there under a name that follows from its files (paths, sizes, times of writing), from how they are read,
 and from the tokenizer. An import that is run again takes what it finds under the names of its own parts. The folder
-goes when the import ends, or fails before a part of a log of several was read.
+goes when the import ends, or fails before several parts were read.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        several = self._taken + self._read > 1 or any(self.folder.glob(f"*/{_STATE}"))
+        several = max(self._taken + self._read, len(list(self.folder.glob(f"*/{_STATE}")))) > 1
         if error is None or not several:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
@@ -117,7 +117,7 @@ class Journal:
 def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: ImportConfig) -> dict[str, Any]:
     """What the parts of a log depend on beside their files, as JSON has it."""
     read, tokenizer = asdict(config), tokens.tokenizer
-    for name in ("skip", "noisy_rewards"):  # They say whether what was found is an error.
+    for name in ("skip", "noisy_rewards", "strict"):  # They say whether what was found is an error.
         del read[name]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

@@ -190,8 +190,8 @@ class Ledger:
         if again and "repeated" not in config.skip:
             b, a = min((b, a) for a, b in again)
             raise TsaeError(
-                f"the trajectory of {self._place(files, a)} comes here again, and is another",
-                where=self._place(files, b),
+                f"the trajectory of {self.place(files, a)} comes here again, and is another",
+                where=self.place(files, b),
                 fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
             )
         if not kept.all():
@@ -212,8 +212,8 @@ class Ledger:
             b, a = min((b, a) for a, b in found)
             raise TsaeError(
                 f"reward {self._line(b)['reward']:g} for the trajectory that has {self._line(a)['reward']:g} at "
-                f"{self._place(files, a)}: same step, problem and response",
-                where=self._place(files, b),
+                f"{self.place(files, a)}: same step, problem and response",
+                where=self.place(files, b),
                 fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
             )
 
@@ -284,10 +284,19 @@ class Ledger:
             tuple(notes),
         )  # fmt: skip
 
+    def round_trips(self) -> tuple[np.ndarray, np.ndarray]:
+        """((n,) whether ids decode to the log's text: 0 no, 1 yes, 2 no text; (n,) bool, whether the log has ids)."""
+        found = np.zeros((2, len(self)), dtype=np.uint8)
+        for start, lines in self.lines():
+            here = slice(start, start + len(lines))
+            found[:, here] = lines["same_text"], lines["retokenised"] == 0
+        return found[0], found[1] > 0
+
     def _line(self, row: int) -> np.void:
         return next(lines[row - start] for start, lines in self.lines() if row < start + len(lines))
 
-    def _place(self, files: Sequence[LogFile], row: int) -> str:
+    def place(self, files: Sequence[LogFile], row: int) -> str:
+        """File and line of a trajectory."""
         line = self._line(row)
         return files[line["file"]].place(line["number"])
 

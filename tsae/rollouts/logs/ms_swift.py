@@ -27,10 +27,11 @@ from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.columns import each_of_a_batch, follow_from, one_by_one, place_in
+from tsae.rollouts.logs.columns import each_of_a_batch, one_by_one, place_in
 from tsae.rollouts.logs.conversations import asked, only_answer
 from tsae.rollouts.logs.entry import Entry, Row, Unusable, answer_text, get, is_conversation, number, score, text
 from tsae.rollouts.logs.files import LogFile
+from tsae.rollouts.logs.look_advantages import check_sum
 
 FILE = re.compile(r"(^|/)completions\.jsonl$")
 _PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
@@ -63,7 +64,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             return
         names = config.rewards or _reward_columns(rows)
         if len(names) > 1 and not config.rewards:
-            _check_sum(rows, names, where)
+            check_sum(_groups(rows, names, where), names, where)
         yield from one_by_one(rows, where, lambda row, index, place: _entry(row, names, index, config, place))
 
     return each_of_a_batch(file, config, of)
@@ -123,16 +124,11 @@ def _reward_columns(rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(names[names.index("completion") + 1 : end])
 
 
-def _check_sum(rows: Sequence[Row], names: Sequence[str], where: str) -> None:
+def _groups(rows: Sequence[Row], names: Sequence[str], where: str) -> dict[str, list[tuple[float, float]]]:
+    """(sum of the rewards, advantage) of the trajectories, by prompt."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         scored = [value for name in names if (value := score(row.get(name), name, where)) is not None]
         if scored and row.get("advantages") is not None:
-            groups[str(_prompt(row))].append((row["advantages"], sum(scored)))
-    if not all(follow_from(*zip(*group, strict=True)) for group in groups.values()):
-        raise TsaeError(
-            f"the logged advantages do not follow from the sum of {', '.join(names)}: not all of them are rewards, or "
-            "they have weights, which the log does not hold",
-            where=where,
-            fix="Name the columns that are rewards, to be added up with weight 1 (--rewards).",
-        )
+            groups[str(_prompt(row))].append((sum(scored), row["advantages"]))
+    return groups

@@ -57,6 +57,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             step=file.step,
             updates=None if file.step is None else file.step - 1,
             key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
+            logprobs=_logprobs(_only(row.get("generation_logprobs")), length),
         )
 
     return each_row(file, config, of)
@@ -73,6 +74,11 @@ def _sampled(mask: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
             found[:low] = False
             return found
     return mask
+
+
+def _logprobs(values: Any, length: int | None) -> Any:
+    """Those of the tokens that are no padding."""
+    return values[:length] if isinstance(values, list) else None
 
 
 def _only(value: Any) -> Any:

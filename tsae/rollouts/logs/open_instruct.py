@@ -26,6 +26,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     logged_score,
+    logprobs_of,
     number,
     token_ids,
     whole,
@@ -47,10 +48,12 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         if isinstance(request, dict) and request.get("tool_calleds"):
             raise Unusable("multi-turn", "the response holds a tool's output, and no mask says where", where=where)
         reward = logged_score(row, "reward", where)
+        response = token_ids(get(row, "response_tokens", where), "response_tokens", where)
         yield Entry(
             where,
             prompt_ids=token_ids(get(row, "prompt_tokens", where), "prompt_tokens", where),
-            response_ids=token_ids(get(row, "response_tokens", where), "response_tokens", where),
+            response_ids=response,
+            logprobs=logprobs_of(row.get("logprobs"), response),
             rewards={"reward": reward},
             reward=reward,
             unscored=reward is None,
@@ -58,6 +61,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             step=step,
             updates=step,
             advantage=number(row.get("advantage"), "advantage", where),
+            group=None if row.get("prompt_idx") is None else str(row["prompt_idx"]),
             finish_reason=finish(row.get("finish_reason")),
             key=f"{step}/{get(row, 'sample_idx', where)}",
         )

@@ -66,12 +66,15 @@ class Outcomes:
                 where=entry.where,
                 fix="Correct the function: it gets (response, answer) as texts.",
             ) from error
-        told = self.config.outcome or entry.decides or len(self.config.rewards or entry.rewards) == 1
-        if entry.correct is not None or told:
-            logged = self._logged(entry)
-            self.compared += logged is not None
-            self.agreed += logged is right
+        logged = self.logged(entry)
+        self.compared += logged is not None
+        self.agreed += logged is right
         return right
+
+    def logged(self, entry: Entry) -> bool | None:
+        """Success or failure by the log, whatever a verifier says; None where it leaves that to the verifier."""
+        told = self.config.outcome or entry.decides or len(self.config.rewards or entry.rewards) == 1
+        return self._logged(entry) if self.verify is None or entry.correct is not None or told else None
 
     def _logged(self, entry: Entry) -> bool | None:
         """Success or failure by the log's word, or by the reward that stands for it."""

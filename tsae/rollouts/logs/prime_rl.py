@@ -39,6 +39,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     label,
+    logprobs_of,
     mapping,
     marks,
     masked_entry,
@@ -118,7 +119,12 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         )
     sampled = np.asarray(mask, dtype=bool)
     prompt, response, inside = split_by_mask(token_ids(ids, "token_ids", where), sampled, where)
-    asked = takewhile(lambda node: not any(node.get("mask") or []), nodes)
+    asked = [
+        node["message"]
+        for node in takewhile(lambda node: not any(node.get("mask") or []), nodes)
+        if isinstance(node.get("message"), dict)
+    ]
+    advantage, varies = _advantage(trace, nodes, where)
     rewards = _rewards(mapping(trace, "rewards", where), where)
     scored = [value for value in rewards.values() if value is not None]
     told = [mapping(work, "policy", where).get("start")]
@@ -129,7 +135,7 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
     step = file.step if file.step is not None else whole(work.get("step"), "step", where)
     return Entry(
         where,
-        prompt=[node["message"] for node in asked if isinstance(node.get("message"), dict)],
+        prompt=asked,
         prompt_ids=prompt,
         response_ids=response,
         sampled=inside,
@@ -141,7 +147,11 @@ def _entry(trace: Row, episode: Row, work: Row, file: LogFile, config: ImportCon
         problem_id=_problem(task, episode, where),
         step=step,
         updates=whole(policy, "policy_version", where),
-        advantage=_advantage(trace, nodes, where),
+        advantage=advantage,
+        advantage_varies=varies,
+        group=_group(trace, episode, where),
+        logprobs=logprobs_of([value for node in nodes for value in node.get("logprobs") or []], response),
+        template={"tools": tools} if (tools := trace.get("tools")) else {},
         finish_reason=_finish(trace, nodes),
         key=label(trace.get("id"), "the trace's id", where),
         extra=columns_to_keep(data, config),
@@ -182,11 +192,17 @@ def _problem(task: Row, episode: Row, where: str) -> str:
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _advantage(trace: Row, nodes: list[dict[str, Any]], where: str) -> float | None:
+def _group(trace: Row, episode: Row, where: str) -> str | None:
+    told = (trace.get("group_id"), episode.get("group_id"), mapping(trace, "info", where).get("group_id"))
+    return next((str(group) for group in told if isinstance(group, (str, int))), None)
+
+
+def _advantage(trace: Row, nodes: list[dict[str, Any]], where: str) -> tuple[float | None, bool]:
+    """(the trajectory's advantage, whether its tokens have several)."""
     per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
     if per_token:
-        return number(float(np.mean(per_token)), "advantages", where)
-    return number(trace.get("advantage"), "advantage", where)
+        return number(float(np.mean(per_token)), "advantages", where), len(set(per_token)) > 1
+    return number(trace.get("advantage"), "advantage", where), False
 
 
 def _finish(trace: Row, nodes: list[dict[str, Any]]) -> Literal["stop", "length"] | None:
@@ -203,6 +219,7 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             raise TsaeError(f"schema {row.get('schema_version')!r} is unknown, expected 1", where=where)
         if isinstance(tokens := row.get("tokens"), list):
             named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+            named["inference_logprobs"] = "inference_logprob"
             row = {**row, **{many: [t.get(one) for t in tokens] for many, one in named.items()}}
         mask = marks(get(row, "loss_mask", where), "loss_mask", where)
         rewards = row.get("rewards") or []
@@ -222,6 +239,7 @@ def read_tokens(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusabl
             step=step,
             key="/".join(str(part) for part in (row.get("run_id"), step, row.get("rank"), number_of_it)),
             rewarded="rewards" in row,
+            logprobs=row.get("inference_logprobs"),
         )
 
     return each_row(file, config, of)

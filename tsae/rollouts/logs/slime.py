@@ -33,6 +33,7 @@ from tsae.rollouts.logs.entry import (
     each_row,
     get,
     is_conversation,
+    logprobs_of,
     marks,
     score,
     split_by_mask,
@@ -80,6 +81,9 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             answer=answer_text(row.get("label")),
             step=step,
             updates=updates,
+            group=None if row.get("group_index") is None else str(row["group_index"]),
+            logprobs=logprobs_of(row.get("rollout_log_probs"), response, n=row["response_length"]),
+            template=kwargs if isinstance(kwargs := row.get("apply_chat_template_kwargs"), dict) else {},
             finish_reason=_ENDS[status],
             assumed=mixed,
         )

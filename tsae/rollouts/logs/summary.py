@@ -3,11 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 _CELLS = (14, 10, 9, 8, 13, 13, 20)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one comparison found."""
+
+    name: str
+    unit: str
+    """What is counted."""
+    compared: int
+    differ: int
+    not_compared: int = 0
+    example: str | None = None
+    """File and line of the first that differs."""
+    disagrees: bool = False
+    """Whether that contradicts the log; verifiers may differ on single answers without it."""
+    note: str = ""
+    """How it was compared, what follows, or why nothing was."""
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return f"{self.name}: not compared ({self.note})"
+        verb = "disagree" if self.disagrees or not self.differ else "differ"
+        text = f"{self.name}: {self.compared:,} {self.unit} compared, {self.differ:,} {verb}"
+        text += f" (first: {self.example})" if self.example else ""
+        text += f", {self.not_compared:,} cannot be compared" if self.not_compared else ""
+        return text + (f"; {self.note}" if self.note else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What goes into the table's info and into run.json."""
+        return {
+            "unit": self.unit,
+            "compared": self.compared,
+            "differ": self.differ,
+            "share": self.differ / self.compared if self.compared else None,
+            "not_compared": self.not_compared,
+            "disagrees": self.disagrees,
+            "example": self.example,
+            "line": str(self),
+        }
 
 
 @dataclass(frozen=True)
@@ -26,10 +67,18 @@ class Summary:
     """Trajectories left out, by kind."""
     notes: tuple[str, ...]
     """What was assumed."""
+    second_look: tuple[Check, ...] = ()
+    """What the log says twice, compared."""
 
     def as_dict(self) -> dict[str, object]:
         """What goes into the table's info."""
-        return {"format": self.format, "files": self.n_files, "skipped": self.skipped, "notes": list(self.notes)}
+        return {
+            "format": self.format,
+            "files": self.n_files,
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            "second_look": {check.name: check.as_dict() for check in self.second_look},
+        }
 
     def __str__(self) -> str:
         steps = self.table.step.dropna()
@@ -50,7 +99,8 @@ class Summary:
             lines.append(f"  {policy:<{width}}{step:>8}{_cells(counts)}".rstrip())
         for kind, n in sorted(self.skipped.items()):
             lines.append(f"left out: {n:,} {kind}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"second look at {check}" for check in self.second_look)])
 
 
 def _printable(name: str) -> str:

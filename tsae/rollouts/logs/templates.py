@@ -108,7 +108,7 @@ class ChatTemplate:
         Returns:
             None where no rendering decodes to `stripped`.
         """
-        for arguments in self._variants(stripped):
+        for arguments in self.variants(stripped):
             found = list(dict.fromkeys(self._fits(stripped, arguments)))
             if found:
                 return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_turns)
@@ -164,7 +164,8 @@ class ChatTemplate:
                 patterns[first, second] = _header(headers[1]), re.compile(f"{first}.*{second}", re.DOTALL)
         return list(patterns.values())
 
-    def _variants(self, stripped: str) -> Iterator[dict[str, Any]]:
+    def variants(self, stripped: str) -> Iterator[dict[str, Any]]:
+        """Arguments that may have been given beside those that are known: none; thinking or not; a date in the text."""
         yield {}
         if "enable_thinking" in self.open_arguments:
             yield from ({"enable_thinking": value} for value in (False, True))

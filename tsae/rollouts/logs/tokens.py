@@ -162,6 +162,47 @@ class Tokens:
                 fix="Give the checkpoint that was trained",
             )
 
+    def encodes(self, entry: Entry, ids: np.ndarray) -> tuple[bool | None, str]:
+        """Whether the logged prompt, encoded anew, gives the logged token ids.
+
+        A text may be the question, or what the template made of it, with or without special tokens.
+
+        Args:
+            entry: has a prompt.
+            ids: (n,) logged.
+
+        Returns:
+            that, None where the template renders no such prompt; and as JSON what the template has to be given beside
+            what is known, "" for nothing.
+        """
+        prompt, logged, rendered = entry.prompt, ids.tolist(), False
+        if isinstance(prompt, str):
+            for special in (False, True):
+                if list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"]) == logged:
+                    return True, ""
+            if self.template is None or self.template.keeps_special(prompt):
+                return False, ""
+        if self.template is None or not prompt:
+            return None, ""
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str) and self.config.system_prompt is not None:
+            asked = [{"role": "system", "content": self.config.system_prompt}, *asked]
+        plain = [{name: part for name, part in message.items() if part is not None} for message in asked]
+        shown = self._decode(ids)
+        for more in self.template.variants(shown):
+            try:
+                given = {**entry.template, **more}
+                text = self.template.render(plain, goes_on=plain[-1].get("role") == "assistant", **given)
+            except Exception:  # templates raise what they like
+                continue
+            rendered = True
+            if list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) == logged:
+                return True, json.dumps(more) if more else ""
+        if isinstance(prompt, str):
+            # A text without special tokens, as some logs keep beside the ids.
+            return prompt == shown, ""
+        return (False if rendered else None), ""
+
     def _encode_prompt(self, entry: Entry) -> tuple[Any, ...]:
         """(token ids, what was assumed …)."""
         prompt, style = entry.prompt, self.config.prompt_format

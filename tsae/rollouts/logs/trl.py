@@ -21,11 +21,10 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -47,6 +46,7 @@ from tsae.rollouts.logs.entry import (
     whole,
 )
 from tsae.rollouts.logs.files import LogFile, first_row
+from tsae.rollouts.logs.look_advantages import check_sum
 
 FILE = re.compile(r"(^|/)completions_(?P<step>\d{5,})\.parquet$")
 _COMPLETION_IDS = "completion_ids"
@@ -108,7 +108,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
     yield from each_row(file, config, of)
     if len(rewards) > 1 and not config.rewards:
-        _check_sum(groups, rewards, file)
+        check_sum(groups, rewards, file.path)
 
 
 def _reward_columns(file: LogFile, known: ColumnNames) -> tuple[str, ...]:
@@ -155,19 +155,3 @@ def _completion(value: Any, where: str) -> str:
             where=where,
         )
     return text(messages[0].get("content"), "completion", where)
-
-
-def _check_sum(groups: dict[str, list[tuple[float, float]]], rewards: Sequence[str], file: LogFile) -> None:
-    """Within a group, every advantage that TRL computes from a sum of rewards is a rising linear function of it."""
-    for group in groups.values():
-        values = np.asarray(group)
-        reward, advantage = (values - values.mean(axis=0)).T
-        slope = float(reward @ advantage) / max(float(reward @ reward), 1e-12)
-        off = np.abs(advantage - slope * reward).max()
-        if slope < 0 or off > 1e-3 * max(1.0, np.abs(advantage).max()):
-            raise TsaeError(
-                f"the logged advantages do not follow from the sum of {', '.join(rewards)}: not all of them are "
-                "rewards, or they have weights, which the log does not hold",
-                where=file.path,
-                fix="Name the columns that are rewards, to be added up with weight 1 (--rewards).",
-            )
