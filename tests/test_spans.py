@@ -138,6 +138,31 @@ def test_parts_by_hand(name: str, kind: str) -> None:
     assert (parts is None) == (set(expected) == {A})
 
 
+@pytest.mark.parametrize(
+    ("opens", "closes"),
+    [
+        ("<thought>", "</thought>"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
+        ("<|channel>thought\n", "<channel|>"),
+    ],
+)
+def test_markers_of_other_models(opens: str, closes: str) -> None:
+    for prompt, stretches in (
+        (QUESTION, [(opens, T), ("a", T), (closes, T), ("b", A)]),
+        (QUESTION + opens, [("a", T), (closes, T), ("b", A)]),
+        (QUESTION + opens + closes, [("b", A)]),
+        (QUESTION, [(opens, T), ("a", T)]),
+    ):
+        parts, expected = found("bytes", prompt, *stretches)
+        assert (parts or [A] * len(expected)) == expected
+    # What closes more than thinking says nothing of what comes before it.
+    alone, expected = found("bytes", QUESTION, ("a" + closes, T), ("b", A))
+    assert alone == (None if closes == "<channel|>" else expected)
+
+
 def test_harmony_by_hand() -> None:
     prompt = "<|start|>user<|message|>5?<|end|><|start|>assistant"
     analysis = ("<|channel|>analysis<|message|>Easy.<|end|>", T)
