@@ -274,7 +274,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
         return ActivationStore(other)
 
     for other, message in (
-        (changed("rollouts", lambda m: m.update(rollouts="beef")), r"inputs\.rollouts was \w+…?, is beef"),
+        (changed("rollouts", lambda m: m.update(rollouts="beef")), "not the rollouts that were captured"),
         (changed("dtype", lambda m: m.update(dtype="float16")), r"inputs\.dtype was float32, is float16"),
         (
             changed("weights", lambda m: m["readers"][0].update(weights="b1")),

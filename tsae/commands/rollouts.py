@@ -54,8 +54,8 @@ class Import:
     NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
     slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
     rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and
-    columns; of any other JSON lines or Parquet the columns are named below (--column). Text may be compressed (.gz,
-    .zst). An import of a long log that was stopped goes on where it was when it is run again.
+    columns; of any other JSON lines or Parquet the columns are named below (--column). Text may be
+    compressed (.gz, .zst). An import of a long log that was stopped goes on where it was when it is run again.
     """
 
     log: Positional[Path]

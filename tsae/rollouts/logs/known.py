@@ -1,9 +1,24 @@
-"""Whose logs are read, in which versions, and what each cannot tell. Imports nothing heavy: the command line asks."""
+"""Whose logs are read, in which versions, and what each can and cannot tell. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import NamedTuple
+
+TELLS = ("prompt ids", "response ids", "log-probabilities", "advantages", "ends", "answers", "steps", "policies")
+"""What a log may tell of a trajectory: token ids of what was read and of what was sampled, log-probabilities of sampled
+tokens, the advantage that was used, whether the response ended by itself or was cut, a reference answer, the trainer's
+step, and how many updates the weights had behind them that sampled it."""
+_IDS, _TIME = ("prompt ids", "response ids", "ends"), ("steps", "policies")
+
+
+_NAMES = {name.replace(" ", "_").replace("-", "_"): name for name in TELLS}
+
+
+def _tells(*names: str, **sometimes: str) -> dict[str, str]:
+    """By name, when: always, unless something else is said."""
+    return dict.fromkeys(names, "yes") | {_NAMES[name]: when for name, when in sometimes.items()}
 
 
 class Known(NamedTuple):
@@ -18,6 +33,8 @@ class Known(NamedTuple):
     """What users switch on; empty where it is written anyway."""
     lacks: str
     """What the log does not hold."""
+    tells: Mapping[str, str]
+    """Of `TELLS`, what it does hold, each with when: yes, or for which logs."""
 
 
 KNOWN = (
@@ -27,6 +44,7 @@ KNOWN = (
         "Parquet of TRL 1.x",
         'log_completions=True; log_extra("completion_ids", completion_ids) in a reward function',
         "ids of responses without that; the template's arguments, the rewards' weights",
+        _tells("advantages", *_TIME, response_ids="if switched on", ends="if switched on", answers="if switched on"),
     ),
     Known(
         ("verl",),
@@ -34,44 +52,79 @@ KNOWN = (
         "0.7 to 0.9, validation dumps",
         "trainer.rollout_data_dir",
         "ids, the end of a response, which tokens are a tool's",
+        _tells("answers", *_TIME),
     ),
-    Known(("open-instruct",), "open-instruct", "2026", "--save_traces", ""),
-    Known(("nemo-rl",), "NeMo-RL", "2026", "", ""),
+    Known(
+        ("open-instruct",),
+        "open-instruct",
+        "2026",
+        "--save_traces",
+        "",
+        _tells(*_IDS, "advantages", "answers", *_TIME, log_probabilities="later"),
+    ),
+    Known(("nemo-rl",), "NeMo-RL", "2026", "", "", _tells(*_IDS, "log-probabilities", "advantages", *_TIME)),
     Known(
         ("prime-rl", "prime-rl-tokens"),
         "prime-rl",
         "0.6 to 0.8, token exports",
         "",
         "rewards, in the newest token exports",
+        _tells(*_IDS, "log-probabilities", "steps", advantages="mostly", answers="traces", policies="traces"),
     ),
-    Known(("open-r1",), "open-r1", "data sets of generations", "", "ids, the system prompt, policy, step"),
+    Known(
+        ("open-r1",),
+        "open-r1",
+        "data sets of generations",
+        "",
+        "ids, the system prompt, policy, step",
+        _tells("answers", ends="OpenR1-Math"),
+    ),
     Known(
         ("ms-swift",),
         "ms-swift",
         "3.2 to 4.6, Megatron, Ray",
         "--log_completions",
         "ids, ends of responses, the rewards' weights",
+        _tells("advantages", *_TIME, answers="solution"),
     ),
-    Known(("slime",), "slime", "2026", "--save-debug-rollout-data or --dump-details", "advantages"),
-    Known(("areal",), "AReaL", "1.0.4", "rollout.dump_to_file", "ids, answers, advantages"),
-    Known(("roll",), "ROLL", "2026", "rollout_dump_dir", "ids, ends of responses"),
-    Known(("verifiers",), "verifiers, prime-rl before 0.7", "0.1.3 to 0.1.14", "", "ids, tools, several turns"),
-    Known(("rllm",), "rLLM", "2026", "the episode logger", "ids, several steps"),
+    Known(
+        ("slime",),
+        "slime",
+        "2026",
+        "--save-debug-rollout-data or --dump-details",
+        "advantages",
+        _tells(*_IDS, "answers", *_TIME, log_probabilities="later"),
+    ),
+    Known(("areal",), "AReaL", "1.0.4", "rollout.dump_to_file", "ids, answers, advantages", _tells("ends", *_TIME)),
+    Known(("roll",), "ROLL", "2026", "rollout_dump_dir", "ids, ends of responses", _tells("answers", *_TIME)),
+    Known(
+        ("verifiers",),
+        "verifiers, prime-rl before 0.7",
+        "0.1.3 to 0.1.14",
+        "",
+        "ids, tools, several turns",
+        _tells("ends", "answers", advantages="prime-rl", steps="prime-rl", policies="prime-rl"),
+    ),
+    Known(
+        ("rllm",), "rLLM", "2026", "the episode logger", "ids, several steps", _tells("answers", *_TIME, ends="if cut")
+    ),
     Known(
         ("skyrl",),
         "SkyRL",
         "0.3, evaluations",
         "dump_eval_results",
         "batches of the training, which are pickles and not read",
+        _tells("ends", "answers", *_TIME),
     ),
-    Known(("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy"),
-    Known(("inspect",), "Inspect", "0.3 (extra inspect)", "", "ids, step"),
+    Known(("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy", _tells()),
+    Known(("inspect",), "Inspect", "0.3 (extra inspect)", "", "ids, step", _tells("ends", "answers", "policies")),
     Known(
         ("plain",),
         "any other",
         "JSON lines, Parquet",
         "--column prompt=NAME --column response=NAME",
         "what has no column",
+        _tells(**dict.fromkeys(_NAMES, "a column")),
     ),
 )
 
@@ -85,12 +138,22 @@ def formats_table() -> str:
     return "\n".join(lines)
 
 
+def tells_table() -> str:
+    """What each log tells, in Markdown."""
+    lines = [f"| `--format` | {' | '.join(TELLS)} |", "| --- " * (1 + len(TELLS)) + "|"]
+    for known in KNOWN:
+        cells = [", ".join(known.formats), *(known.tells.get(name, "–") for name in TELLS)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def formats_text(width: int = 100) -> str:
     """The same for a terminal."""
     parts = []
     for known in KNOWN:
         parts.append(f"{known.trainer} ({known.versions}): --format {', '.join(known.formats)}")
-        for label, text in (("switch on", known.setting), ("lacks", known.lacks)):
+        told = ", ".join(name if when == "yes" else f"{name} ({when})" for name, when in known.tells.items())
+        for label, text in (("switch on", known.setting), ("tells", told), ("lacks", known.lacks)):
             if text:
                 parts.append(textwrap.fill(f"{label}: {text}", width, initial_indent="  ", subsequent_indent="    "))
     return "\n".join(parts)
