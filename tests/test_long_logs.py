@@ -470,7 +470,7 @@ def test_a_folder_of_a_hundred_thousand_files(
 
     monkeypatch.setattr(LogFile, "rows", counting)
     begun = time.monotonic()
-    form, files = find_log(folder, ImportConfig())
+    form, files, _ = find_log(folder, ImportConfig())
     found = time.monotonic() - begun
     assert (form.name, len(files)) == ("plain", n)
     # Once, but for the first, which every format looks at whose names fit.

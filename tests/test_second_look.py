@@ -496,6 +496,13 @@ def test_where_log_probabilities_are_not_compared(
     assert "not compared (the log has none)" in told(series)
 
 
+def test_a_text_in_other_letters_than_the_tokenizers_is_another(series: CheckpointSeries, tmp_path: Path) -> None:
+    tokens = Tokens(series.base, ImportConfig())
+    for prompt in ("мир", [{"role": "user", "content": "мир"}]):
+        same, _ = tokens.encodes(Entry("", prompt=prompt), np.array(ids_of("1+1?")))
+        assert not same
+
+
 # --- parts of a log
 
 

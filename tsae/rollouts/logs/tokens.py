@@ -178,7 +178,7 @@ class Tokens:
         prompt, logged, rendered = entry.prompt, ids.tolist(), False
         if isinstance(prompt, str):
             for special in (False, True):
-                if list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"]) == logged:
+                if self._gives(prompt, logged, special=special):
                     return True, ""
             if self.template is None or self.template.keeps_special(prompt):
                 return False, ""
@@ -196,12 +196,19 @@ class Tokens:
             except Exception:  # templates raise what they like
                 continue
             rendered = True
-            if list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) == logged:
+            if self._gives(text, logged, special=False):
                 return True, json.dumps(more) if more else ""
         if isinstance(prompt, str):
             # A text without special tokens, as some logs keep beside the ids.
             return prompt == shown, ""
         return (False if rendered else None), ""
+
+    def _gives(self, text: str, ids: list[int], *, special: bool) -> bool:
+        """Whether a text is encoded to these ids; one in letters that the tokenizer has not is not."""
+        try:
+            return tokenize(self.tokenizer, text, add_special_tokens=special) == ids
+        except TsaeError:
+            return False
 
     def _encode_prompt(self, entry: Entry) -> tuple[Any, ...]:
         """(token ids, what was assumed …)."""
