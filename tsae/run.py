@@ -133,9 +133,10 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
     rollouts = _rollouts(config, series, log, importing, success, progress)
-    for stage in ("rollouts", "second look", "bands"):
-        stages.say(stage, rollouts.info["stages"][stage])
-    add_found(config.to, "run.json", {"second_look": rollouts.info["log"]["second_look"]})
+    for stage, told in rollouts.info["stages"].items():
+        stages.say(stage, told)
+    # Rollouts that an older version imported had none.
+    add_found(config.to, "run.json", {"second_look": rollouts.info["log"].get("second_look")})
     analysed, _ = analyse(
         readers,
         rollouts,
