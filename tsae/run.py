@@ -133,9 +133,9 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
     rollouts = _rollouts(config, series, log, importing, success, progress)
-    for stage, told in rollouts.info["stages"].items():
-        stages.say(stage, told)
-    # Rollouts that an older version imported had none.
+    for stage in ("rollouts", "second look", "bands"):
+        if stage in rollouts.info["stages"]:  # Rollouts that an older version imported have no second look.
+            stages.say(stage, rollouts.info["stages"][stage])
     add_found(config.to, "run.json", {"second_look": rollouts.info["log"].get("second_look")})
     analysed, _ = analyse(
         readers,
