@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tsae.activations.segments import kept_problems
 from tsae.activations.source import Source
+from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
+from tsae.sae.calibration import FEWEST
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.finetuning import starting_config
@@ -54,6 +59,34 @@ class Plan:
             inputs["start"] = start.fingerprint
         folder = None if to is None else RunFolder(to, config, training, inputs)
         return cls(site, config, training, start, inputs, folder)
+
+    def windows(self, store: Source) -> Windows:
+        """Of the problems that it trains on."""
+        training = self.training
+        partner = training.partner if self.config.temporal_weight > 0 else None
+        options = self._read_alike()
+        return store.windows(self.site, held_out=False, partner=partner, step_ends=training.step_ends, **options)
+
+    def unseen(self, store: Source) -> np.ndarray | None:
+        """(n, d_model) tokens of the problems that training leaves out; None where these are too few to go by."""
+        left_out = np.flatnonzero(kept_problems(store, True) & store.rows)
+        problems = store.rollouts.table["problem_id"].take(left_out)
+        if len(set(problems.to_pylist())) < FEWEST:
+            return None
+        # A live source computes them, into a buffer that is given back before the training's is filled.
+        return store.windows(self.site, held_out=True, partner=None, **self._read_alike()).first_tokens
+
+    def _read_alike(self) -> dict[str, Any]:
+        """Options of the windows on either side."""
+        training = self.training
+        assert training.data_seed is not None
+        return {
+            "span": training.span,
+            "window": training.window,
+            "max_norm": training.max_norm,
+            "balance": training.balance,
+            "seed": training.data_seed,
+        }
 
 
 def _only_site(store: Source) -> str:

@@ -27,13 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.activations.segments import kept_problems
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.distributed import Processes, join
 from tsae.errors import TsaeError
-from tsae.sae.calibration import FEWEST, calibrate
+from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.finetuning import trainable
 from tsae.sae.initial import initial_bias
@@ -102,40 +101,10 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
             windows: Windows | None = None
             for site in dict.fromkeys(plans[i].site for i in left):
                 here = [i for i in left if plans[i].site == site]
-                unseen = _unseen(store, plans[here[0]])
-                windows = _windows(store, plans[here[0]]) if windows is None else windows.at(site)
+                unseen = plans[here[0]].unseen(store)
+                windows = plans[here[0]].windows(store) if windows is None else windows.at(site)
                 saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
     return [saes[i] for i in range(len(plans))]
-
-
-def _windows(store: Source, plan: Plan) -> Windows:
-    training = plan.training
-    partner = training.partner if plan.config.temporal_weight > 0 else None
-    return store.windows(
-        plan.site, held_out=False, partner=partner, step_ends=training.step_ends, **_read_alike(training)
-    )
-
-
-def _unseen(store: Source, plan: Plan) -> np.ndarray | None:
-    """(n, d_model) tokens of the problems that training leaves out; None where these are too few to go by."""
-    left_out = np.flatnonzero(kept_problems(store, True) & store.rows)
-    problems = store.rollouts.table["problem_id"].take(left_out)
-    if len(set(problems.to_pylist())) < FEWEST:
-        return None
-    # A live source computes them, into a buffer that is given back before the training's is filled.
-    return store.windows(plan.site, held_out=True, partner=None, **_read_alike(plan.training)).first_tokens
-
-
-def _read_alike(training: TrainingConfig) -> dict[str, Any]:
-    """Options of the windows on either side."""
-    assert training.data_seed is not None
-    return {
-        "span": training.span,
-        "window": training.window,
-        "max_norm": training.max_norm,
-        "balance": training.balance,
-        "seed": training.data_seed,
-    }
 
 
 def _train(
