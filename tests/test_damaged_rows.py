@@ -289,3 +289,23 @@ def test_scores_that_are_no_numbers(damage: Callable[[float], float], chat: Chec
     message = "score is -?inf, expected a finite number" if damage(0) == damage(0) else "has no reward.*--skip unscored"
     with pytest.raises(TsaeError, match=message):
         read(tmp_path / "run", chat, tmp_path / "found.parquet")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "trl"])
+def test_a_renamed_column_is_missed(name: str, chat: Checkpoint, tmp_path: Path) -> None:
+    """As a newer version may rename one: the log is refused, or what it now lacks is said."""
+    log = tmp_path / "run"
+    shutil.copytree(LOGS / name, log)
+    whole, before = read(log, chat, tmp_path / "whole.parquet", **OPTIONS[name])
+    files = {file: file.read_text(encoding="utf-8").splitlines() for file in log.rglob("*.jsonl")}
+    columns = {key for lines in files.values() for line in lines for key in json.loads(line)}
+    for column in sorted(columns):
+        for file, lines in files.items():
+            rows = ({f"new_{k}" if k == column else k: v for k, v in json.loads(line).items()} for line in lines)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        try:
+            found, summary = read(log, chat, tmp_path / "found.parquet", **OPTIONS[name])
+        except TsaeError:
+            continue
+        said = (set(summary.notes) - set(before.notes)) or summary.skipped != before.skipped
+        assert found == whole or said, column

@@ -29,6 +29,7 @@ from tsae.rollouts.parts import COLUMN
 from tsae.rollouts.spans import told
 from tsae.rollouts.table import outcome_name
 
+_STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"
 
 
@@ -212,7 +213,11 @@ class Contents:
                 "tokens are thinking is not known"
             ] += 1
         self.retokenised += not response.logged
-        self.without_end += entry.response_ids is None and response.finish_reason == "unknown"
+        if response.finish_reason == "unknown":
+            if response.logged:
+                self.assumed[_STOPPED] += 1
+            else:
+                self.without_end += 1
         self.outcomes.names.update(entry.rewards.keys())
         self.has.update(name for name, told in _told(entry).items() if told)
         self.ledger.enter(

@@ -45,7 +45,7 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         if length is not None and length < 1:
             raise TsaeError(f"input_lengths is {length}", where=where, fix="Correct or drop that line.")
         advantages = _only(row.get("advantages"))
-        yield masked_entry(
+        entry = masked_entry(
             token_ids(_only(row["token_ids"]), "token_ids", where)[:length],
             _sampled(
                 marks(_only(get(row, "token_loss_mask", where)), "token_loss_mask", where)[:length],
@@ -59,6 +59,9 @@ def read(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             key=None if row.get("idx") is None else f"{file.step}/{row['idx']}",
             logprobs=_logprobs(_only(row.get("generation_logprobs")), length),
         )
+        if "filtered_rewards" not in row:
+            entry.assumed = "have the column rewards as their reward: no filtered_rewards, as with dynamic sampling"
+        yield entry
 
     return each_row(file, config, of)
 
