@@ -49,8 +49,8 @@ from tsae.activations.reading import pad, plan_batches
 from tsae.activations.store import DTYPES, FORMAT, VERSION
 from tsae.activations.windows import Windows
 from tsae.activations.writing import write_shard
+from tsae.base.provenance import write_json
 from tsae.checkpoints.hooks import decoder_blocks, positions
-from tsae.provenance import write_json
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
 

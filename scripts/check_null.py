@@ -31,6 +31,7 @@ import pandas as pd
 import tyro
 
 import tsae
+from tsae.base.provenance import versions, write_json
 from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
 from tsae.diff.comparisons import comparisons, shift_comparisons
@@ -39,7 +40,6 @@ from tsae.diff.null import null_counts
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
-from tsae.provenance import versions, write_json
 from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.problems import read_problems
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS

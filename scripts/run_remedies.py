@@ -42,8 +42,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 from tsae.rl.config import CurriculumConfig, ShapingConfig
 
 if TYPE_CHECKING:

@@ -153,7 +153,7 @@ def synthetic_store(
     from tsae import ActivationStore, Rollouts
     from tsae.activations.store import FORMAT, VERSION
     from tsae.activations.writing import write_shard
-    from tsae.provenance import write_json
+    from tsae.base.provenance import write_json
 
     records = [
         {

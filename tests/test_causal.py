@@ -15,6 +15,7 @@ from scipy.stats import binomtest
 from statements.random_sets import KINDS, exchangeable, said, sharing, spread
 
 import tsae
+from tsae.base.intervals import mean_interval
 from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
@@ -24,7 +25,6 @@ from tsae.causal.result import Intervention, outcome_table
 from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
-from tsae.rollouts.intervals import mean_interval
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE

@@ -13,6 +13,7 @@ from builders import EOS, feature_table
 
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.writing import write_shard
+from tsae.base.provenance import write_json
 from tsae.commands.analysis import Causal
 from tsae.diff.baselines import baselines
 from tsae.diff.comparisons import Comparison, comparisons, main_comparisons
@@ -23,7 +24,6 @@ from tsae.diff.null import null_counts, null_of
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.provenance import write_json
 from tsae.report.page import render
 from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts

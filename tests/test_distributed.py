@@ -12,7 +12,7 @@ import torch
 from children import free_port, start
 from safetensors.torch import load_file, save_file
 
-from tsae.distributed import ALONE, Processes, join
+from tsae.base.distributed import ALONE, Processes, join
 from tsae.errors import TsaeError
 from tsae.sae import sparse
 from tsae.sae.config import SAEConfig

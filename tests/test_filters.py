@@ -11,9 +11,9 @@ from builders import feature_table, make_rollouts
 
 import tsae
 from tsae.activations.store import ActivationStore
+from tsae.base.filters import several
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.keys import several
 
 
 @pytest.mark.parametrize("one", [1, 1.5, "ab", b"ab", True, None, np.int64(3), np.array(2)])

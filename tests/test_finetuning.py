@@ -18,7 +18,7 @@ from test_saelens import lens_config, randomized
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
-from tsae.distributed import Processes
+from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.evaluation import evaluate

@@ -13,8 +13,8 @@ import pytest
 import torch
 from builders import synthetic_store
 
-from tsae.activations.memory import Reused
 from tsae.activations.windows import Windows
+from tsae.base.memory import Reused
 
 SITE = "x.site"
 

@@ -17,7 +17,7 @@ from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
-from tsae.distributed import Processes
+from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig

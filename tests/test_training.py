@@ -8,7 +8,7 @@ import torch
 from builders import synthetic_store
 
 from tsae.activations.windows import Windows
-from tsae.distributed import ALONE
+from tsae.base.distributed import ALONE
 from tsae.sae import sparse
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.loss import temporal_loss

@@ -21,9 +21,9 @@ from builders import BOS, EOS, overwrite, synthetic_store
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.activations.writing import write_shard
-from tsae.distributed import Processes
+from tsae.base.distributed import Processes
+from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig

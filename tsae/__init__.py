@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from tsae.base.views import register
+
 _HOMES = {
     "ActivationStore": "tsae.activations.store",
     "BandCutoffs": "tsae.rollouts.config",
@@ -58,6 +60,10 @@ _HOMES = {
 }
 
 __all__ = [*_HOMES, "testbed"]
+
+
+# Results show themselves through the report, which is imported when the first one does.
+register(lambda: import_module("tsae.report.door"))
 
 
 def __getattr__(name: str) -> Any:

@@ -17,13 +17,13 @@ from tyro.conf import Positional, arg, subcommand
 from tsae.commands.analysis import Causal, Diff, Influence, Reinforcement, Report
 from tsae.commands.capturing import Capture, Drift
 from tsae.commands.common import as_json
+from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
 from tsae.commands.store import StoreCommand
 from tsae.commands.training import Encode, Evaluate, Export, Train, start_as_default
 from tsae.demo import DemoConfig
 from tsae.errors import TsaeError
-from tsae.helptext import WrappedOutput, join_lines
 from tsae.run import RunConfig
 
 

@@ -47,8 +47,8 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         path of the report.
     """
     import tsae
+    from tsae.base.provenance import versions
     from tsae.pipeline import Choice, analyse, claim
-    from tsae.provenance import versions
     from tsae.report.terminal import print_findings
     from tsae.testbed.classes import FAMILIES, token_classes
 

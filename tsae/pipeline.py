@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     from tsae.activations.config import CaptureConfig

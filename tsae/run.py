@@ -23,12 +23,12 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
 from tsae.activations.config import CaptureConfig
+from tsae.base.provenance import versions, write_json
 from tsae.checkpoints.files import folder_of
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
-from tsae.provenance import versions, write_json
 from tsae.report.text import visible
 from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.rollouts.outcomes import outcome_reward

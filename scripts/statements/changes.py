@@ -10,15 +10,15 @@ import pandas as pd
 from numpy.random import Generator
 
 from statements import Line
+from tsae.base.intervals import change_interval
 from tsae.diff.config import DiffConfig
 from tsae.report.views import direction
-from tsae.rollouts.intervals import change_interval
 
 SAMPLES = 8
 REPEATS = 50
 """Behaviours of a draw, each on problems of its own."""
 PROMISED = 0.06
-"""See `tsae.rollouts.intervals.FEWEST`."""
+"""See `tsae.base.intervals.FEWEST`."""
 
 
 def binary(rng: Generator, p: np.ndarray, effect: np.ndarray | float = 0.0) -> np.ndarray:

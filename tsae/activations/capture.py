@@ -43,14 +43,14 @@ from tsae.activations.store import (
     read_manifest,
 )
 from tsae.activations.writing import ShardWriter, put_batch
+from tsae.base.provenance import write_json, write_run
 from tsae.errors import TsaeError
-from tsae.provenance import write_json, write_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tsae.base.distributed import Processes
     from tsae.checkpoints.series import CheckpointSeries
-    from tsae.distributed import Processes
     from tsae.rollouts.table import Rollouts
 
 
@@ -79,7 +79,7 @@ def capture(
             this call leaves nothing behind then, except where memory was short; one that it went on with stays as it
             was found.
     """
-    from tsae.distributed import join
+    from tsae.base.distributed import join
 
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
     if auto and int(os.environ.get("WORLD_SIZE", "1")) > 1:

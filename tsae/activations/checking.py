@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import inside, open_shard, read_manifest, sha256
+from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tsae.activations.config import Axis, Subset
+from tsae.base.filters import several
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.keys import several
 from tsae.rollouts.table import BANDS, OUTCOMES, Rollouts
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ class Source:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        from tsae.report.cards import card
-
         readers = [record for record in self.manifest["readers"] if self._has_reader(record)]
         table = pd.DataFrame(
             {
@@ -85,7 +84,7 @@ class Source:
             "stored as": self.manifest.get("dtype"),
             "part": "; ".join(f"{a} {', '.join(v)}" for a, v in self.selection.as_dict().items()) or None,
         }
-        return card(type(self).__name__, facts, ("readers", table.dropna(axis=1, how="all")))
+        return views().card(type(self).__name__, facts, ("readers", table.dropna(axis=1, how="all")))
 
     @property
     def sites(self) -> list[str]:

@@ -34,7 +34,6 @@ import torch
 
 from tsae.activations.config import Axis, Partner
 from tsae.activations.copies import Copies
-from tsae.activations.memory import Reused
 from tsae.activations.mixture import Mixture
 from tsae.activations.partners import Partners, blocks
 from tsae.activations.segments import (
@@ -49,6 +48,7 @@ from tsae.activations.segments import (
 )
 from tsae.activations.source import Source
 from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_float32, as_torch
+from tsae.base.memory import Reused
 from tsae.errors import TsaeError
 
 _AHEAD = 3

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
@@ -30,7 +31,6 @@ from tsae.causal.result import Intervention, outcome_table
 from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.provenance import versions
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.sampling import encode_prompt, sample

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.filters import several
+from tsae.base.intervals import too_few
+from tsae.base.provenance import write_json
+from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.errors import TsaeError
-from tsae.keys import several
-from tsae.provenance import write_json
 from tsae.rollouts.behaviours import behaviour_table, measures
 from tsae.rollouts.difficulty import wilson_interval
-from tsae.rollouts.intervals import too_few
 from tsae.rollouts.table import BANDS, Rollouts
 
 if TYPE_CHECKING:
@@ -176,13 +177,11 @@ class Intervention:
         return f"Intervention({self.info['checkpoint']}; {self.summary()})"
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         table = self.table(band="all")
         table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
         kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
         config = self.info["config"]
-        return card(
+        return views().card(
             "Intervention",
             {
                 "checkpoint": self.info["checkpoint"],

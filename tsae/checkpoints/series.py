@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.base.filters import several
+from tsae.base.views import views
 from tsae.checkpoints.files import is_hub_id
 from tsae.errors import TsaeError
-from tsae.keys import several
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -132,11 +133,9 @@ class CheckpointSeries:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        from tsae.report.cards import card
-
         kept = ["id", "run", "step", "trained_on", "path", "revision", "subfolder"]
         table = pd.DataFrame([asdict(c) for c in self])[kept].dropna(axis=1, how="all")
-        return card(
+        return views().card(
             "CheckpointSeries",
             {"name": self.name, "checkpoints": len(self), "base": self.base.id, "notes": self.notes or None},
             ("checkpoints, the base first", table),

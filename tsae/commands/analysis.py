@@ -174,8 +174,8 @@ class Causal:
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 
     def run(self) -> None:
+        from tsae.base.plugins import find_function
         from tsae.causal.controls import mean_difference
-        from tsae.plugins import find_function
         from tsae.report.terminal import behaviour_text
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tsae
+from tsae.base.provenance import write_json
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     from tsae.rollouts.table import Rollouts

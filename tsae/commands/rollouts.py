@@ -156,7 +156,7 @@ class Behaviours:
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
     def run(self) -> None:
-        from tsae.plugins import find_function
+        from tsae.base.plugins import find_function
         from tsae.report.terminal import behaviour_text, format_text
         from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 

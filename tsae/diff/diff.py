@@ -13,6 +13,7 @@ import pandas as pd
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
+from tsae.base.provenance import versions
 from tsae.diff.comparisons import Comparison, comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import confound_table
@@ -27,7 +28,6 @@ from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
 from tsae.features.sums import active_counts
 from tsae.features.table import FeatureTable
-from tsae.provenance import versions
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.sae.stability import Stability
 

@@ -32,6 +32,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
+from tsae.base.bootstrap import weights
+from tsae.base.views import views
 from tsae.diff.comparisons import comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import active_features, draws
@@ -41,7 +43,6 @@ from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import side_means
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
-from tsae.rollouts.bootstrap import weights
 
 KINDS = ("emerging", "growing", "fading", "passing", "flat")
 FLAT = "flat"
@@ -78,14 +79,14 @@ class Dynamics:
     """Why a run has no rows, by run."""
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         features = self.table.drop_duplicates(["run", "feature"])
         kinds = features.groupby(["run", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
         steps = {run: sorted(map(int, rows.step.unique())) for run, rows in self.table.groupby("run", sort=False)}
         told = [f"{run}: {', '.join(map(str, found))}" for run, found in steps.items()]
         notes = [f"{run}: {why}" for run, why in self.notes.items()] or None
-        return card("Dynamics", {"steps": "; ".join(told), "left out": notes}, ("features by what they do", kinds))
+        return views().card(
+            "Dynamics", {"steps": "; ".join(told), "left out": notes}, ("features by what they do", kinds)
+        )
 
     def alignment(self) -> pd.DataFrame:
         """How features and behaviours go together along steps; see `align`."""

@@ -33,14 +33,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.filters import several
+from tsae.base.provenance import write_json
+from tsae.base.views import views
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import Fixed, Forward, padded
 from tsae.errors import TsaeError
-from tsae.keys import several
-from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -71,11 +72,9 @@ class Influence:
         return f"Influence({n:,} samples on {m:,} features of {self.info['checkpoint']})"
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         facts = {"samples": self.table.trajectory.nunique(), "checkpoint": self.info["checkpoint"]}
         caption = "change of the feature's mean activation per unit of learning rate, summed over samples"
-        return card("Influence", facts, (caption, self.by("band", "outcome")))
+        return views().card("Influence", facts, (caption, self.by("band", "outcome")))
 
     def by(self, *columns: str) -> pd.DataFrame:
         """Sums over the samples of every feature and value of the columns, such as band and outcome."""

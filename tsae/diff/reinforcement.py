@@ -29,6 +29,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.base.filters import several
+from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import active_features, draws
 from tsae.diff.covariance import Gradient, Samples, effective_responses, graded_groups, sums
@@ -40,7 +42,6 @@ from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import side_means
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.keys import several
 from tsae.rollouts.advantages import KINDS
 from tsae.rollouts.table import BANDS, OUTCOMES, problem_bands
 
@@ -98,11 +99,9 @@ class Reinforcement:
         return ", ".join(counts) or "0 of 0"
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         kept = ["feature", "reinforcement", "delta", "delta_low", "delta_high", "q"]
         kinds = self.groups.groupby("kind", sort=False).size().rename("groups").reset_index()
-        return card(
+        return views().card(
             "Reinforcement",
             {"groups": len(self.groups), f"features at q ≤ {self.config.q:g}": self._counts()},
             *(

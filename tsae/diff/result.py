@@ -13,19 +13,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.filters import several
+from tsae.base.provenance import write_json
+from tsae.base.views import Plots, views
 from tsae.diff.comparisons import MAIN_PARTS, main_part
 from tsae.diff.confounds import survival
+from tsae.diff.feature import Feature
 from tsae.diff.statistics import q_values
 from tsae.errors import TsaeError
-from tsae.keys import several
-from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     from tsae.diff.noise import NoiseNull
     from tsae.diff.reinforcement import Reinforcement
     from tsae.features.table import FeatureTable
-    from tsae.report.passages import Feature
-    from tsae.report.plots import Plots
 
 CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
 """Columns of `FeatureDiff.shifts` that tell one contrast from another."""
@@ -265,20 +265,24 @@ class FeatureDiff:
 
     def feature(self, feature: int) -> Feature:
         """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
-        from tsae.report.passages import Feature
-
         if feature not in self.features.index:
             raise TsaeError(
                 f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
             )
-        return Feature(self, feature)
+        table = self.table()
+        return Feature(
+            feature,
+            described=self.features.loc[feature],
+            effects=table[table.feature == feature].reset_index(drop=True),
+            span=self.info["config"]["span"],
+            strings=self.info.get("token_strings", {}),
+            source=self.source,
+        )
 
     @property
     def plot(self) -> Plots:
         """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
-        from tsae.report.plots import Plots
-
-        return Plots(self)
+        return views().plots(self)
 
     def __repr__(self) -> str:
         total = [
@@ -312,13 +316,11 @@ class FeatureDiff:
         return replace(self, noise=found.table, info={**self.info, "noise": found.info})
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
         drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
         kept = ["checkpoint", "feature", "group", "responds_to", "delta", "delta_low", "delta_high", "q"]
         kept += ["survives_length", "survives_position", "survives_token"]
-        return card(
+        return views().card(
             "FeatureDiff",
             {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
             ("largest shifts (delta: standard deviations over base trajectories)", self.top(8)[kept]),
@@ -329,8 +331,6 @@ class FeatureDiff:
 
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""
-        from tsae.report.markdown import markdown_table
-
         table = self.top(n, **keys)
         columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
         columns += [
@@ -343,13 +343,11 @@ class FeatureDiff:
             "survives_position",
             "survives_token",
         ]
-        return markdown_table(table[columns])
+        return views().markdown_table(table[columns])
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write the self-contained report; see `tsae.report.write_report`."""
-        from tsae.report import write_report
-
-        return write_report(self, path, title=title)
+        return views().write_report(self, path, title=title)
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet and diff.json, which comes last."""

@@ -12,10 +12,10 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
+from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
 from tsae.features.sums import active_counts, grouped_sums
 from tsae.features.table import FeatureTable
-from tsae.plugins import find_function
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""

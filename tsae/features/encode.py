@@ -12,9 +12,9 @@ import torch
 
 from tsae.activations.statistics import with_entropy
 from tsae.activations.store import ActivationStore, Shard
+from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.provenance import write_run
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.stability import Stability
 

@@ -24,9 +24,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.activations.store import TokenSpan, rows_mask
+from tsae.base.filters import several
+from tsae.base.provenance import write_json
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.keys import several
-from tsae.provenance import write_json
 from tsae.rollouts.table import Rollouts
 from tsae.sae.stability import Stability
 
@@ -88,8 +89,6 @@ class FeatureTable:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        from tsae.report.cards import card
-
         kept = ["id", "run", "step", "trained_on", "n_tokens", "fve", "l0", "flagged"]
         readers = pd.DataFrame(self.info["readers"])
         facts = {
@@ -102,7 +101,7 @@ class FeatureTable:
         }
         readers = readers[[name for name in kept if name in readers]]
         note = "features.show(trajectory) shows what fires on one."
-        return card("FeatureTable", facts, ("reconstruction per reader", readers), note=note)
+        return views().card("FeatureTable", facts, ("reconstruction per reader", readers), note=note)
 
     def show(
         self,
@@ -124,9 +123,7 @@ class FeatureTable:
         Raises:
             TsaeError: where that reader did not read it, or no feature fires there.
         """
-        from tsae.report.passages import show_trajectory
-
-        show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
+        views().show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
 
     def reader_info(self, reader: str) -> Mapping[str, Any]:
         for record in self.info["readers"]:

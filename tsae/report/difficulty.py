@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from tsae.base.intervals import FEWEST, too_few
 from tsae.report.text import count, html_text, percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
 from tsae.rollouts.difficulty import found_how
-from tsae.rollouts.intervals import FEWEST, too_few
 from tsae.rollouts.table import BANDS
 
 if TYPE_CHECKING:

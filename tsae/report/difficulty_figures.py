@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from tsae.base.intervals import too_few
 from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish, panels
 from tsae.report.text import count, figure_text, number, percent
-from tsae.rollouts.intervals import too_few
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from tsae.base.intervals import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.result import FeatureDiff
@@ -14,7 +15,6 @@ from tsae.report import views
 from tsae.report.evidence_figures import CONDITIONS
 from tsae.report.sections import description, feature_link, folded, shift_cell, table
 from tsae.report.text import count, html_text, interval, number, q_value
-from tsae.rollouts.intervals import too_few
 
 _MAX_TOP = 5
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.base.intervals import too_few
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.noise import noise_sentence
 from tsae.report.text import count, interval, listed, number, percent
-from tsae.rollouts.intervals import too_few
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
 

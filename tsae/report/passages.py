@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +10,13 @@ import pandas as pd
 
 from tsae.checkpoints.loading import token_strings
 from tsae.errors import TsaeError
-from tsae.features.contexts import Context, context, top_contexts
+from tsae.features.contexts import context
 from tsae.report.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
-    from tsae.diff.result import FeatureDiff
+    from tsae.diff.feature import Feature
     from tsae.features.table import FeatureTable
     from tsae.rollouts.table import Rollouts
 
@@ -26,71 +25,46 @@ _BEFORE, _AFTER = 48, 24
 _MARKS = {"success": "✓ success", "failure": "✗ failure", "unknown": "? outcome unknown"}
 
 
-@dataclass(frozen=True)
-class Feature:
-    """One feature of a diff: its effects, and where it fires."""
+def show_feature(feature: Feature, n: int, reader: str | None) -> None:
+    """See `Feature.show`."""
+    contexts = feature.contexts(n, reader=reader)
+    html, text = [feature_card(feature)], [feature_line(feature)]
+    strongest = max((float(c.activations.max()) for c in contexts), default=1.0)
+    for c in contexts:
+        head = f"{_MARKS[c.outcome]}; problem {c.problem_id}, sampled by {c.policy}, read by {c.reader}"
+        peak = int(np.argmax(c.activations))
+        part = slice(max(0, peak - _BEFORE), peak + _AFTER)
+        tokens, n_prompt = _texts(c.token_ids[part], feature.strings), max(0, c.n_prompt - part.start)
+        values = c.activations[part]
+        html += [heading_html(head), tokens_html(tokens, values, strongest=strongest, n_prompt=n_prompt)]
+        text += ["", visible(head), _bracketed(tokens, values)]
+    show("".join(html), "\n".join(text))
 
-    diff: FeatureDiff
-    index: int
 
-    def table(self) -> pd.DataFrame:
-        """Every row of `FeatureDiff.table` that is this feature's."""
-        table = self.diff.table()
-        return table[table.feature == self.index].reset_index(drop=True)
+def feature_line(feature: Feature) -> str:
+    """A feature in one line of text."""
+    row = feature.described
+    described = visible(str(row.responds_to))
+    return f"Feature({feature.index}, {row.group}-level, responds to {described}, fires on {row.firing_rate:.2%})"
 
-    def contexts(self, n: int = 4, *, reader: str | None = None) -> list[Context]:
-        """See `tsae.features.contexts.top_contexts`.
 
-        Raises:
-            TsaeError: where the diff was loaded without its features.
-        """
-        if self.diff.source is None:
-            raise TsaeError(
-                "examples need the features that the diff was computed from",
-                where=f"feature {self.index}",
-                fix="Give them: FeatureDiff.load(folder, features=FeatureTable.load(folder))",
-            )
-        return top_contexts(self.diff.source, self.index, n, reader=reader)
-
-    def show(self, n: int = 4, *, reader: str | None = None) -> None:
-        """Display its effects and the n trajectories on which it is most active, at most one a problem."""
-        contexts = self.contexts(n, reader=reader)
-        strings = self.diff.info.get("token_strings", {})
-        html, text = [self._repr_html_()], [repr(self)]
-        strongest = max((float(c.activations.max()) for c in contexts), default=1.0)
-        for c in contexts:
-            head = f"{_MARKS[c.outcome]}; problem {c.problem_id}, sampled by {c.policy}, read by {c.reader}"
-            peak = int(np.argmax(c.activations))
-            part = slice(max(0, peak - _BEFORE), peak + _AFTER)
-            tokens, n_prompt = _texts(c.token_ids[part], strings), max(0, c.n_prompt - part.start)
-            values = c.activations[part]
-            html += [heading_html(head), tokens_html(tokens, values, strongest=strongest, n_prompt=n_prompt)]
-            text += ["", visible(head), _bracketed(tokens, values)]
-        show("".join(html), "\n".join(text))
-
-    def __repr__(self) -> str:
-        row = self.diff.features.loc[self.index]
-        described = visible(str(row.responds_to))
-        return f"Feature({self.index}, {row.group}-level, responds to {described}, fires on {row.firing_rate:.2%})"
-
-    def _repr_html_(self) -> str:
-        row = self.diff.features.loc[self.index]
-        columns = ["kind", "checkpoint", "part", "delta", "delta_low", "delta_high", "difference", "q"]
-        stability = row.stability if "stability" in row else None
-        table = self.table()
-        table = table[(table.band == "all") & (table.outcome == "all")]
-        return card(
-            f"Feature {self.index}",
-            {
-                "group": row.group,
-                "responds to": row.responds_to,
-                "fires on": f"{row.firing_rate:.2%} of {self.diff.info['config']['span'].replace('_', ' ')} tokens",
-                "correlation with length": row.length_correlation,
-                "found by other seeds": stability,
-            },
-            ("effects over all problems, in units of activation, with interval", table[columns]),
-            note="Correlational: not causally tested.",
-        )
+def feature_card(feature: Feature) -> str:
+    """A feature at a glance."""
+    row, table = feature.described, feature.effects
+    columns = ["kind", "checkpoint", "part", "delta", "delta_low", "delta_high", "difference", "q"]
+    table = table[(table.band == "all") & (table.outcome == "all")]
+    return card(
+        f"Feature {feature.index}",
+        {
+            "group": row.group,
+            "responds to": row.responds_to,
+            "fires on": f"{row.firing_rate:.2%} of {feature.span.replace('_', ' ')} tokens",
+            "correlation with length": row.length_correlation,
+            "found by other seeds": row.stability if "stability" in row else None,
+        },
+        ("effects over all problems, in units of activation, with interval", table[columns]),
+        note="Correlational: not causally tested.",
+    )
 
 
 def show_problem(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.intervals import FEWEST
 from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
@@ -27,7 +28,6 @@ from tsae.report.views import (
     survivors_text,
     without_span_text,
 )
-from tsae.rollouts.intervals import FEWEST
 from tsae.sae.evaluation import Evaluation
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.rollouts.table import BANDS, Rollouts
 from tsae.rollouts.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
 
@@ -80,7 +80,7 @@ def with_behaviours(
 
 
 def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
-    """Means with intervals over problems (`tsae.rollouts.intervals`), and their changes against a reference.
+    """Means with intervals over problems (`tsae.base.intervals`), and their changes against a reference.
 
     Args:
         rollouts: ``info["behaviours"]`` names further numeric or boolean columns to average.

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
+from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
-from tsae.plugins import find_function
 
 Verifier = Callable[[str, str], bool]
 """(response, reference answer) -> is it right?"""

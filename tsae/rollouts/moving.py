@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from tsae.base.provenance import versions, write_json
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.provenance import versions, write_json
 from tsae.rollouts.advantages import group_table
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty import find_bands, pass_rates, resolve
@@ -65,15 +66,11 @@ class Difficulty:
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write one HTML file that opens with no network."""
-        from tsae.report.difficulty import write_difficulty
-
-        return write_difficulty(self, path, title=title)
+        return views().write_difficulty(self, path, title=title)
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         kinds = self.groups.groupby(["policy", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
-        return card(
+        return views().card(
             "Difficulty",
             {"reference": self.info["reference"], "problems": self.rates.problem_id.nunique()},
             ("problems by band; sure: the whole interval lies in the band", self.bands().reset_index()),
@@ -82,9 +79,7 @@ class Difficulty:
         )
 
     def __str__(self) -> str:
-        from tsae.report.difficulty import difficulty_text
-
-        return difficulty_text(self)
+        return views().difficulty_text(self)
 
 
 def difficulty(

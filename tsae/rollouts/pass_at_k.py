@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.intervals import change_interval, mean_interval
+from tsae.base.intervals import change_interval, mean_interval
 from tsae.rollouts.table import BANDS
 
 
@@ -40,7 +40,7 @@ def pass_at_k(
     k: Sequence[int] = (),
     confidence: float = 0.95,
 ) -> pd.DataFrame:
-    """pass@k by policy and band, with intervals over problems (`tsae.rollouts.intervals`).
+    """pass@k by policy and band, with intervals over problems (`tsae.base.intervals`).
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.

@@ -19,8 +19,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.filters import several
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.keys import several
 from tsae.rollouts import parts
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 
@@ -145,8 +146,6 @@ class Rollouts(parts.Parts):
         return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         frame = self.frame.assign(
             band=self.frame.band.fillna("none"),
             right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
@@ -162,7 +161,7 @@ class Rollouts(parts.Parts):
         table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
         facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": self._outcomes()}
         note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
-        return card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
+        return views().card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
 
     def _outcomes(self) -> str:
         counts = self.frame.outcome.value_counts()
@@ -182,9 +181,7 @@ class Rollouts(parts.Parts):
         Raises:
             TsaeError: where nothing was sampled for it.
         """
-        from tsae.report.passages import show_problem
-
-        show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
+        views().show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
 
     @cached_property
     def frame(self) -> pd.DataFrame:

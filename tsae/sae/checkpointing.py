@@ -29,8 +29,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.base.provenance import write_json, write_run
 from tsae.errors import TsaeError
-from tsae.provenance import write_json, write_run
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 

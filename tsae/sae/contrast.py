@@ -1,6 +1,6 @@
 """The temporal terms of the loss on active codes, with sparse gradients: InfoNCE, and distances for the weighted L1.
 
-Of several processes (`tsae.distributed`) each holds a share of the batch's pairs, and the gradient of its codes is
+Of several processes (`tsae.base.distributed`) each holds a share of the batch's pairs, and the gradient of its codes is
 that of the whole batch's loss.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsae.distributed import ALONE, Processes
+from tsae.base.distributed import ALONE, Processes
 from tsae.sae.sparse import Codes, csr, offsets, transposed
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan
+from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
@@ -101,8 +102,6 @@ class Evaluation:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        from tsae.report.cards import card
-
         measures = pd.DataFrame(
             [
                 ("FVE", self.fve, self.fve_high),
@@ -114,7 +113,7 @@ class Evaluation:
             ],
             columns=["measure", "all latents", "high-level"],
         )
-        return card(
+        return views().card(
             "Evaluation",
             {"tokens": self.n_tokens, "trajectories": self.n_trajectories, "silent tokens": self.silent_high},
             ("", measures),

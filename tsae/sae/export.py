@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors.torch import save_file
 
+from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 from tsae.sae.model import FORMAT, TemporalSAE
 
 LensArchitecture = Literal["jumprelu", "tsae_temporal"]

@@ -34,7 +34,7 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410); what follows
 selection is computed on the selected codes alone (`tsae.sae.sparse`, `tsae.sae.contrast`).
 
-On several processes (`tsae.distributed`) each holds a share of the batch's tokens, and all of the above is of the
+On several processes (`tsae.base.distributed`) each holds a share of the batch's tokens, and all of the above is of the
 whole batch: codes are selected among all processes' pre-activations, a pair is contrasted with all pairs, means and the
 residual's variance are over all tokens. A share may have no pairs, or no tokens.
 """
@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import torch
 
-from tsae.distributed import ALONE, Processes
+from tsae.base.distributed import ALONE, Processes
 from tsae.errors import TsaeError
 from tsae.sae import contrast, sparse
 from tsae.sae.config import Precision

@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.base.provenance import write_json
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 from tsae.sae.config import SAEConfig
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ class TemporalSAE(torch.nn.Module):
         return f"TemporalSAE(d_model={self.d_model}, d_sae={c.d_sae}, k={c.k}, d_high={c.d_high}, site={self.site!r})"
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         c = self.config
         facts = {
             "site": self.site,
@@ -70,7 +69,7 @@ class TemporalSAE(torch.nn.Module):
             "active a token (k)": c.k,
             "tokens beyond this norm are left out": self.norm_limit,
         }
-        return card(type(self).__name__, facts)
+        return views().card(type(self).__name__, facts)
 
     @property
     def fingerprint(self) -> str:

@@ -24,6 +24,7 @@ import scipy.sparse as sp
 import torch
 
 from tsae.activations.store import ActivationStore
+from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.evaluation import plain
 from tsae.sae.labels import Annotator, Places, token_tasks, trajectory_tasks
@@ -102,10 +103,8 @@ class Separation:
         return plain(asdict(self))
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         kept = ["sae", "group", "level", "label", "accuracy", "low", "high", "chance", "l0", "n_classes", "n_tokens"]
-        return card(
+        return views().card(
             "Separation",
             {"not probed": [f"{label} ({why})" for label, why in self.skipped.items()] or None},
             ("probes of single response tokens: accuracy, all classes weighing the same", self.table()[kept]),

@@ -4,7 +4,7 @@ Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192).
 decoding, both weight gradients and the temporal terms (`tsae.sae.contrast`) cost in proportion to the survivors. The
 values equal those of the dense formulas of `tsae.sae.loss`; tests compare them.
 
-A process may hold a share of the batch's tokens (`tsae.distributed`): what survives is chosen in the whole batch.
+A process may hold a share of the batch's tokens (`tsae.base.distributed`): what survives is chosen in the whole batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsae.distributed import ALONE, Processes
+from tsae.base.distributed import ALONE, Processes
 from tsae.sae.config import Precision
 
 # torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tsae.base.provenance import write_json
+from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.provenance import write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,8 +88,6 @@ class Stability:
         }
 
     def _repr_html_(self) -> str:
-        from tsae.report.cards import card
-
         s, table = self.summary(), self.table().reset_index()
         facts = {
             "other SAEs": int(s["n_others"]),
@@ -96,7 +95,7 @@ class Stability:
             f"found again (cosine ≥ {FOUND_AGAIN:g})": f"{s['found_again']:.1%}",
             "matched within their group": f"{s['same_group']:.1%}",
         }
-        return card("Stability", facts, ("least stable latents", table.sort_values("stability", kind="stable")))
+        return views().card("Stability", facts, ("least stable latents", table.sort_values("stability", kind="stable")))
 
     def __str__(self) -> str:
         s = self.summary()

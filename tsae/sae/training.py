@@ -12,8 +12,8 @@ A run that is killed goes on from its last checkpoint and ends with the bits it 
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
 Trainings that differ in seed alone may share every batch that is read (`tsae.sae.many`), and give the same bits.
 
-On several processes (`tsae.distributed`) every process takes a share of each batch's windows, and a step is that of
-one process with the whole batch, up to the order in which floats are added.
+On several processes (`tsae.base.distributed`) every process takes a share of the windows of a batch, and a step is that
+of one process with the whole batch, up to the order in which floats are added.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
-from tsae.distributed import Processes, join
+from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
