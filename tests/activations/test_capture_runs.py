@@ -271,6 +271,7 @@ def test_two_processes_write_the_store_of_one(series_folder: Path, source: Path,
     assert contents(tmp_path / "acts") == contents(whole)
 
 
+@pytest.mark.slow  # kills two processes
 def test_what_two_killed_processes_left_is_completed_by_one(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path
 ) -> None:

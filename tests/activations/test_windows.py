@@ -76,9 +76,9 @@ def allowed(tokens: list[Token], partner: str, span: str, ends: tuple[int, ...])
     ("partner", "ends", "span"),
     [
         ("earlier", (), "all"),
-        ("earlier", (), "response"),
-        ("earlier", (), "prompt"),
-        ("step", (SEMICOLON,), "all"),
+        pytest.param("earlier", (), "response", marks=pytest.mark.slow),
+        pytest.param("earlier", (), "prompt", marks=pytest.mark.slow),
+        pytest.param("step", (SEMICOLON,), "all", marks=pytest.mark.slow),
         ("step", (NEWLINE, SEMICOLON), "response"),
         ("step", (SPECIAL,), "all"),
     ],

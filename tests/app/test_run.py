@@ -289,6 +289,7 @@ def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert not asked
 
 
+@pytest.mark.slow  # runs the whole pipeline
 def test_adapters_over_a_base_in_the_cache(
     trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +423,7 @@ def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str]
 # --- which reward, which bands, which problems
 
 
+@pytest.mark.slow  # runs the whole pipeline
 def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_path: Path) -> None:
     source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00025.parquet")
     place = source.column_names.index("correct")
@@ -508,6 +510,7 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
         analyze_run(replace(config, to=tmp_path / "no", bands_from=alien), progress=False)
 
 
+@pytest.mark.slow  # runs the whole pipeline
 def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00001.parquet")
     place = source.column_names.index("correct")

@@ -191,6 +191,7 @@ def test_vanilla_weights_rollouts_by_their_probability() -> None:
         partly.top(gradient="vanilla")
 
 
+@pytest.mark.slow  # measures an error rate
 def test_vanilla_keeps_its_level_where_advantage_and_features_are_independent() -> None:
     """And the probability goes with the features: it is advantages that are permuted, not probabilities."""
     rejected = []
@@ -237,6 +238,7 @@ def test_groups_of_several_steps_are_not_mixed() -> None:
     assert found.table.reinforcement[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow  # measures an error rate
 def test_nothing_is_found_where_advantage_and_features_are_independent() -> None:
     rejected = [
         (reinforcement(world(seed=seed), QUICK).table.query("part == 'all'").p <= 0.05).mean() for seed in range(40)

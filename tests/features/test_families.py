@@ -168,6 +168,7 @@ def test_planted_families_are_found_counted_and_tested() -> None:
     assert "direct-answer: 1 features" in family_text(diff)
 
 
+@pytest.mark.slow  # draws many tables
 def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
     """Its lift cannot be 2: of 70 % of the tokens the share has to be half way to 1."""
     found = families_of(story(), {"most": ("sum", "filler", "answer"), "deliberation": ("plan",)})

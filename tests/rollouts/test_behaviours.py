@@ -139,6 +139,7 @@ def test_formats(text: str, expected: str) -> None:
     assert response_format(text) == expected
 
 
+@pytest.mark.slow  # times long texts
 def test_no_text_takes_more_than_linear_time() -> None:
     n = 40_000
     units = ["<answer>", "\n", "\n*", "answer is ", "Answer: ", r"\boxed{", "answer is a. ", "#", "1,", "1 ", "(", "<<",
@@ -317,6 +318,7 @@ def test_changes_are_over_the_problems_of_both() -> None:
     assert np.isnan(run.change_low)  # one problem tells nothing of others
 
 
+@pytest.mark.slow  # measures a coverage
 def test_intervals_of_changes_that_are_none() -> None:
     rng = np.random.default_rng(2)
     missed = 0

@@ -321,7 +321,11 @@ def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "training"),
-    [(2, TRAINING), (3, replace(SHORT, partner="earlier")), (2, replace(SHORT, precision="bfloat16"))],
+    [
+        pytest.param(2, TRAINING, marks=pytest.mark.slow),
+        (3, replace(SHORT, partner="earlier")),
+        pytest.param(2, replace(SHORT, precision="bfloat16"), marks=pytest.mark.slow),
+    ],
     ids=("long", "partners from outside the windows", "bfloat16"),
 )
 def test_several_processes_give_the_weights_of_one(
@@ -354,13 +358,21 @@ def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, t
     assert run_ranks(store.path, tmp_path / "sae", replace(CONFIG, k=4)) == [2, 2]
 
 
-def test_a_store_whose_pairs_are_all_outliers_is_refused(tmp_path: Path) -> None:
-    """Of every three tokens the middle one is an outlier."""
+def outliers_between(folder: Path) -> ActivationStore:
+    """A store in which of every three tokens the middle one is an outlier."""
     rng = np.random.default_rng(0)
-    texts = [rng.normal(size=(3, D)) * [[1], [1000], [1]] for _ in range(200)]
-    store = synthetic_store(tmp_path / "acts", texts)
+    return synthetic_store(folder, [rng.normal(size=(3, D)) * [[1], [1000], [1]] for _ in range(200)])
+
+
+def test_a_store_whose_pairs_are_all_outliers_is_refused(tmp_path: Path) -> None:
+    store = outliers_between(tmp_path / "acts")
     with pytest.raises(TsaeError, match="no two tokens that make a pair have norms below"):
         train(store, CONFIG, to=tmp_path / "sae", training=SHORT, progress=False)
+
+
+@pytest.mark.slow  # starts processes
+def test_several_processes_refuse_a_store_whose_pairs_are_all_outliers(tmp_path: Path) -> None:
+    store = outliers_between(tmp_path / "acts")
     assert run_ranks(store.path, tmp_path / "two", CONFIG) == [2, 2]
     # Without the temporal term none is needed.
     plain = replace(CONFIG, temporal_weight=0.0)

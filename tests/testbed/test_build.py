@@ -48,6 +48,7 @@ def test_quick_build_writes_everything(built: Path) -> None:
     assert (built / "measured.md").read_text().count("\n") == 7 * 3 + 2
 
 
+@pytest.mark.slow  # trains models
 def test_other_channels_are_built_on_request(script: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     import pyarrow.parquet
@@ -83,6 +84,7 @@ def test_trl_wrote_its_completion_logs(built: Path) -> None:
         assert text.replace("<eos>", "").replace("<bos>", "").replace("<pad>", "") == row["completion"]
 
 
+@pytest.mark.slow  # trains models
 def test_finished_stages_are_skipped_and_missing_ones_made(
     script: ModuleType, built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
