@@ -50,7 +50,7 @@ from tsae.activations.store import DTYPES, FORMAT, VERSION
 from tsae.activations.windows import Windows
 from tsae.activations.writing import write_shard
 from tsae.base.provenance import write_json
-from tsae.checkpoints.hooks import decoder_blocks, positions
+from tsae.checkpoints.forward.hooks import decoder_blocks, positions
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
 

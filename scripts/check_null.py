@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tyro
+from tsae.checkpoints.updates.update_size import Update, update_of
 
 import tsae
 from tsae.base.provenance import versions, write_json
-from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
 from tsae.diff.comparisons import comparisons, shift_comparisons
 from tsae.diff.contrasts import Contrast, draw
@@ -40,7 +40,7 @@ from tsae.diff.null import null_counts
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
-from tsae.rollouts.checking import find_verifier
+from tsae.rollouts.answers.verifiers import find_verifier
 from tsae.rollouts.problems import read_problems
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS
 

@@ -19,7 +19,7 @@ _processes.set_forkserver_preload(
         "torch._dynamo",
         "tsae.activations.capture",
         "tsae.activations.windows",
-        "tsae.checkpoints.hooks",
+        "tsae.checkpoints.forward.hooks",
         "tsae.sae.training",
     ]
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from builders import BOS, EOS, feature_table
+from tsae.rollouts.columns import problem_bands
 
 import tsae
 from tsae.diff.comparisons import comparisons, shift_comparisons
@@ -15,11 +16,11 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import draw
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
+from tsae.rollouts.bands import find_bands, found_how
 from tsae.rollouts.config import BandQuantiles
-from tsae.rollouts.confounding import confounding
-from tsae.rollouts.difficulty import find_bands, found_how
-from tsae.rollouts.drawing import band_problems
-from tsae.rollouts.table import Rollouts, problem_bands
+from tsae.rollouts.difficulty.log_problems import band_problems
+from tsae.rollouts.difficulty.step_confounding import confounding
+from tsae.rollouts.table import Rollouts
 
 SHIPPED = tsae.testbed.series_path()
 

@@ -18,8 +18,15 @@ from tsae.base.intervals import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
 from tsae.report.terminal import behaviour_text
 from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+from tsae.rollouts.responses.texts import (
+    Answer,
+    final_answers,
+    loop_share,
+    operations,
+    repeated_ngrams,
+    response_format,
+)
 from tsae.rollouts.table import Rollouts
-from tsae.rollouts.texts import Answer, final_answers, loop_share, operations, repeated_ngrams, response_format
 
 # --- texts
 

@@ -25,7 +25,8 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore, Shard
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.activations.writing import ShardWriter
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -27,7 +27,7 @@ from tsae.activations.checking import check_store, repair_store
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reading import is_out_of_memory, plan_batches
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError

@@ -22,7 +22,7 @@ from tsae.causal.controls import FeatureScales, matched_features, mean_differenc
 from tsae.causal.edits import FeatureEdit
 from tsae.causal.intervene import intervene
 from tsae.causal.result import Intervention, outcome_table
-from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem

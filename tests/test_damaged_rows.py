@@ -20,7 +20,7 @@ from chat_templates import make_tokenizer
 from test_trainer_logs import LOGS, TEMPLATE
 
 from tsae import Rollouts
-from tsae.checkpoints.series import Checkpoint
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log

@@ -14,15 +14,17 @@ import torch
 from scipy.stats import beta, binom
 
 import tsae
+from tsae.base.proportions import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
+from tsae.rollouts.bands import pass_rates
+from tsae.rollouts.columns import BANDS
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
-from tsae.rollouts.difficulty import jeffreys_interval, pass_rates, wilson_interval, with_bands
-from tsae.rollouts.migration import band_migration, paths
-from tsae.rollouts.moving import difficulty
-from tsae.rollouts.pass_at_k import estimate, pass_at_k
-from tsae.rollouts.table import BANDS, Rollouts
+from tsae.rollouts.difficulty.difficulty import difficulty
+from tsae.rollouts.difficulty.migration import band_migration, paths
+from tsae.rollouts.difficulty.pass_at_k import estimate, pass_at_k
+from tsae.rollouts.table import Rollouts
 
 
 def graded(outcomes: dict[str, dict[str, tuple[int, int]]], **columns: Any) -> Rollouts:
@@ -82,14 +84,19 @@ def test_intervals_hold_the_true_rate_as_often_as_they_say(interval: Any) -> Non
 
 def test_pass_rates_have_the_interval_that_is_asked_for() -> None:
     rollouts = graded({"base": {"a": (3, 1)}})
-    assert pass_rates(rollouts, interval="jeffreys").low["a"] == pytest.approx(beta(3.5, 1.5).ppf(0.025))
-    assert pass_rates(rollouts, confidence=0.8).low["a"] > pass_rates(rollouts).low["a"]
+    assert pass_rates(rollouts.frame, rollouts.origin, interval="jeffreys").low["a"] == pytest.approx(
+        beta(3.5, 1.5).ppf(0.025)
+    )
+    assert (
+        pass_rates(rollouts.frame, rollouts.origin, confidence=0.8).low["a"]
+        > pass_rates(rollouts.frame, rollouts.origin).low["a"]
+    )
 
 
 def test_bands_by_shares_of_the_problems() -> None:
     """Nine problems, thirds; ties stay together, also where that makes a band larger."""
     rollouts = graded({"base": {f"p{i}": (i, 8 - i) for i in range(9)}})
-    banded = with_bands(rollouts, "base", cutoffs=BandQuantiles(), measured_on=rollouts)
+    banded = rollouts.with_bands("base", cutoffs=BandQuantiles(), measured_on=rollouts)
     found = banded.frame.groupby("problem_id").band.first()
     assert found.tolist() == ["hard"] * 3 + ["medium"] * 3 + ["easy"] * 3
     assert banded.info["bands"] == {
@@ -189,7 +196,8 @@ def test_planted_moves_are_found() -> None:
 
 
 def test_paths_follow_the_series() -> None:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.checkpoint import Checkpoint
+    from tsae.checkpoints.series import CheckpointSeries
 
     rollouts = graded({p: {"a": (1, 1)} for p in ("r-20", "base", "r-10", "s-10")})
     series = CheckpointSeries(
@@ -288,7 +296,7 @@ def test_differences_where_there_are_none() -> None:
 
 def test_groups_are_named() -> None:
     outcomes = {"base": {"none": (0, 4), "one": (1, 3), "some": (2, 2), "all": (4, 0), "lone": (1, 0)}}
-    found = group_table(graded(outcomes)).set_index("problem_id")
+    found = group_table(graded(outcomes).frame).set_index("problem_id")
     assert found.kind.to_dict() == {
         "none": "all failures",
         "one": "single success",
@@ -312,18 +320,18 @@ def test_groups_have_variance_by_their_rewards() -> None:
     """A format reward lets a group learn in which all answers are wrong."""
     rollouts = graded({"base": {"a": (0, 4), "b": (2, 2)}})
     shaped = rollouts.with_column("reward", [0.0, 0.1, 0.0, 0.1, 1.0, 1.0, 1.0, 1.0])
-    found = group_table(shaped).set_index("problem_id")
+    found = group_table(shaped.frame).set_index("problem_id")
     assert found.no_variance.to_dict() == {"a": False, "b": True}
     assert found.kind.to_dict() == {"a": "all failures", "b": "mixed"}
     unknown = rollouts.with_column("reward", [None] * 8)
-    assert group_table(unknown).positive.tolist() == group_table(rollouts).positive.tolist()
+    assert group_table(unknown.frame).positive.tolist() == group_table(rollouts.frame).positive.tolist()
     partly = rollouts.with_column("reward", [None, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, None])
-    assert group_table(partly).n.tolist() == [3, 3]
+    assert group_table(partly.frame).n.tolist() == [3, 3]
 
 
 def test_steps_of_one_policy_are_groups_of_their_own() -> None:
     rollouts = graded({"run": {"a": (4, 4)}}).with_column("step", [1] * 4 + [2] * 4)
-    found = group_table(rollouts)
+    found = group_table(rollouts.frame)
     assert found.kind.tolist() == ["all successes", "all failures"]
     assert rollouts.with_advantages().frame.advantage.tolist() == [0.0] * 8
 
@@ -351,7 +359,7 @@ def test_advantages_are_those_that_trl_logged() -> None:
                      "reward": r.correct, "outcome": "success" if r.correct else "failure"}
                     for r in log.itertuples()
                 ]
-            )
+            ).frame
         ).set_index("problem_id")  # fmt: skip
         logged = log.groupby("problem_id").advantage.apply(lambda a: bool((a == 0).all()))
         assert kinds.no_variance.to_dict() == logged.to_dict()
@@ -455,7 +463,7 @@ def test_the_terminal_says_the_same(measured: Any) -> None:
 def test_bands_that_are_there_are_kept() -> None:
     rollouts = graded({"base": {"a": (4, 0), "b": (2, 2), "c": (0, 4)}, "run": {"a": (0, 4), "b": (2, 2), "c": (4, 0)}})
     other = graded({"base": {"a": (0, 8), "b": (4, 4), "c": (8, 0)}})
-    banded = with_bands(rollouts, "base", measured_on=other)
+    banded = rollouts.with_bands("base", measured_on=other)
     found = difficulty(banded, DifficultyConfig(k=(1,)))
     table = found.pass_at_k.set_index(["policy", "band"])
     assert table.pass_at_k["base", "hard"] == 1.0

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from test_finding import edit, save_adapter
 
 import tsae
-from tsae.checkpoints import drift as module
-from tsae.checkpoints.drift import drift_by, place, weight_drift
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.updates import drift as module
+from tsae.checkpoints.updates.drift import drift_by, place, weight_drift
 from tsae.errors import TsaeError
 
 

@@ -12,7 +12,8 @@ from builders import feature_table, make_rollouts
 import tsae
 from tsae.activations.store import ActivationStore
 from tsae.base.filters import several
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
 

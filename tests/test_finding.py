@@ -18,9 +18,10 @@ import torch
 from builders import ARCHITECTURES, BOS, make_rollouts, save_model, save_perturbed, save_series
 
 import tsae
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.finding import find
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, weights_fingerprint
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
 IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
@@ -143,8 +144,8 @@ def test_other_forms_of_lora_are_put_on_and_taken_off(llama: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -> None:
-    from tsae.checkpoints.bridge import TransformerLensReader
-    from tsae.checkpoints.hooks import HuggingFaceReader
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.hooks import HuggingFaceReader
 
     base = save_model(tmp_path / "base", architecture)
     checkpoint = Checkpoint("a", str(save_adapter(base, tmp_path / "adapter")))

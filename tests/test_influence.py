@@ -13,7 +13,7 @@ from builders import make_rollouts, save_model
 
 import tsae
 from tsae import Checkpoint, InfluenceConfig, TsaeError
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 
 SITE = "blocks.1.hook_resid_post"
 SPECIAL = [17, 18, 19]

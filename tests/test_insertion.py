@@ -14,7 +14,7 @@ from builders import BOS, D_MODEL, EOS, model_config
 import tsae
 from tsae.causal.config import InsertionConfig
 from tsae.causal.insertion import COLUMNS, insertion, last_activations
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

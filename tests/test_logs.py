@@ -16,11 +16,11 @@ import pytest
 from builders import BOS, EOS, SHARED, make_rollouts, save_model
 
 import tsae
-from tsae.checkpoints.series import Checkpoint
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
+from tsae.rollouts.answers.verifiers import find_verifier
 from tsae.rollouts.behaviours import with_behaviours
-from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs import files

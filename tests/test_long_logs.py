@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from children import killed_until_done, past, start
 
-from tsae.checkpoints.series import Checkpoint
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts import importing
 from tsae.rollouts.config import ImportConfig

@@ -18,7 +18,7 @@ import torch
 from builders import BOS, EOS, SHARED, save_model
 
 from tsae import Rollouts
-from tsae.checkpoints.series import Checkpoint
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns

@@ -19,7 +19,8 @@ from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError
 from tsae.activations.partners import blocks
 from tsae.activations.store import ActivationStore, Shard
 from tsae.activations.windows import Windows
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import padded
@@ -32,8 +33,8 @@ from tsae.rl.learning import ResponseTokens, fit_credit
 from tsae.rollouts.behaviours import measures
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.parquet import list_lengths
-from tsae.rollouts.parts import ANSWER, OTHER, THINKING
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.evaluation import evaluate
 from tsae.sae.splice import loss_recovered
@@ -157,7 +158,7 @@ def test_parts_that_do_not_go_with_the_response(rollouts: Rollouts, change: Any,
         rollouts.with_column("parts", parts)
 
 
-# --- spans
+# --- thinking
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -484,7 +485,7 @@ def test_credit_goes_to_sampled_tokens(tmp_path: Path) -> None:
 
 def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digits stand in for markers: the testbed's alphabet has no others."""
-    from tsae.rollouts import spans
+    from tsae.rollouts.responses import thinking
 
     problems = [Problem(id=f"p{i}", prompt=f"{i}+1", answer="1") for i in range(4)]
     sampling = SamplingConfig(n_samples=4, max_new_tokens=24, prompt_format="plain")
@@ -493,12 +494,12 @@ def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch)
     assert "parts" not in plain.table.column_names
     import re
 
-    monkeypatch.setattr(spans, "MARKERS", (spans.Markers("1", "1", "2", may_begin_inside=False),))
-    monkeypatch.setattr(spans, "_OPENS", re.compile("1"))
-    monkeypatch.setattr(spans, "_CLOSES", [re.compile("2")])
-    monkeypatch.setattr(spans, "_FIRST", re.compile("(?!)"))
-    monkeypatch.setattr(spans, "_OPENED", re.compile(r"(1)\s*\Z"))
-    monkeypatch.setattr(spans, "_CLOSED", re.compile(r"2\s*\Z"))
+    monkeypatch.setattr(thinking, "MARKERS", (thinking.Markers("1", "1", "2", may_begin_inside=False),))
+    monkeypatch.setattr(thinking, "_OPENS", re.compile("1"))
+    monkeypatch.setattr(thinking, "_CLOSES", [re.compile("2")])
+    monkeypatch.setattr(thinking, "_FIRST", re.compile("(?!)"))
+    monkeypatch.setattr(thinking, "_OPENED", re.compile(r"(1)\s*\Z"))
+    monkeypatch.setattr(thinking, "_CLOSED", re.compile(r"2\s*\Z"))
     found = tsae.sample(checkpoint, problems, sampling, progress=False)
     assert found.table["response_ids"].to_pylist() == plain.table["response_ids"].to_pylist()
     assert found.has_thinking

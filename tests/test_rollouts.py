@@ -19,17 +19,20 @@ import torch
 from builders import BOS, EOS, make_rollouts
 from scipy.stats import binomtest
 
-from tsae.checkpoints.series import Checkpoint
+from tsae.base.proportions import wilson_interval
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.answers.verifiers import exact, find_verifier, last_number
+from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.behaviours import behaviour_table
-from tsae.rollouts.checking import exact, find_verifier, last_number
+from tsae.rollouts.columns import SCHEMA
 from tsae.rollouts.config import BandCutoffs, SamplingConfig
-from tsae.rollouts.difficulty import pass_rates, wilson_interval
 from tsae.rollouts.parquet import read_outline, write_table
 from tsae.rollouts.problems import Problem, read_problems, write_problems
-from tsae.rollouts.sampling import encode_prompt, sample
-from tsae.rollouts.table import SCHEMA, Rollouts
+from tsae.rollouts.prompts import encode_prompt
+from tsae.rollouts.sampling import sample
+from tsae.rollouts.table import Rollouts
 
 
 def table_of(**changes: Any) -> pa.Table:
@@ -290,15 +293,15 @@ def graded(counts: dict[str, tuple[int, int]], policy: str = "base", unknown: in
 
 def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
     both = Rollouts.concat([graded({"a": (3, 1), "b": (0, 2)}, unknown=2), graded({"a": (0, 4)}, policy="easy")])
-    base = pass_rates(both, "base")
+    base = pass_rates(both.frame, both.origin, "base")
     assert base.n.to_dict() == {"a": 4, "b": 2}
     assert base.pass_rate.to_dict() == {"a": 0.75, "b": 0.0}
-    assert pass_rates(both).pass_rate.to_dict() == {"a": 3 / 8, "b": 0.0}
+    assert pass_rates(both.frame, both.origin).pass_rate.to_dict() == {"a": 3 / 8, "b": 0.0}
     assert base.low["a"] == pytest.approx(binomtest(3, 4).proportion_ci(method="wilson").low)
     with pytest.raises(
         TsaeError, match="no trajectory of known outcome was sampled by hard; there are the policies base"
     ):
-        pass_rates(both, "hard")
+        pass_rates(both.frame, both.origin, "hard")
 
 
 def test_bands_follow_the_cutoffs() -> None:
@@ -410,8 +413,8 @@ def test_verifiers() -> None:
     assert not last_number("1 then 2", "1")
     assert last_number("it is -3", "-3")
     assert find_verifier("exact") is exact
-    assert find_verifier("tsae.rollouts.checking:last_number") is last_number
-    for name in ("nope", "tsae.rollouts.checking:nope", "no_such_module:f"):
+    assert find_verifier("tsae.rollouts.answers.verifiers:last_number") is last_number
+    for name in ("nope", "tsae.rollouts.answers.verifiers:nope", "no_such_module:f"):
         with pytest.raises(TsaeError, match="verifier"):
             find_verifier(name)
 

@@ -26,6 +26,7 @@ import pytest
 import torch
 from builders import make_rollouts
 from test_finding import cached
+from tsae.rollouts.columns import problem_bands
 
 import tsae
 from tsae.cli import main
@@ -34,10 +35,9 @@ from tsae.errors import TsaeError
 from tsae.report.findings import findings
 from tsae.report.sections import gates
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
-from tsae.rollouts.table import problem_bands
 from tsae.run import RunConfig, analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()

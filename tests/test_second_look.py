@@ -14,8 +14,9 @@ import torch
 from builders import BOS, EOS, save_model
 
 import tsae
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig

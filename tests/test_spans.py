@@ -13,9 +13,9 @@ import chat_templates
 import numpy as np
 import pytest
 
-from tsae.checkpoints.series import Checkpoint
-from tsae.rollouts.parts import ANSWER, OTHER, THINKING
-from tsae.rollouts.spans import Spans, TokenTexts
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.responses.thinking import Spans, TokenTexts
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
 # What merges are learnt from: markers beside letters and line breaks, so that tokens cross their edges.

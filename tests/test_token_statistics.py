@@ -15,10 +15,11 @@ from builders import make_rollouts, model_config, save_model, save_perturbed, sa
 
 import tsae
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.bridge import TransformerLensReader
-from tsae.checkpoints.hooks import HuggingFaceReader, positions
-from tsae.checkpoints.predictions import body_output, predictions
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.bridge import TransformerLensReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, positions
+from tsae.checkpoints.forward.predictions import body_output, predictions
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError
 

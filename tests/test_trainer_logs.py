@@ -16,7 +16,8 @@ from builders import BOS, EOS, save_model
 
 import tsae
 from tsae import Rollouts
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ColumnNames, ImportConfig

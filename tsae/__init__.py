@@ -12,7 +12,7 @@ _HOMES = {
     "BandCutoffs": "tsae.rollouts.config",
     "BandQuantiles": "tsae.rollouts.config",
     "CaptureConfig": "tsae.activations.config",
-    "Checkpoint": "tsae.checkpoints.series",
+    "Checkpoint": "tsae.checkpoints.checkpoint",
     "CheckpointSeries": "tsae.checkpoints.series",
     "DiffConfig": "tsae.diff.config",
     "DifficultyConfig": "tsae.rollouts.config",
@@ -40,7 +40,7 @@ _HOMES = {
     "TsaeError": "tsae.errors",
     "analyze_run": "tsae.run",
     "capture": "tsae.activations.capture",
-    "difficulty": "tsae.rollouts.moving",
+    "difficulty": "tsae.rollouts.difficulty.difficulty",
     "dynamics": "tsae.diff.dynamics",
     "encode": "tsae.features.encode",
     "evaluate": "tsae.sae.evaluation",
@@ -55,7 +55,7 @@ _HOMES = {
     "stability": "tsae.sae.stability",
     "train": "tsae.sae.training",
     "train_many": "tsae.sae.many",
-    "weight_drift": "tsae.checkpoints.drift",
+    "weight_drift": "tsae.checkpoints.updates.drift",
     "trajectory_statistics": "tsae.activations.statistics",
 }
 

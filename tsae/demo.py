@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.checkpoint import Checkpoint
+    from tsae.checkpoints.series import CheckpointSeries
     from tsae.rollouts.table import Rollouts
 
 

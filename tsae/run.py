@@ -5,8 +5,8 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported; problems get bands by the base's pass rates where these are known, else by those that
-   the log shows (`tsae.rollouts.drawing.band_problems`); of a log beyond the token budget whole problems are drawn, as
-   many from every band, since the unit of all statistics is the problem.
+   the log shows (`tsae.rollouts.difficulty.log_problems.band_problems`); of a log beyond the token budget whole
+   problems are drawn, as many from every band, since the unit of all statistics is the problem.
 3. From there `tsae.pipeline.analyse`.
 """
 
@@ -30,8 +30,8 @@ from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
 from tsae.report.text import visible
+from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.config import ImportConfig, Unfit
-from tsae.rollouts.outcomes import outcome_reward
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -232,11 +232,11 @@ def _rollouts(
 
     Memory holds an outline of the whole log, and token ids and texts of the drawn trajectories alone.
     """
-    from tsae.rollouts.difficulty import band_counts
-    from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
+    from tsae.rollouts.bands import band_counts
+    from tsae.rollouts.columns import problem_bands
+    from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
     from tsae.rollouts.importing import import_log
     from tsae.rollouts.parquet import read_outline
-    from tsae.rollouts.table import problem_bands
 
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
@@ -252,7 +252,7 @@ def _rollouts(
     rows = draw_problems(outline, config.tokens, config.seed, whole)
     drawn = tsae.Rollouts.read_rows(whole, rows)
     if bands is not None:
-        drawn = bands.select(rows).put_on(drawn)
+        drawn = drawn.in_bands(bands.select(rows))
     logged = drawn.info["log"]
     left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
     for outcome, other in (("success", "failure"), ("failure", "success")):

@@ -3,7 +3,7 @@
 1. Plan: which reader reads which trajectories (`CaptureConfig.plan`), cut into shards of whole trajectories.
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks; one
    forward pass that stops after the last site, or goes through the model's head where token statistics are wanted
-   (`tsae.checkpoints.predictions`); padding never reaches the store (`tsae.activations.reading`).
+   (`tsae.checkpoints.forward.predictions`); padding never reaches the store (`tsae.activations.reading`).
 3. A shard is written under a temporary name, renamed, then entered in the manifest. A rerun skips entered shards, so
    that an interrupted capture goes on where it stopped and ends with the same bytes.
 
@@ -106,7 +106,7 @@ def _capture(
 ) -> ActivationStore:
     from tqdm.auto import tqdm
 
-    from tsae.checkpoints.predictions import PredictingReader
+    from tsae.checkpoints.forward.predictions import PredictingReader
 
     base = open_base(series, rollouts, sites or (), config, device)
     model: PreTrainedModel | None = base.model

@@ -76,8 +76,8 @@ def repair_store(
     from tsae.activations.capture import capture_shard
     from tsae.activations.plan import cut, plan_readers
     from tsae.activations.readers import open_reader
+    from tsae.checkpoints.forward.predictions import PredictingReader
     from tsae.checkpoints.loading import weights_fingerprint
-    from tsae.checkpoints.predictions import PredictingReader
 
     path = Path(path)
     manifest = read_manifest(path)

@@ -74,7 +74,7 @@ class LiveSource(Source):
         *,
         config: LiveConfig | None = None,
     ) -> None:
-        from tsae.checkpoints.hooks import HuggingFaceReader
+        from tsae.checkpoints.forward.hooks import HuggingFaceReader
 
         self.series, self.config = series, config or LiveConfig()
         self.path = Path(rollouts.origin)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tsae.activations.store import Shard
-from tsae.rollouts.parts import OTHER
+from tsae.rollouts.responses.token_parts import OTHER
 
 
 class Partners:
@@ -67,7 +67,8 @@ def blocks(
         prompt_lengths: (n_trajectories,) tokens of each prompt, for steps; None for trajectories.
         step_ends: ids of the tokens that end a step, counted or not; the ends of prompts and trajectories do so too,
             and whatever the policy did not sample.
-        parts: (n_tokens,) what each is (`tsae.rollouts.parts`); None where the policy sampled all responses.
+        parts: (n_tokens,) what each is (`tsae.rollouts.responses.token_parts`); None where the policy sampled all
+            responses.
     """
     begins = np.zeros(shard.n_tokens, dtype=bool)
     begins[shard.offsets[:-1]] = True

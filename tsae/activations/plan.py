@@ -11,7 +11,7 @@ from tsae.activations.config import ReadingConfig
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
     from tsae.rollouts.table import Rollouts
 
 

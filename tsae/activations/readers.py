@@ -19,8 +19,9 @@ from tsae.errors import TsaeError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tsae.checkpoints.checkpoint import Checkpoint
     from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.series import CheckpointSeries
     from tsae.rollouts.table import Rollouts
 
 
@@ -55,7 +56,7 @@ def open_base(
         TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, or
             a precision that cannot be stored.
     """
-    from tsae.checkpoints.hooks import check_sites
+    from tsae.checkpoints.forward.hooks import check_sites
     from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
 
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
@@ -102,10 +103,10 @@ def as_reader(
 ) -> Reader:
     """The model is the checkpoint's own, where it is loaded already."""
     if config.backend == "transformer_lens":
-        from tsae.checkpoints.bridge import TransformerLensReader
+        from tsae.checkpoints.forward.bridge import TransformerLensReader
 
         return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
-    from tsae.checkpoints.hooks import HuggingFaceReader
+    from tsae.checkpoints.forward.hooks import HuggingFaceReader
 
     return HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
 
@@ -122,7 +123,7 @@ def _load(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | N
     """Without a loader the model is spread over all devices."""
     if loader is not None:
         return loader.load(checkpoint)
-    from tsae.checkpoints.placement import spread
+    from tsae.checkpoints.forward.placement import spread
 
     model = checkpoint.load_model(dtype=config.model_dtype)
     spread(model)

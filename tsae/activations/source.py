@@ -20,7 +20,8 @@ from tsae.activations.config import Axis, Subset
 from tsae.base.filters import several
 from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, OUTCOMES, Rollouts
+from tsae.rollouts.columns import BANDS, OUTCOMES
+from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from tsae.activations.store import Shard

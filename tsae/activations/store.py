@@ -33,7 +33,7 @@ import numpy as np
 
 from tsae.activations.source import Source
 from tsae.errors import TsaeError
-from tsae.rollouts.parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ def span_mask(
         prompt_lengths: (n_trajectories,) tokens of each prompt.
         span: which tokens.
         special_ids: token ids that never count.
-        parts: (n_tokens,) what each is (`tsae.rollouts.parts`); None where all responses are plain answers.
+        parts: (n_tokens,) what each is (`tsae.rollouts.responses.token_parts`); None where all responses are plain
+            answers.
     """
     if span == "last_prompt":
         last = np.zeros(len(token_ids), dtype=bool)

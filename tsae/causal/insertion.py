@@ -26,14 +26,15 @@ import scipy.sparse as sp
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.diff.statistics import bootstrap_interval
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+    from tsae.checkpoints.checkpoint import Checkpoint
+    from tsae.checkpoints.series import CheckpointSeries
     from tsae.diff.result import FeatureDiff
 
 TOKEN_DRIVEN, CONTEXT_DEPENDENT, UNDECIDED = "token-driven", "context-dependent", "undecided"

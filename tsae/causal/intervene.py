@@ -28,19 +28,20 @@ from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
 from tsae.causal.edits import FeatureEdit, Rewriting
 from tsae.causal.result import Intervention, outcome_table
-from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
+from tsae.checkpoints.forward.hooks import check_sites, decoder_blocks, rewritten
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.sampling import encode_prompt, sample
+from tsae.rollouts.prompts import encode_prompt
+from tsae.rollouts.sampling import sample
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 
 def intervene(
@@ -232,7 +233,7 @@ def _load(
         model = checkpoint.load_model(device=device)
         decoder_blocks(model)
         return model, lambda model: partial(rewritten, model)
-    from tsae.checkpoints.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
 
     reader = TransformerLensReader(checkpoint, ["blocks.0.hook_resid_post"], device=device)
     return reader.model, lambda _model: reader.rewritten

@@ -14,13 +14,14 @@ import pandas as pd
 
 from tsae.base.filters import several
 from tsae.base.intervals import too_few
+from tsae.base.proportions import wilson_interval
 from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, measures
-from tsae.rollouts.difficulty import wilson_interval
-from tsae.rollouts.table import BANDS, Rollouts
+from tsae.rollouts.columns import BANDS
+from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from tsae.diff.result import FeatureDiff

@@ -1,34 +1,26 @@
-"""The files of a checkpoint: where they lie, which hold weights, and whether they are an adapter.
+"""The files of a checkpoint: where they lie, which of them hold weights, and whether they are an adapter.
 
 A path never causes a network call. A Hugging Face id is looked up in the local cache first; only what the cache lacks
-is downloaded, and then read from there like any other folder.
+is downloaded.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
-# What a trainer leaves beside the weights; pickles too, but nobody means them when asking for a model.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_DOWNLOADS = ("*.json", "model*.safetensors", ADAPTER_WEIGHTS, "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# Trainers leave these beside the weights. They are pickles too, but not the weights that a user asks for.
 _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth)")
 
 
@@ -37,16 +29,16 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a text names a Hugging Face repository (``org/model``), rather than something on this machine.
+    """Whether a text names a Hugging Face repository (``org/model``), not something on this machine.
 
-    What exists here is a path, and so is what lies below a folder that exists here: a mistyped path must not become
-    a request to the network.
+    What exists here is a path, and so is anything below a folder that exists here: a mistyped path must not become a
+    request to the network.
     """
     return bool(_HUB_ID.fullmatch(path)) and not Path(path.partition("/")[0]).exists()
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a PEFT adapter instead of a whole model.
+    """Whether a folder holds a PEFT adapter instead of a whole model; False for what is no folder.
 
     Raises:
         TsaeError: where it holds both.
@@ -62,13 +54,12 @@ def is_adapter(folder: Path) -> bool:
     return True
 
 
-def folder_of(checkpoint: Checkpoint, *, needs: str = "weights") -> Path:
-    """The folder with a checkpoint's files (the GGUF file itself for one), from the disk or the Hugging Face cache.
+def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
+    """The folder with a checkpoint's files (or its GGUF file), on the disk or in the Hugging Face cache.
 
     Args:
         checkpoint: whose path is a folder, a GGUF file or a Hugging Face id.
-        needs: "weights" or "tokenizer": what of a Hugging Face repository has to be in the cache for it to do
-            without the network.
+        needs: "weights" or "tokenizer": what the cache must hold of a repository to do without the network.
 
     Raises:
         TsaeError: where there is no such folder, or a repository is neither cached nor can be downloaded.
@@ -86,8 +77,8 @@ def folder_of(checkpoint: Checkpoint, *, needs: str = "weights") -> Path:
         if not folder.is_dir():
             raise TsaeError("no such checkpoint directory", where=folder, fix="Check the path.")
         return folder
-    folder = _from_cache(checkpoint, has_weights if needs == "weights" else has_tokenizer)
-    if needs == "weights" and not has_weights(folder):
+    folder = _from_cache(checkpoint, _has_weights if needs == "weights" else has_tokenizer)
+    if needs == "weights" and not _has_weights(folder):
         raise TsaeError(
             "no weights in safetensors are in the cache, and none could be downloaded",
             where=checkpoint.path,
@@ -100,8 +91,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a whole model or an adapter with all of its weights."""
+def _has_weights(folder: Path) -> bool:
     try:
         return bool(weight_files(folder))
     except TsaeError:
@@ -115,36 +105,47 @@ def weight_files(folder: Path) -> list[Path]:
         TsaeError: where there are none, some are missing, only pickles are there, or an index points elsewhere.
     """
     if is_adapter(folder):
-        files = [folder / ADAPTER_WEIGHTS]
-        if not files[0].is_file():
-            _refuse(folder, ADAPTER_WEIGHTS, "adapter")
-        return files
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise _no_weights(folder, ADAPTER_WEIGHTS, "adapter")
+        return [folder / ADAPTER_WEIGHTS]
     if not (folder / "config.json").is_file():
         raise TsaeError("holds no config.json", where=folder, fix="Give a Hugging Face model directory.")
     # In the order of transformers, which looks for no other names.
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
-        _refuse(folder, _WEIGHTS, "model")
+        raise _no_weights(folder, _WEIGHTS, "model")
     return _indexed(folder)
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
-    """What adapter_config.json says.
+def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes, bytes]]:
+    """(name and size, first MiB, last MiB) of every file: training changes every tensor, so both ends change with it.
 
-    Raises:
-        TsaeError: where it is not a JSON object.
+    Reading 140 GB to name a checkpoint would cost more than capturing from it.
     """
+    found = []
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            first = stream.read(1 << 20)
+            stream.seek(max(0, size - (1 << 20)))
+            found.append((f"{file.name}:{size}:", first, stream.read(1 << 20)))
+    return found
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json; a TsaeError where it is no JSON object."""
     return _json(folder / ADAPTER_CONFIG)
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """What config.json says.
-
-    Raises:
-        TsaeError: where it is not a JSON object.
-    """
+    """The content of config.json; a TsaeError where it is no JSON object."""
     return _json(folder / "config.json")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _indexed(folder: Path) -> list[Path]:
@@ -154,28 +155,21 @@ def _indexed(folder: Path) -> list[Path]:
     files = sorted(set(names.values()))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise TsaeError(
-                f"names the file {name!r}, expected a .safetensors file of the same folder", where=folder / _INDEX
-            )
+            what = f"names the file {name!r}, expected a .safetensors file of the same folder"
+            raise TsaeError(what, where=folder / _INDEX)
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise TsaeError(
-            f"lacks {len(missing)} of {len(files)} weight files (first: {missing[0]})",
-            where=folder,
-            fix="Complete the checkpoint.",
-        )
+        what = f"lacks {len(missing)} of {len(files)} weight files (first: {missing[0]})"
+        raise TsaeError(what, where=folder, fix="Complete the checkpoint.")
     return [folder / name for name in files]
 
 
-def _refuse(folder: Path, expected: str, what: str) -> None:
+def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
     names = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
     pickles = [name for name in names if not _TRAINER_STATE.fullmatch(name)]
     found = f"only pickled weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
-    raise TsaeError(
-        f"holds {found}; expected {expected}",
-        where=folder,
-        fix=f"Save the {what} again with {what}.save_pretrained(directory), which writes safetensors.",
-    )
+    fix = f"Save the {what} again with {what}.save_pretrained(directory), which writes safetensors."
+    return TsaeError(f"holds {found}; expected {expected}", where=folder, fix=fix)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -188,19 +182,16 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _from_cache(checkpoint: Checkpoint, complete: Callable[[Path], bool]) -> Path:
+def _from_cache(checkpoint: CheckpointRecord, complete: Callable[[Path], bool]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # A star of these patterns takes in subfolders too, each of which may hold a model of its own.
     below = f"{checkpoint.subfolder}/" if checkpoint.subfolder else ""
     request: dict[str, Any] = {
         "repo_id": checkpoint.path,
         "revision": checkpoint.revision,
-        "allow_patterns": [
-            below + name
-            for name in ("*.json", "model*.safetensors", ADAPTER_WEIGHTS, "*.model", "*.txt", "*.jinja", "*.tiktoken")
-        ],
+        "allow_patterns": [below + name for name in _DOWNLOADS],
+        # A star of these patterns matches subfolders too, each of which may hold a model of its own.
         "ignore_patterns": [f"{below}*/*"],
     }
     where = checkpoint.path + (f"@{checkpoint.revision}" if checkpoint.revision else "") + ("/" + below).rstrip("/")
@@ -216,14 +207,10 @@ def _from_cache(checkpoint: Checkpoint, complete: Callable[[Path], bool]) -> Pat
         folder = Path(snapshot_download(**request)) / below
     except OSError as error:
         raise TsaeError(
-            f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({_first_line(error)})",
+            f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})",
             where=where,
             fix="Check the name, or download it once with a network: hf download.",
         ) from error
     if not folder.is_dir():
         raise TsaeError("the repository has no such folder with a model in it", where=where, fix="Check the subfolder.")
     return folder
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,10 +1,10 @@
-"""Finding checkpoints: what trainers leave on disk, paths one by one, and Hugging Face repositories.
+"""Find checkpoints: trainers' folders, single models, and Hugging Face repositories.
 
 A source is one of
 
 - a trainer's folder of ``checkpoint-N`` folders (one run), or a folder of such folders (several runs);
 - one model: a folder, a PEFT adapter's folder, or a .gguf file;
-- a Hugging Face id, with a revision and a subfolder where wanted: ``org/model@revision/subfolder``.
+- a Hugging Face id, with a revision and a subfolder if wanted: ``org/model@revision/subfolder``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tsae.checkpoints.adapters import base_of
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.files import is_adapter, is_gguf, is_hub_id
 from tsae.errors import TsaeError
 
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
-
 _TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 _STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d+)")
-# A revision holds no slash, but for the pull requests of a repository.
+# A revision holds no slash, except for the pull requests of a repository.
 _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/(?P<subfolder>.+))?")
 
 
@@ -36,10 +35,10 @@ class Found(NamedTuple):
 
 
 def find(sources: Sequence[str]) -> Found:
-    """The checkpoints that the sources name, and which of them is the base.
+    """Find the checkpoints that the sources name, and decide which of them is the base.
 
-    The base is the first of several sources, where that is one whole model. Else it is the model that adapters name,
-    then the earliest checkpoint, and a note says so.
+    The base is the first of several sources, if that is one whole model. Otherwise it is the model that adapters name,
+    then the earliest checkpoint; then a note says so.
 
     Raises:
         TsaeError: where a source is nothing of the kind.
@@ -47,13 +46,12 @@ def find(sources: Sequence[str]) -> Found:
     notes: list[str] = []
     parts = [_expand(source, notes) for source in sources]
     found = [checkpoint for part in parts for checkpoint in part]
-    if len(parts[0]) == 1 and not _on_adapter(found[0]) and (len(parts) > 1 or len(found) == 1):
+    # On the hub, only loading tells what is an adapter.
+    adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
+    if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):
         return Found([replace(found[0], id="base", run=None, step=0), *_with_ids(found[1:])], tuple(notes))
     found = _with_ids(found)
-    adapters = [checkpoint for checkpoint in found if _on_adapter(checkpoint)]
     if adapters:
-        from tsae.checkpoints.adapters import base_of
-
         return Found([base_of(adapters[0]), *found], tuple(notes))
     first = min(found, key=lambda checkpoint: checkpoint.step)
     found.remove(first)
@@ -66,18 +64,19 @@ def find(sources: Sequence[str]) -> Found:
 
 
 def _expand(source: str, notes: list[str]) -> list[Checkpoint]:
-    """Checkpoints of one source, with run and step; ids are given later."""
+    """Checkpoints of one source, with run and step; ids come later."""
     path = Path(source).expanduser()
     if is_gguf(path):
-        return [_single(path)]
+        return [_unnamed(path.resolve())]
     if path.is_dir():
         runs = [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir() and _steps(sub)]
+        is_model = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
         if runs:
-            if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+            if is_model:
                 notes.append(f"the model in {path} itself is left out: its checkpoint-N folders are the series.")
-            return [_single(sub) for run in runs for sub in _steps(run)]
-        if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-            return [_single(path)]
+            return [_unnamed(sub.resolve()) for run in runs for sub in _steps(run)]
+        if is_model:
+            return [_unnamed(path.resolve())]
         raise TsaeError(
             "no series.json and no checkpoint-N folders",
             where=path,
@@ -85,7 +84,7 @@ def _expand(source: str, notes: list[str]) -> list[Checkpoint]:
         )
     hub = _HUB.fullmatch(source)
     if hub is not None and is_hub_id(hub["path"]):
-        return [_from_hub(hub["path"], hub["revision"], hub["subfolder"])]
+        return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
     raise TsaeError("no such folder", where=source, fix="Give a folder of checkpoints.")
 
 
@@ -95,21 +94,10 @@ def _steps(run: Path) -> list[Path]:
     return [sub for _, sub in sorted((int(match[1]), sub) for match, sub in matches if match)]
 
 
-def _single(path: Path) -> Checkpoint:
-    from tsae.checkpoints.series import Checkpoint
-
-    path = path.resolve()
-    match = _STEP.fullmatch(path.name)
-    return Checkpoint(id="unnamed", path=str(path), run="unnamed", step=int(match[1]) if match else 0)
-
-
-def _from_hub(path: str, revision: str | None, subfolder: str | None) -> Checkpoint:
-    from tsae.checkpoints.series import Checkpoint
-
-    last = (subfolder or "").rpartition("/")[2] or revision or ""
-    match = _STEP.fullmatch(last)
-    step = int(match[1]) if match else 0
-    return Checkpoint("unnamed", path, run="unnamed", step=step, revision=revision, subfolder=subfolder)
+def _unnamed(path: str | Path, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
+    found = Checkpoint("unnamed", str(path), run="unnamed", revision=revision, subfolder=subfolder)
+    match = _STEP.fullmatch(_last_part(found))
+    return replace(found, step=int(match[1])) if match else found
 
 
 def _with_ids(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -124,7 +112,7 @@ def _with_ids(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _names(places: list[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The last part of every place, and as many before it as it takes to tell the places apart."""
+    """The last part of every place, with as many parts before it as tell the places apart."""
     depth = dict.fromkeys(places, 1)
     while True:
         names = {place: _safe("-".join(place[-n:])) for place, n in depth.items()}
@@ -145,15 +133,12 @@ def _place(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _is_step(checkpoint: Checkpoint) -> bool:
-    last = (checkpoint.subfolder or checkpoint.revision or checkpoint.path).rpartition("/")[2]
-    return _STEP.fullmatch(last) is not None
+    return _STEP.fullmatch(_last_part(checkpoint)) is not None
+
+
+def _last_part(checkpoint: Checkpoint) -> str:
+    return (checkpoint.subfolder or checkpoint.revision or checkpoint.path).rpartition("/")[2]
 
 
 def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._@+-]", "-", name).lstrip("._@+-") or "run"
-
-
-def _on_adapter(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint on this machine is an adapter; what is on the hub is only known once it is loaded."""
-    folder = Path(checkpoint.path)
-    return not is_gguf(folder) and folder.is_dir() and is_adapter(folder)

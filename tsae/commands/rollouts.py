@@ -34,7 +34,7 @@ class Sample:
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
 
     def run(self) -> None:
-        from tsae.rollouts.checking import find_verifier
+        from tsae.rollouts.answers.verifiers import find_verifier
         from tsae.rollouts.problems import read_problems
 
         series = load_series(*self.series)
@@ -93,8 +93,8 @@ class Bands:
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
 
     def run(self) -> None:
-        from tsae.rollouts.difficulty import band_counts, found_how
-        from tsae.rollouts.table import problem_bands
+        from tsae.rollouts.bands import band_counts, found_how
+        from tsae.rollouts.columns import problem_bands
 
         rollouts = tsae.Rollouts.read(self.rollouts)
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
     from tsae.sae.model import TemporalSAE
 
     Weights = dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ class Forward:
     """The model as a function of its weights."""
 
     def __init__(self, model: PreTrainedModel, sae: TemporalSAE, temperature: float) -> None:
-        from tsae.checkpoints.hooks import Site, decoder_blocks
+        from tsae.checkpoints.forward.hooks import Site, decoder_blocks
 
         self.model, self.sae, self.temperature = model, sae, temperature
         site = Site.parse(sae.site)
@@ -109,7 +109,7 @@ class Forward:
         """((B,) Σ_t log π of the response tokens, (B, T, d_model) activations at the site)."""
         import torch
 
-        from tsae.checkpoints.hooks import positions
+        from tsae.checkpoints.forward.hooks import positions
 
         found: list[torch.Tensor] = []
 

@@ -36,9 +36,9 @@ import pandas as pd
 from tsae.base.filters import several
 from tsae.base.provenance import write_json
 from tsae.base.views import views
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
-from tsae.checkpoints.series import Checkpoint
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import Fixed, Forward, padded
 from tsae.errors import TsaeError
@@ -201,7 +201,7 @@ def _check(
 ) -> list[int]:
     """Special token ids of the checkpoint's tokenizer, once everything fits together."""
     from tsae.activations.plan import check_context, check_tokenizer
-    from tsae.checkpoints.hooks import check_sites
+    from tsae.checkpoints.forward.hooks import check_sites
 
     folder = folder_of(checkpoint)
     if not is_gguf(folder) and is_adapter(folder):

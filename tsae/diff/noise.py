@@ -23,8 +23,9 @@ import scipy.sparse as sp
 
 from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
-from tsae.checkpoints.noise import update_of
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.updates.update_size import update_of
 from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Contrast, draw

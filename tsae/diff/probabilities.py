@@ -42,8 +42,8 @@ def response_logprobs(
     """
     from tsae.activations.plan import check_context, check_tokenizer
     from tsae.activations.reading import OutOfMemory, read_batches
-    from tsae.checkpoints.hooks import HuggingFaceReader
-    from tsae.checkpoints.predictions import PredictingReader
+    from tsae.checkpoints.forward.hooks import HuggingFaceReader
+    from tsae.checkpoints.forward.predictions import PredictingReader
 
     policy = rollouts.frame.policy.to_numpy()[rows]
     if not set(policy) <= {checkpoint.id for checkpoint in series}:

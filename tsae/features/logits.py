@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from tsae.checkpoints.hooks import decoder_blocks
+from tsae.checkpoints.forward.hooks import decoder_blocks
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 _CHUNK = 1 << 25
 """Effects computed at once: 128 MiB in float32."""

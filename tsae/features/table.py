@@ -32,7 +32,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.stability import Stability
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 _ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory", "outlier")
 

@@ -10,13 +10,13 @@ import pandas as pd
 from tsae.base.intervals import FEWEST, too_few
 from tsae.report.text import count, html_text, percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
-from tsae.rollouts.difficulty import found_how
-from tsae.rollouts.table import BANDS
+from tsae.rollouts.bands import found_how
+from tsae.rollouts.columns import BANDS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from tsae.rollouts.moving import Difficulty
+    from tsae.rollouts.difficulty.difficulty import Difficulty
 
 _TITLE = "How difficulty moved"
 

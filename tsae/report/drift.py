@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from tsae.checkpoints.drift import drift_by
+from tsae.checkpoints.updates.drift import drift_by
 from tsae.report import write_page
 from tsae.report.page import document, figure_block
 from tsae.report.sections import table

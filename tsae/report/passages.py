@@ -15,7 +15,7 @@ from tsae.report.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
     from tsae.diff.feature import Feature
     from tsae.features.table import FeatureTable
     from tsae.rollouts.table import Rollouts

@@ -13,7 +13,7 @@ from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.findings import null_sentences, survival_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
-from tsae.rollouts.difficulty import found_how
+from tsae.rollouts.bands import found_how
 from tsae.sae.stability import FOUND_AGAIN
 
 _STABILITY = (

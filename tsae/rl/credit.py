@@ -42,12 +42,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tsae.base.provenance import write_json
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 FORMAT = "tsae-credit"
 

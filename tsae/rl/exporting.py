@@ -18,7 +18,7 @@ import torch
 
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.predictions import PredictingReader
+from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import ShapingConfig
@@ -27,7 +27,7 @@ from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_w
 from tsae.rollouts.parquet import write_table
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 SCHEMA = pa.schema(
     [

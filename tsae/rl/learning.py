@@ -35,7 +35,7 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
-from tsae.rollouts.parts import OTHER
+from tsae.rollouts.responses.token_parts import OTHER
 
 _CONFIDENCE = 0.95  # of the intervals
 

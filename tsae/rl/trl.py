@@ -28,11 +28,11 @@ from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.sampling import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
-from tsae.rollouts.outcomes import outcome_reward
+from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo")
 """Losses whose advantages may be per token: sums of ratio times advantage over tokens."""

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import read_part

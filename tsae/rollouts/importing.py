@@ -13,7 +13,6 @@ parts that are there are not read again.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import tokenizer_fingerprint
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.bar import Bar
@@ -37,7 +37,6 @@ from tsae.rollouts.logs.spool import Spool, Spools
 from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
 from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
-from tsae.rollouts.table import Rollouts
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 
@@ -70,7 +69,7 @@ def import_log(
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
         ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
         and ``extra/NAME`` for every column of `keep_columns`; where a response has thinking or several turns, ``parts``
-        (`tsae.rollouts.parts`).
+        (`tsae.rollouts.responses.token_parts`).
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, for rows that are not what they should be,
@@ -102,17 +101,6 @@ def import_log(
         }
         spools.write(to, run.kept, info, run.policies.renamed)
     return summary
-
-
-def read_log(
-    path: str | Path,
-    checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
-    config: ImportConfig | None = None,
-) -> Rollouts:
-    """Like `import_log`, into memory; ``info["log"]`` says what was assumed and left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        import_log(path, Path(folder) / "rollouts.parquet", checkpoint, config, progress=False)
-        return Rollouts.read(Path(folder) / "rollouts.parquet", origin=str(path))
 
 
 def read_part(

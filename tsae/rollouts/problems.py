@@ -1,4 +1,4 @@
-"""Problems: what a model is asked, and the answer that a verifier holds against its response."""
+"""Problems: questions for a model, with reference answers for a verifier."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Problem:
     id: str
     """Unique within a problem set."""
     prompt: str
-    """The text that the model reads, before any chat template."""
+    """The text for the model, before any chat template."""
     answer: str
     """The reference answer."""
     level: str | None = None
-    """Where the author put it (number of operations, school year); not a Band, which depends on a model."""
+    """The author's own label (number of operations, school year); not a band, which depends on a model."""
 
 
 def write_problems(problems: Iterable[Problem], path: str | Path) -> None:

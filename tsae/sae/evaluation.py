@@ -18,7 +18,7 @@ import torch
 from tsae.activations.store import ActivationStore, TokenSpan
 from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.rollouts.parts import THINKING
+from tsae.rollouts.responses.token_parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.reconstruction import Cell, Slice, TokenSums, slices_of
 from tsae.sae.smoothness import smoothness

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, Rollouts
+from tsae.rollouts.columns import BANDS
+from tsae.rollouts.table import Rollouts
 from tsae.sae.probes import Task, folds
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan, rows_mask
-from tsae.checkpoints.hooks import rewritten
+from tsae.checkpoints.forward.hooks import rewritten
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tsae.checkpoints.checkpoint import Checkpoint
     from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint
 
 _DRAWS = 1000
 
@@ -189,7 +189,7 @@ def spliced_losses(
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, T, vocabulary) float32."""
-    from tsae.checkpoints.hooks import positions
+    from tsae.checkpoints.forward.hooks import positions
 
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
     return logits.float().log_softmax(-1)

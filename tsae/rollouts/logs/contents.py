@@ -14,6 +14,7 @@ import numpy as np
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.columns import outcome_name
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.detect import Format
 from tsae.rollouts.logs.entry import Entry, Unusable
@@ -25,9 +26,8 @@ from tsae.rollouts.logs.policies import Policies
 from tsae.rollouts.logs.second_look import SecondLook
 from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Prompt, Tokens
-from tsae.rollouts.parts import COLUMN
-from tsae.rollouts.spans import told
-from tsae.rollouts.table import outcome_name
+from tsae.rollouts.responses.thinking import told
+from tsae.rollouts.responses.token_parts import COLUMN
 
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tsae.rollouts.sampling import tokenize
+from tsae.rollouts.prompts import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

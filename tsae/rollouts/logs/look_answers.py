@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tsae.base.proportions import wilson_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.checking import equal, expressions, number_in
-from tsae.rollouts.difficulty import wilson_interval
+from tsae.rollouts.answers.verifiers import equal, expressions, number_in
 from tsae.rollouts.logs.ledger import hash64
 
 _WINDOWS, _WINDOW = 8, 32

@@ -26,7 +26,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.logs.ledger import hash64
 
 if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
+    from tsae.checkpoints.checkpoint import Checkpoint
 
 _TRAJECTORIES, _POLICIES = 4, 2
 _TOKENS, _PROMPT = 128, 4096

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.checkpoints.series import Checkpoint
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.files import LogFile

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.rollouts import parts
+from tsae.rollouts.columns import SCHEMA, checked
 from tsae.rollouts.parquet import write_table
-from tsae.rollouts.table import SCHEMA, Rollouts
+from tsae.rollouts.responses import token_parts
 
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _KINDS = {bool: "flag", int: "whole", float: "number"}
@@ -45,7 +45,7 @@ class Spool:
             self._flush()
             self._close()
             self.rewards += [name[7:] for name in new]
-        if record.get(parts.COLUMN) is not None and not self._parts_known:
+        if record.get(token_parts.COLUMN) is not None and not self._parts_known:
             self._flush()
             self._close()
             self._parts_known = True
@@ -76,7 +76,7 @@ class Spool:
         if not self._pending:
             return
         arrays = [pa.array([r.get(field.name) for r in self._pending], type=field.type) for field in self._schema()]
-        table = Rollouts(pa.table(arrays, schema=self._schema())).table
+        table = checked(pa.table(arrays, schema=self._schema()), "rollouts")
         if self._writer is None:
             self._writer = pq.ParquetWriter(self.folder / f"{self._files}.parquet", table.schema, compression="lz4")
             self._files += 1
@@ -137,7 +137,7 @@ class Spools:
 
 
 def _schema(rewards: Sequence[str], extras: Mapping[str, pa.DataType], *, with_parts: bool) -> pa.Schema:
-    of_tokens = [parts.FIELD] * with_parts
+    of_tokens = [token_parts.FIELD] * with_parts
     fields = (pa.field(f"reward/{name}", pa.float64()) for name in rewards)
     others = (pa.field(name, kind) for name, kind in extras.items())
     return pa.schema([*SCHEMA, *of_tokens, *_EXTRAS, *fields, *others])

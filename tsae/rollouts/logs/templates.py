@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tsae.errors import TsaeError
-from tsae.rollouts.sampling import tokenize
+from tsae.rollouts.prompts import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

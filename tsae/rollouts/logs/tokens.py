@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.files import folder_of, has_tokenizer, is_adapter, is_gguf
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.encoding import Encoder
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.templates import ChatTemplate
-from tsae.rollouts.sampling import encode_prompt, tokenize
-from tsae.rollouts.spans import Spans
+from tsae.rollouts.prompts import encode_prompt, tokenize
+from tsae.rollouts.responses.thinking import Spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""Models that are too large for one device: spread over all of them by accelerate, as device_map="auto" does."""
+"""Spread models that are too large for one device over all devices, as accelerate's device_map="auto" does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def spread(model: PreTrainedModel) -> None:
-    """Spread a model that is in the CPU's memory over all GPUs, evenly, and over the CPU what does not fit there.
+    """Spread a model from the CPU's memory evenly over all GPUs; what does not fit there stays on the CPU.
 
-    Decoder blocks stay whole. Every block runs on the GPU that holds it; what is kept on the CPU is moved to a GPU for
-    the time of its use. Without GPUs the model stays where it is.
+    Decoder blocks stay whole. Every block runs on the GPU that holds it; blocks on the CPU move to a GPU while they
+    run. Without GPUs the model stays where it is.
 
     Raises:
         TsaeError: where it does not fit into the memory of all devices together.
@@ -34,12 +34,12 @@ def spread(model: PreTrainedModel) -> None:
             where=model.config._name_or_path,
             fix="Use a smaller precision (--model-dtype bfloat16) or a machine with more memory.",
         )
-    # With hooks even on one device, so that inputs are moved the same way everywhere.
+    # Hooks even on one device, so that inputs move the same way everywhere.
     dispatch_model(model, device_map=places, force_hooks=True)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids have to be: with the embedding, or where accelerate's hook runs it."""
+    """The device for token ids: the embedding's, or the one where accelerate's hook runs it."""
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
     while hook is not None:

@@ -1,31 +1,33 @@
-"""How problems move between bands along a run, and how much of that is chance.
+"""Band migration: how problems move between bands along a run, and how much of that is chance.
 
-With eight responses to a problem its measured pass rate jumps about, so that problems change bands although nothing
-changed. The null is that the two checkpoints solve a problem equally often: then their outcomes could have come in any
-order, and dealing the outcomes of every problem anew to both sides gives the numbers of changes that chance makes.
+With eight responses to a problem its measured pass rate jumps, so problems change bands even if nothing changed. The
+null hypothesis: both checkpoints solve a problem equally often. Then their outcomes could have come in any order, and
+dealing the outcomes of every problem anew to both sides shows how many changes chance makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.table import BANDS, Rollouts
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.rollouts.columns import BANDS
+from tsae.rollouts.config import BandCutoffs
+from tsae.rollouts.table import Rollouts
 
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
-    from tsae.rollouts.config import BandCutoffs
+_COLUMNS = [
+    "start", "end", "from_band", "to_band", "n", "n_problems", "share", "expected", "null_low", "null_high", "p",
+]  # fmt: skip
 
 
 def paths(rollouts: Rollouts, series: CheckpointSeries | None = None) -> dict[str, list[str]]:
-    """Policies in the order of training, the one that training started from first, by run.
+    """Policies in the order of training, by run; every run starts with the policy that training started from.
 
-    With a series these are its base and the steps of every run, where they sampled rollouts; without one all policies
-    in their order of appearance are one run.
+    With a series these are its base and the steps of every run, as far as they sampled rollouts. Without one, all
+    policies in their order of appearance are one run.
     """
     policies = rollouts.policies
     if series is None:
@@ -42,10 +44,10 @@ def paths(rollouts: Rollouts, series: CheckpointSeries | None = None) -> dict[st
 def band_migration(
     rates: pd.DataFrame, path: Sequence[str], cutoffs: BandCutoffs, *, n_draws: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
-    """Numbers of problems by band before and after every step of a path, and from its start to every later policy.
+    """Count problems by band before and after every step of a path, and from its start to every later policy.
 
     Args:
-        rates: of `difficulty`: n and successes of every policy and problem.
+        rates: of `difficulty`: n, successes and pass_rate of every policy and problem.
         path: policies in order.
         cutoffs: of the bands.
         n_draws: deals of the null.
@@ -62,52 +64,33 @@ def band_migration(
     pairs = [*pairwise(path), *((path[0], end) for end in path[2:])]
     by_policy = {policy: rates[rates.policy == policy].set_index("problem_id") for policy in path}
     common = sorted(set.intersection(*(set(table.index) for table in by_policy.values())))
-    rows = []
+    found = []
     for start, end in pairs if common else ():
         a, b = (by_policy[policy].loc[common] for policy in (start, end))
         n_a, n_b = a.n.to_numpy(), b.n.to_numpy()
         solved = (a.successes + b.successes).to_numpy()
-        observed = _counts(a.pass_rate.to_numpy()[None], b.pass_rate.to_numpy()[None], cutoffs)
+        n = _counts(a.pass_rate.to_numpy()[None], b.pass_rate.to_numpy()[None], cutoffs)[0]
         dealt = rng.hypergeometric(solved, n_a + n_b - solved, n_a, size=(n_draws, len(common)))
         null = _counts(dealt / n_a, (solved - dealt) / n_b, cutoffs)  # (n_draws, 3, 3)
-        expected = null.mean(0)
         stays = np.eye(len(BANDS), dtype=bool)
-        extreme = np.where(stays, null <= observed, null >= observed).sum(0)
+        extreme = np.where(stays, null <= n, null >= n).sum(0)
         low, high = np.quantile(null, [0.025, 0.975], axis=0)
-        for i, before in enumerate(BANDS):
-            for j, after in enumerate(BANDS):
-                started = observed[0, i].sum()
-                rows.append(
-                    {
-                        "start": start,
-                        "end": end,
-                        "from_band": before,
-                        "to_band": after,
-                        "n": int(observed[0, i, j]),
-                        "n_problems": len(common),
-                        "share": observed[0, i, j] / started if started else np.nan,
-                        "expected": expected[i, j],
-                        "null_low": low[i, j],
-                        "null_high": high[i, j],
-                        "p": (1 + extreme[i, j]) / (1 + n_draws),
-                    }
-                )
-    return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-_COLUMNS = [
-    "start",
-    "end",
-    "from_band",
-    "to_band",
-    "n",
-    "n_problems",
-    "share",
-    "expected",
-    "null_low",
-    "null_high",
-    "p",
-]
+        started = n.sum(1, keepdims=True)
+        columns = {
+            "start": start,
+            "end": end,
+            "from_band": np.repeat(BANDS, len(BANDS)),
+            "to_band": np.tile(BANDS, len(BANDS)),
+            "n": n.ravel(),
+            "n_problems": len(common),
+            "share": np.divide(n, started, out=np.full(n.shape, np.nan), where=started > 0).ravel(),
+            "expected": null.mean(0).ravel(),
+            "null_low": low.ravel(),
+            "null_high": high.ravel(),
+            "p": (1 + extreme.ravel()) / (1 + n_draws),
+        }
+        found.append(pd.DataFrame(columns))
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=_COLUMNS)
 
 
 def _counts(before: np.ndarray, after: np.ndarray, cutoffs: BandCutoffs) -> np.ndarray:

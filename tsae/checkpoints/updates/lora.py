@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.checkpoints.adapters import checked_config
-from tsae.checkpoints.files import weight_files
+from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config
+from tsae.checkpoints.files import folder_of, weight_files
+from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
 
 _PREFIX = "base_model.model."
@@ -25,7 +27,7 @@ _PART = re.compile(
 
 @dataclass
 class LoraUpdate:
-    """What an adapter makes of one tensor W₀: m/‖·‖ (W + s·B·A), each part where it has it."""
+    """What an adapter makes of one tensor W₀: m/‖·‖ (W + s·B·A), with the parts that it has."""
 
     where: Path
     name: str
@@ -58,18 +60,14 @@ class LoraUpdate:
             if self.A.ndim != 2 or self.B.ndim != 2 or self.A.shape[0] != self.B.shape[1]:
                 raise TsaeError(f"A and B of {self.name} do not fit each other", where=self.where)
             if self.magnitude is not None and self.transposed:
-                raise TsaeError(
-                    f"uses DoRA on {self.name}, whose drift is not computed", where=self.where, fix="Merge it first."
-                )
+                what = f"uses DoRA on {self.name}, whose drift is not computed"
+                raise TsaeError(what, where=self.where, fix="Merge it first.")
         if self.whole is not None:
             shapes.append(tuple(self.whole.shape))
         for found in shapes:
             if found != shape:
-                raise TsaeError(
-                    f"updates {self.name} of shape {found}, in {base} it has {shape}",
-                    where=self.where,
-                    fix="Give the base that the adapter was trained on.",
-                )
+                what = f"updates {self.name} of shape {found}, in {base} it has {shape}"
+                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
 
     def singular_values(self) -> np.ndarray:
         """(r,) of s·B·A, largest first, without forming it."""
@@ -90,7 +88,43 @@ class LoraUpdate:
         return (self.magnitude[start:stop].to(before.dtype) / after.norm(dim=1)).unsqueeze(1) * after
 
 
-def lora_updates(folder: Path) -> dict[str, LoraUpdate]:
+def fitting_updates(
+    checkpoint: CheckpointRecord,
+    shape_of: Callable[[str], tuple[int, ...] | None],
+    base: str,
+    tied: Collection[str] = (),
+) -> Iterator[tuple[str, LoraUpdate]]:
+    """The updates of an adapter, each checked to fit the base.
+
+    Args:
+        checkpoint: an adapter.
+        shape_of: (name) -> shape of a tensor of the base; None for a name that it does not have.
+        base: named in error messages.
+        tied: names of tensors that are tied to others, whose updates are left out.
+
+    Yields:
+        name in the base, update.
+
+    Raises:
+        TsaeError: where the adapter is of another base, or an update does not fit.
+    """
+    base_of(checkpoint)
+    folder = folder_of(checkpoint)
+    for module_name, update in _lora_updates(folder).items():
+        # Some files leave out the outermost module of their names.
+        for name in (module_name, module_name.partition(".")[2]):
+            shape = shape_of(name)
+            if shape is not None:
+                update.check(shape, base)
+                yield name, update
+                break
+        else:
+            if module_name not in tied:
+                what = f"has an update of {module_name}, which {base} does not have"
+                raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
+
+
+def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
     """The updates of an adapter, by name of the tensor in the base.
 
     Raises:
@@ -115,17 +149,17 @@ def lora_updates(folder: Path) -> dict[str, LoraUpdate]:
         raise TsaeError(f"cannot be read ({error})", where=folder) from error
     for update in updates.values():
         if update.A is not None:
-            update.scale = _alpha(config, update.name.removesuffix(".weight")) / (
-                math.sqrt(update.A.shape[0]) if config.get("use_rslora") else update.A.shape[0]
-            )
+            rank = update.A.shape[0]
+            alpha = _alpha(config, update.name.removesuffix(".weight"))
+            update.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return updates
 
 
 def _add(
     updates: dict[str, LoraUpdate], folder: Path, config: dict[str, Any], match: re.Match[str], value: torch.Tensor
 ) -> None:
-    part, kind = match["part"] or "", match["whole"] or "weight"
-    name = f"{match['module']}.{kind}"
+    part = match["part"] or ""
+    name = f"{match['module']}.{match['whole'] or 'weight'}"
     transposed = "embedding" in part or bool(config.get("fan_in_fan_out"))
     update = updates.setdefault(name, LoraUpdate(folder, name, 1.0, transposed))
     update.transposed |= transposed

@@ -1,7 +1,7 @@
-"""What the text of a response shows: loops, final answers, operations carried out, and its format.
+"""Response texts: find loops, final answers, written-out operations, and the format of a response.
 
-Rules for texts of mathematical reasoning in English, in LaTeX or with calculator annotations (``<<16-3=13>>13``). They
-read what is written and judge nothing: an operation counts whether or not its result is right.
+The rules are for mathematical reasoning in English, in LaTeX or with calculator annotations (``<<16-3=13>>13``). They
+do not judge: an operation counts whether or not its result is right.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-_MAX_TEXT = 40_000  # characters; of longer texts the end counts, where loops are
+_MAX_TEXT = 40_000  # characters; only the end of longer texts counts, because loops are there
 _MAX_PERIOD = 300
 _REPEATS, _MIN_LOOP = 3, 40
 
-# Texts are written by models and strangers: no pattern here takes more than linear time.
+# Models and strangers write these texts, so every pattern must take linear time.
 _NUMBER = r"-?[$€£]?\d[\d,]*(?:\.\d+)?"
 _ANSWERS = {
     "boxed": re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}"),
@@ -34,14 +34,14 @@ _CALCULATOR = re.compile(r"<<([^<>]*)>>")
 _SENTENCE = re.compile(r"\n|(?<=[.;!?])\s+|;")
 _TIMES = r"(?:\\times|\\cdot|\\div|\\ast|[*×÷·])"
 _OPERATORS = (
-    # Written as such they are operations wherever they stand.
+    # These are operations wherever they stand.
     re.compile(rf"(?<=[\w)%}}.])\s*{_TIMES}\s*(?=[\w$€£(\\.-])"),
     re.compile(r"(?<=[\w)%}.])\s*\+\s*(?=[\d$€£(\\.-]|[a-zA-Z]\b)"),
     re.compile(r"(?<=\d)\s*x\s*(?=[$€£]?\.?\d)|(?<=[a-z)])\s+x\s+(?=[$€£(]?\.?\d)"),
     re.compile(r"\\d?frac\s*\{"),
 )
 _OPERATORS_OF_EQUATIONS = (
-    # A dash or a slash is one only in an equation: elsewhere it is a range, a date or a rate.
+    # A dash or slash is an operation only in an equation: elsewhere it is a range, a date or a rate.
     re.compile(r"(?<=[\d)%}a-zA-Z])\s+[-−–]\s*(?=[\d$€£(\\.]|[a-zA-Z]\b)|(?<=[\d)%])[-−–](?=[\d$€£(.]|[a-zA-Z]\b)"),
     re.compile(r"(?<=[\d)%}a-zA-Z])\s*/\s*(?=[$€£(]?\.?\d)|(?<=[\d)])\s*/\s*(?=[a-zA-Z]\b)"),
     re.compile(r"(?<=[\d)])\((?=[\d.])"),
@@ -59,13 +59,10 @@ class Answer(NamedTuple):
 
 
 def loop_share(text: str) -> float:
-    """Share of the characters that only repeat what stands right before them.
+    """Share of the characters that only repeat what stands right before them, 0 to 1.
 
-    A loop is a stretch that holds a letter or digit and comes at least three times in a row, over 40 characters or
-    more, whether it is a digit, a word or a whole paragraph of up to 300 characters.
-
-    Returns:
-        0 to 1; 0 without a loop.
+    A loop is a stretch with a letter or digit, from one digit to a paragraph of 300 characters, that comes at least
+    three times in a row, over 40 characters or more.
     """
     text = text[-_MAX_TEXT:]
     n = len(text)
@@ -116,9 +113,9 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
 
 
 def operations(text: str) -> int:
-    """Arithmetical operations that are written out: ``16 - 3 - 4 = 9`` are two.
+    """Number of arithmetical operations that are written out: two in ``16 - 3 - 4 = 9``.
 
-    Of a sentence with calculator annotations (``16-3-4 = <<16-3-4=9>>9``) only these count.
+    In a sentence with calculator annotations (``16-3-4 = <<16-3-4=9>>9``) only the annotations count.
     """
     n = 0
     for mark in ("boxed", "tag"):  # ½ is written as a division there.
@@ -132,10 +129,9 @@ def operations(text: str) -> int:
 
 
 def response_format(text: str) -> str:
-    """How a response is written: its reasoning (code, LaTeX, steps, equations, prose, none) and its mark of the answer.
+    """The format of a response: its reasoning (code, LaTeX, steps, equations, prose, none) and its mark of the answer.
 
-    Returns:
-        such as “equations, label” or “none, boxed”.
+    Examples are “equations, label” and “none, boxed”.
     """
     answers = final_answers(text)
     return f"{_reasoning(text)}, {answers[-1].mark if answers else 'no answer'}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tsae.rollouts.parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class Found(NamedTuple):
     """What was found in one response."""
 
     parts: np.ndarray | None
-    """(n_response,) int8, see `tsae.rollouts.parts`; None where all of it is one plain answer."""
+    """(n_response,) int8, see `tsae.rollouts.responses.token_parts`; None where all of it is one plain answer."""
     marker: str = ""
     """Name of the markers; empty without thinking."""
     unopened: bool = False

@@ -1,4 +1,4 @@
-"""Which of several rewards means success: one rule for logs, training and credit."""
+"""Choose the reward that means success: one rule for logs, training and credit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TELLING = re.compile(r"(?<!in)(?:accura|correct)|(?<![a-z])acc(?![a-z])")
 def outcome_reward(names: Sequence[str], asked: str | None = None, where: str | Path | None = None) -> str:
     """Name of the reward that means success; never a sum of several.
 
-    The one that was asked for; else the only one; else the only one whose name says accuracy or correctness.
+    It is the one that was asked for, else the only one, else the only one whose name says accuracy or correctness.
 
     Args:
         names: of the rewards, at least one.

@@ -1,29 +1,28 @@
-"""Difficulty that moves: pass rates of every problem and checkpoint, bands along runs, pass@k, and groups.
+"""Difficulty along training: pass rates of every problem and checkpoint, bands along runs, pass@k, and groups.
 
-A band is a property of a problem and of a model, so that training moves problems from band to band: `difficulty`
-measures where every checkpoint finds every problem, and how far the moves go beyond chance.
+A band belongs to a problem and a model, so training moves problems from band to band. `difficulty` measures where every
+checkpoint finds every problem, and which moves go beyond chance.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from tsae.base.provenance import versions, write_json
 from tsae.base.views import views
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_table
+from tsae.rollouts.bands import find_bands, pass_rates
+from tsae.rollouts.columns import BANDS
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
-from tsae.rollouts.difficulty import find_bands, pass_rates, resolve
-from tsae.rollouts.migration import band_migration, paths
-from tsae.rollouts.pass_at_k import pass_at_k
-from tsae.rollouts.table import BANDS, Rollouts
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
+from tsae.rollouts.difficulty.migration import band_migration, paths
+from tsae.rollouts.difficulty.pass_at_k import pass_at_k
+from tsae.rollouts.table import Rollouts
 
 _TABLES = ("rates", "migration", "pass_at_k", "groups")
 
@@ -33,12 +32,12 @@ class Difficulty:
     """Where every policy finds every problem."""
 
     rates: pd.DataFrame
-    """One row a policy and problem: n, successes, pass_rate with its interval low, high; band, and whether it is sure:
-    the whole interval lies in that band."""
+    """One row a policy and problem: n, successes, pass_rate with its interval low, high; band, and sure: whether the
+    whole interval lies in that band."""
     migration: pd.DataFrame
-    """See `tsae.rollouts.migration.band_migration`; with the run."""
+    """See `tsae.rollouts.difficulty.migration.band_migration`; with the run."""
     pass_at_k: pd.DataFrame
-    """See `tsae.rollouts.pass_at_k.pass_at_k`; bands are those of the problems before training."""
+    """See `tsae.rollouts.difficulty.pass_at_k.pass_at_k`; bands are those of the problems before training."""
     groups: pd.DataFrame
     """See `tsae.rollouts.advantages.group_table`."""
     paths: dict[str, list[str]] = field(default_factory=dict)
@@ -90,69 +89,61 @@ def difficulty(
     reference: str | None = None,
     cutoffs: BandCutoffs | BandQuantiles | None = None,
 ) -> Difficulty:
-    """Measure difficulty of every problem for every policy, and how it moved.
+    """Measure how hard every problem is for every policy, and how that moved.
 
     Args:
-        rollouts: of several policies; trajectories of unknown outcome are left out. Where it has bands, pass@k and
-            groups are by these; otherwise by cross-fitted ones (`tsae.rollouts.difficulty.find_bands`).
+        rollouts: of several policies; trajectories of unknown outcome are left out. Its bands sort pass@k and groups;
+            without bands, cross-fitted ones do (`tsae.rollouts.bands.find_bands`).
         config: defaults of `DifficultyConfig`.
         series: names runs and their steps; without it all policies in their order of appearance are one run.
         reference: the policy whose pass rates set quantiles and bands and that others are compared with; by default
-            the base of the series where it sampled rollouts, else the first policy.
+            the base of the series if it sampled rollouts, else the first policy.
         cutoffs: pass rates, or shares of the reference's problems, applied to every policy alike.
 
     Raises:
         TsaeError: where the reference sampled nothing of known outcome.
     """
     config = config or DifficultyConfig()
-    policies = rollouts.policies
+    policies, where = rollouts.policies, rollouts.origin
     if reference is None:
         reference = series.base.id if series is not None and series.base.id in policies else policies[0]
-    measured = pass_rates(rollouts, reference)
-    resolved = resolve(cutoffs, measured)
+    measured = pass_rates(rollouts.frame, where, reference)
+    used = (cutoffs or BandCutoffs()).cutoffs(measured.pass_rate.to_numpy())
+    if rollouts.frame.band.isna().all():
+        rollouts = rollouts.in_bands(find_bands(rollouts.frame, where, reference, used, partly=True))
+    frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
     parts = []
     for policy in policies:
-        if (rollouts.frame.policy[rollouts.frame.outcome != "unknown"] == policy).any():
-            part = pass_rates(rollouts, policy, config.confidence, config.interval).reset_index()
+        if (frame.policy == policy).any():
+            part = pass_rates(frame, where, policy, config.confidence, config.interval).reset_index()
             part.insert(0, "policy", policy)
             parts.append(part)
     rates = pd.concat(parts, ignore_index=True)
-    rates["band"] = resolved.band(rates.pass_rate.to_numpy())
-    rates["sure"] = resolved.band(rates.low.to_numpy()) == resolved.band(rates.high.to_numpy())
-
-    if rollouts.frame.band.isna().all():
-        rollouts = find_bands(rollouts.frame, rollouts.origin, reference, resolved, partly=True).put_on(rollouts)
-    frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
+    rates["band"] = used.band(rates.pass_rate.to_numpy())
+    rates["sure"] = used.band(rates.low.to_numpy()) == used.band(rates.high.to_numpy())
     sides = (frame.outcome == "success").groupby([frame.policy, frame.problem_id, frame.band], sort=False)
     banded = pd.DataFrame({"n": sides.size(), "successes": sides.sum()}).reset_index()
-    groups = group_table(rollouts, config.advantage)
     ways = paths(rollouts, series)
     migration = [
-        band_migration(rates, path, resolved, n_draws=config.n_draws, seed=config.seed).assign(run=run)
+        band_migration(rates, path, used, n_draws=config.n_draws, seed=config.seed).assign(run=run)
         for run, path in ways.items()
     ]
     if series is not None and not migration:
         raise TsaeError(
             f"no run of the series sampled these rollouts; their policies are {', '.join(policies)}",
-            where=rollouts.origin,
+            where=where,
             fix="Give the series that the policies are of, or none.",
         )
     return Difficulty(
         rates=rates,
         migration=pd.concat(migration, ignore_index=True),
-        pass_at_k=pass_at_k(
-            rates,
-            banded,
-            reference=reference,
-            k=config.k,
-            confidence=config.confidence,
-        ),
-        groups=groups,
+        pass_at_k=pass_at_k(rates, banded, reference=reference, k=config.k, confidence=config.confidence),
+        groups=group_table(rollouts.frame, config.advantage),
         paths=ways,
         info={
             "config": asdict(config),
             "reference": reference,
-            "cutoffs": asdict(resolved),
+            "cutoffs": asdict(used),
             "quantiles": asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None,
             "bands": rollouts.info.get("bands"),
             "rollouts": rollouts.fingerprint,

@@ -1,9 +1,10 @@
-"""Whether the bands of a log are its training steps.
+"""Step confounding: whether the bands of a log are really its training steps.
 
-A trainer's log has most problems from the policy of one step. Where the run learns, problems of late steps are solved
-more often: bands read off such a log say when a problem was asked, not how hard it is for the base. The measure is the
-share of the differences between the problems' pass rates that their steps explain: the adjusted R² of pass rate on
-step, problems in order of step cut into at most 10 groups. Problems dealt to the steps at random give its p-value.
+In a trainer's log, most problems come from the policy of one step. Where the run learns, problems of late steps are
+solved more often, so bands from such a log say when a problem was asked, not how hard it is for the base. The measure
+is the share of the differences between the problems' pass rates that their steps explain: the adjusted R² of pass rate
+on step, with the problems in order of step cut into at most 10 groups. Dealing the problems to the steps at random
+gives its p-value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.table import BANDS, problem_bands
+from tsae.rollouts.columns import BANDS, problem_bands
 
 _GROUPS, _PROBLEMS_A_GROUP = 10, 5
 _SHARE, _LEVEL, _DRAWS = 0.1, 0.05, 2000
@@ -26,14 +27,14 @@ class Confounding:
     """Band against step, over the problems of a log."""
 
     table: pd.DataFrame
-    """Numbers of problems: a row a band, a column a group of steps."""
+    """Numbers of problems: one row a band, one column a group of steps."""
     n_problems: int
     n_steps: int
     share: float
     """Adjusted R² of pass rate on step; NaN where either does not vary."""
     p: float
     late: str
-    """Where the bands' problems come from, in words."""
+    """Which steps the problems of each band come from, in words."""
 
     @property
     def told_apart(self) -> bool:
@@ -63,7 +64,7 @@ def confounding(frame: pd.DataFrame, seed: int = 0) -> Confounding:
 
     Args:
         frame: trajectories with the columns problem_id, policy, outcome and band; and step, where that is known:
-            otherwise the policies' order of appearance stands for it. Unknown outcomes are left out.
+            otherwise the policies' order of appearance replaces it. Unknown outcomes are left out.
         seed: of the draws.
     """
     frame = frame[frame.outcome != "unknown"]
@@ -93,7 +94,7 @@ def _groups(step: np.ndarray) -> tuple[np.ndarray, list[str]]:
         if size >= least:
             ends.append(place)
             size = 0
-    # What is left over goes to the last group.
+    # Leftover problems go to the last group.
     ends = [*ends[:-1], len(values) - 1] if ends else [len(values) - 1]
     group = np.searchsorted(values[ends], step)
     starts = [0, *(end + 1 for end in ends[:-1])]
@@ -117,6 +118,6 @@ def _explained(rate: np.ndarray, group: np.ndarray, seed: int) -> tuple[float, f
 
 
 def _late(step: pd.Series, band: pd.Series) -> str:
-    """Half of the problems of a band come from after which step."""
+    """The median step of each band's problems."""
     parts = [f"{name} {step[band == name].median():g}" for name in BANDS if (band == name).any()]
     return f"median step of the problems: {', '.join(parts)}"

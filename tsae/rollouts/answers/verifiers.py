@@ -1,4 +1,4 @@
-"""Answer checking: does a response give the reference answer?"""
+"""Verifiers: check whether a response gives the reference answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact(response: str, answer: str) -> bool:
-    """The response is the answer, spaces at the ends aside."""
+    """The response is the answer, without spaces at the ends."""
     return response.strip() == answer.strip()
 
 
 def last_number(response: str, answer: str) -> bool:
-    """The last number of the response equals the last number of the answer; thousands commas do not matter."""
+    """The last number of the response equals the last number of the answer, without thousands commas."""
     given, expected = number_in(response), number_in(answer)
     return given is not None and given == expected
 
@@ -81,10 +81,10 @@ BY_NAME: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "mat
 
 
 def find_verifier(name: str) -> Verifier:
-    """A verifier by name: exact, last_number, math, or ``module:function`` of the user's own.
+    """Find a verifier by name: exact, last_number, math, or ``module:function`` of the user's own.
 
     Raises:
-        TsaeError: where there is none, or math-verify is missing for math.
+        TsaeError: where there is none, or math needs math-verify, which is missing.
     """
     if name == "math":
         _math_verify()

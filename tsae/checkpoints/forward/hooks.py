@@ -1,6 +1,6 @@
 """Sites in a Hugging Face model, and hooks that read or rewrite the residual stream there.
 
-A site is named as TransformerLens names it, whatever the backend:
+Sites have their TransformerLens names, whatever the backend:
 
 - ``blocks.{L}.hook_resid_pre``: what enters block L;
 - ``blocks.{L}.hook_resid_post``: what leaves block L, before any final norm.
@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.placement import input_device
-from tsae.checkpoints.predictions import Predictions, body_output, predictions
+from tsae.checkpoints.forward.placement import input_device
+from tsae.checkpoints.forward.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Site:
 
 
 def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The list of decoder blocks: the one ModuleList as long as the configuration's number of layers."""
+    """The decoder blocks: the first ModuleList as long as the configuration's number of layers."""
     depth = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
     if not lists:
@@ -78,16 +79,13 @@ def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
         raise TsaeError("no sites given", where="sites", fix="Give at least one, such as blocks.1.hook_resid_post.")
     for site in parsed:
         if site.layer >= n_layers:
-            raise TsaeError(
-                f"{site.name} does not exist: the model has blocks 0 to {n_layers - 1}",
-                where=where,
-                fix="Choose a block that the model has.",
-            )
+            what = f"{site.name} does not exist: the model has blocks 0 to {n_layers - 1}"
+            raise TsaeError(what, where=where, fix="Choose a block that the model has.")
     return parsed
 
 
 class _PastLastSite(Exception):
-    """Raised inside a forward pass once everything wanted has been read, to skip the layers above."""
+    """Raised inside a forward pass once all sites have been read, to skip the layers above."""
 
 
 class HuggingFaceReader:
@@ -117,24 +115,12 @@ class HuggingFaceReader:
         input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         found: dict[str, torch.Tensor] = {}
 
-        def keep(site: Site, value: Any) -> None:
-            hidden = value[0] if isinstance(value, tuple) else value
-            found[site.name] = hidden.detach().clone()
-            if stop_early and len(found) == len({s.name for s in self.sites}):
+        def keep(name: str, hidden: torch.Tensor) -> None:
+            found[name] = hidden.detach().clone()
+            if stop_early and len(found) == len({site.name for site in self.sites}):
                 raise _PastLastSite
 
-        handles = []
-        for site in self.sites:
-            block = self.blocks[site.layer]
-            if site.point == "post":
-                handles.append(block.register_forward_hook(lambda _m, _i, out, site=site: keep(site, out)))
-            else:
-                handles.append(
-                    block.register_forward_pre_hook(
-                        lambda _m, args, kwargs, site=site: keep(site, args[0] if args else kwargs["hidden_states"]),
-                        with_kwargs=True,
-                    )
-                )
+        handles = [_attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
         try:
             self.model(
                 input_ids=input_ids,
@@ -156,35 +142,44 @@ class HuggingFaceReader:
     def read_and_predict(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], Predictions]:
-        """As `read`, through all layers, and what the model predicted of the same batch."""
+        """As `read`, but through all layers, and with what the model predicts of the batch."""
         with body_output(self.model) as outputs:
             found = self.read(input_ids, attention_mask, stop_early=False)
         return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
 
 
+def _attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """Have every forward pass give the residual stream (B, T, d_model) at a site to `change`, and replace it.
+
+    Where `change` returns None, the stream stays as it is. The result has `remove`.
+    """
+
+    def after(_module: Any, _inputs: Any, output: Any) -> Any:
+        new = change(output[0] if isinstance(output, tuple) else output)
+        return (new, *output[1:]) if isinstance(output, tuple) and new is not None else new
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        new = change(args[0] if args else kwargs["hidden_states"])
+        if new is None:
+            return None
+        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+    block = blocks[site.layer]
+    if site.point == "post":
+        return block.register_forward_hook(after)
+    return block.register_forward_pre_hook(before, with_kwargs=True)
+
+
 @contextmanager
 def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within it the residual stream (B, T, d_model) at a site is what `change` makes of it.
+    """While it is open, replace the residual stream (B, T, d_model) at a site by `change` of it.
 
     Raises:
         TsaeError: where the site does not exist.
     """
     blocks = decoder_blocks(model)
     (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
-
-    def after(_module: Any, _inputs: Any, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-    block = blocks[place.layer]
-    if place.point == "post":
-        handle = block.register_forward_hook(after)
-    else:
-        handle = block.register_forward_pre_hook(before, with_kwargs=True)
+    handle = _attach(blocks, place, change)
     try:
         yield
     finally:
@@ -194,19 +189,19 @@ def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor]
 def during_generation(
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], prompt: torch.Tensor, *, generated: bool = True
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A change for `rewritten` around one call of generate, with or without a cache of keys and values.
+    """Make a change for `rewritten` around one call of generate, with or without a cache of keys and values.
 
     Args:
         change: (hidden (B, T, d_model), where (B, T) bool) -> hidden.
-        prompt: (B, width) bool, the positions of the padded prompts that are changed.
-        generated: whether those of generated tokens are.
+        prompt: (B, width) bool, which positions of the padded prompts change.
+        generated: whether the positions of generated tokens change.
     """
     seen = 0
 
     def at(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal seen
         n = hidden.shape[1]
-        # With a cache every pass after the prompt's brings one token; without one, everything from the start again.
+        # With a cache, every pass after the prompt's has one token; without one, it starts again from the first.
         if n != (seen + 1 if seen else prompt.shape[1]) and not (seen and n == 1):
             raise RuntimeError(f"a pass over {n} tokens after {seen} is neither the prompt's nor the next token's")
         start = seen if seen and n == 1 else 0

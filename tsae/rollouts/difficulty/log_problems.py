@@ -1,6 +1,6 @@
-"""Which problems of a log are read: banded, and drawn whole up to a budget.
+"""Choose which problems of a log to read: band them, and draw whole problems up to a token budget.
 
-Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`), which may be much longer than what is drawn.
+Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`); a log may be much longer than what is drawn.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import numpy as np
 import pandas as pd
 
 from tsae.errors import TsaeError
+from tsae.rollouts.bands import Bands, band_counts, find_bands, found_how
+from tsae.rollouts.columns import BANDS, problem_bands
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
-from tsae.rollouts.confounding import confounding
-from tsae.rollouts.difficulty import Bands, band_counts, find_bands, found_how
+from tsae.rollouts.difficulty.step_confounding import confounding
 from tsae.rollouts.parquet import read_pieces
-from tsae.rollouts.table import BANDS, Rollouts, problem_bands
+from tsae.rollouts.table import Rollouts
 
 FEWEST = 8
-"""Problems of a band below which nothing is found in it: seven signs that all agree have p = .016 at best, and a
-band's features are hundreds."""
+"""Fewest problems of a band to find anything in it: seven signs that all agree have p = .016 at best, and a band has
+hundreds of features."""
 
 
 def band_problems(
@@ -30,14 +31,14 @@ def band_problems(
     measured_on: pd.DataFrame | None = None,
     seed: int = 0,
 ) -> tuple[Bands | None, str]:
-    """Bands of a log's problems, and what can be said of them.
+    """Bands of a log's problems, and a line about them.
 
-    The pass rates are, of these the first that are at hand: those of separate rollouts of the base; the base's own in
-    the log, where it answered every problem twice or more; those that the log shows, of whatever policies. The last
-    are training steps where the run learns (`tsae.rollouts.confounding`): then the bands of the problems that the base
-    answered itself are taken, where no band has fewer than 8 of them, and otherwise ``info["refused"]`` of the bands
-    says why bands are not compared. Cut-offs are the usual ones, or thirds where these leave a band with fewer than 8
-    problems and thirds do not.
+    Pass rates are the first of these that exist: those of separate rollouts of the base; the base's own in the log, if
+    it answered every problem at least twice; those of all policies in the log. Where the run learns, the last are
+    training steps (`tsae.rollouts.difficulty.step_confounding`). Then the bands cover only the problems that the base
+    answered itself, if every band has at least 8 of them; otherwise ``info["refused"]`` of the bands says why bands are
+    not compared. Cut-offs are the usual ones, or thirds if these leave a band with fewer than 8 problems and thirds do
+    not.
 
     Args:
         outline: of `tsae.rollouts.parquet.read_outline`.
@@ -47,7 +48,7 @@ def band_problems(
         seed: of the permutations.
 
     Returns:
-        the bands of all trajectories of the outline, None where neither cut-offs tell easy from hard; and a line.
+        the bands of all trajectories of the outline, None if no cut-offs tell easy from hard; and a line.
     """
     if measured_on is not None:
         return _by_cutoffs(outline, where, base, measured_on)
@@ -70,7 +71,7 @@ def band_problems(
         bands.info["step"] = measured.as_dict()
         return bands, f"{told}; {measured}"
     own, of_base = _by_cutoffs(outline, where, base) if answered else (None, "")
-    if own is not None and problem_bands(own.rows).value_counts().reindex(BANDS, fill_value=0).min() >= FEWEST:
+    if own is not None and _smallest(own) >= FEWEST:
         return own, f"{of_base}; of the log's other responses {measured}"
     refused = (
         f"bands and training steps cannot be told apart: {measured}; {measured.late}. A difference between bands would "
@@ -79,6 +80,11 @@ def band_problems(
     bands.info["refused"] = refused
     bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": refused}
     return bands, f"{refused}. Bands are shown, and not compared: {told}"
+
+
+def _smallest(bands: Bands) -> int:
+    """The number of problems in the smallest band."""
+    return int(problem_bands(bands.rows).value_counts().reindex(BANDS, fill_value=0).min())
 
 
 def _by_cutoffs(
@@ -93,22 +99,22 @@ def _by_cutoffs(
         except TsaeError as error:
             refused = error.what
             continue
-        found.append((bool(problem_bands(bands.rows).value_counts().min() >= FEWEST), cutoffs, bands))
+        found.append(bands)
     if not found:
         return None, f"none: {refused}"
-    _, cutoffs, bands = max(found, key=lambda item: item[0])  # The first, where both are as good.
+    bands = max(found, key=lambda bands: _smallest(bands) >= FEWEST)  # The first, where both are as good.
     band, used = problem_bands(bands.rows), bands.info
     thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {FEWEST} problems"
     few = [f"{name} {(band == name).sum()}" for name in BANDS if (band == name).sum() < FEWEST]
     parts = [f"problems: {band_counts(band)}"]
     if few:
         parts.append(f"too few to find anything in {', '.join(few)} ({FEWEST} are needed)")
-    end = f"(easy >= {used['easy']:g}, hard <= {used['hard']:g}{thirds if isinstance(cutoffs, BandQuantiles) else ''})"
+    end = f"(easy >= {used['easy']:g}, hard <= {used['hard']:g}{thirds if 'quantiles' in used else ''})"
     return bands, "; ".join([*parts, found_how(used)]) + f" {end}"
 
 
 def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
-    """Separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
+    """Read separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
 
     Args:
         path: Parquet file of rollouts.
@@ -128,14 +134,12 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
                 where=path,
                 fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).",
             )
-    # By what was asked: an import makes problem ids of its own, where the log has none.
+    # Match by prompts: an import makes problem ids of its own if the log has none.
     asked: dict[bytes, str] = {}
     for table in read_pieces(log, ["problem_id", "prompt_ids"]):
         for id, prompt in zip(table["problem_id"].to_pylist(), table["prompt_ids"].to_pylist(), strict=True):
             asked[np.asarray(prompt, np.int32).tobytes()] = id
-    prompts = rollouts.table["prompt_ids"]
-    own = [asked.get(prompts[int(row)].values.to_numpy().astype(np.int32).tobytes()) for row in frame.index]
-    frame["problem_id"] = own
+    frame["problem_id"] = [asked.get(rollouts.tokens(int(row))[0].tobytes()) for row in frame.index]
     frame = frame[frame.problem_id.notna()].reset_index(drop=True)
     if frame.empty:
         raise TsaeError(
@@ -147,7 +151,7 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
 
 
 def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Path) -> np.ndarray:
-    """Whole problems at random up to a number of tokens, in turn from every band; all where there are no more.
+    """Draw whole problems at random up to a number of tokens, in turn from every band; all if the budget allows.
 
     Args:
         outline: of `tsae.rollouts.parquet.read_outline`, with the band of every problem, or null.
@@ -168,9 +172,6 @@ def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Pa
     ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
     kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]
     if not len(kept):
-        raise TsaeError(
-            f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read",
-            where=where,
-            fix="Allow more (--tokens).",
-        )
+        what = f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read"
+        raise TsaeError(what, where=where, fix="Allow more (--tokens).")
     return outline.problem_id.isin(kept).to_numpy()

@@ -9,7 +9,12 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.intervals import change_interval, mean_interval
-from tsae.rollouts.table import BANDS
+from tsae.rollouts.columns import BANDS
+
+_COLUMNS = [
+    "policy", "band", "k", "pass_at_k", "low", "high", "n_problems", "n_left_out", "difference", "difference_low",
+    "difference_high", "n_paired",
+]  # fmt: skip
 
 
 def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
@@ -24,9 +29,8 @@ def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
         (n_problems,) float64; NaN where there are fewer than k responses.
     """
     found = np.full(len(n), np.nan)
-    for pair in {(int(a), int(c)) for a, c in zip(n, successes, strict=True) if a >= k}:
-        total, right = pair
-        # 1 − ∏ (1 − k / i) over i = n − c + 1 … n, which overflows nowhere; a factor is 0 where every draw succeeds.
+    for total, right in {(int(a), int(c)) for a, c in zip(n, successes, strict=True) if a >= k}:
+        # 1 − ∏ (1 − k / i) over i = n − c + 1 … n, which never overflows; a factor is 0 where every draw succeeds.
         missed = np.prod(1 - k / np.arange(total - right + 1, total + 1)) if total - right >= k else 0.0
         found[(n == total) & (successes == right)] = 1 - missed
     return found
@@ -52,12 +56,12 @@ def pass_at_k(
     Returns:
         tidy: policy, band ("all" and every band present), k, pass_at_k, low, high, n_problems, n_left_out (problems
         with fewer than k responses), and difference, difference_low, difference_high against the reference on the
-        n_paired problems that both have, NaN for the reference itself; without an interval for fewer than 8.
+        n_paired problems that both have. The reference itself has NaN; fewer than 8 problems have no interval.
     """
-    chosen = sorted(set(k)) if k else _powers(int(rates.n.median()))
+    powers = [2**i for i in range(max(int(rates.n.median()), 1).bit_length())]
     policies = list(dict.fromkeys(rates.policy))
     rows: list[dict[str, Any]] = []
-    for size in chosen:
+    for size in sorted(set(k)) or powers:
         for name in ("all", *(b for b in BANDS if len(banded) and (banded.band == b).any())):
             mine = rates if name == "all" else banded[banded.band == name]
             inside = (
@@ -67,29 +71,16 @@ def pass_at_k(
                 .sort_index()
             )
             for policy in policies:
-                measured = int((mine.policy == policy).sum())
                 values = inside[policy].dropna().to_numpy()
                 if not len(values):
                     continue
                 low, high = mean_interval(values, confidence)
                 row = {"policy": policy, "band": name, "k": size, "pass_at_k": values.mean(), "low": low, "high": high}
-                row |= {"n_problems": len(values), "n_left_out": measured - len(values)}
-                paired = (
-                    (inside[policy] - inside[reference]).dropna().to_numpy() if policy != reference else np.zeros(0)
-                )
-                row["n_paired"] = len(paired)
-                if len(paired):
+                row |= {"n_problems": len(values), "n_left_out": int((mine.policy == policy).sum()) - len(values)}
+                paired = (inside[policy] - inside[reference]).dropna().to_numpy()
+                row["n_paired"] = 0 if policy == reference else len(paired)
+                if row["n_paired"]:
                     row["difference"] = paired.mean()
                     row["difference_low"], row["difference_high"] = change_interval(paired, confidence)
                 rows.append(row)
     return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-_COLUMNS = [
-    "policy", "band", "k", "pass_at_k", "low", "high", "n_problems", "n_left_out", "difference", "difference_low",
-    "difference_high", "n_paired",
-]  # fmt: skip
-
-
-def _powers(limit: int) -> list[int]:
-    return [2**i for i in range(max(limit, 1).bit_length())]

@@ -1,9 +1,9 @@
-"""What a model predicted: entropy of its next-token distribution, and the log-probability of the token that came.
+"""Predictions: the entropy of a model's next-token distribution, and the log-probability of the token that came.
 
-The body of a Hugging Face causal LM gives hidden states, its head makes logits of them. Logits of a batch are the
-largest tensors of all (a vocabulary of 150,000 takes 10 GB for 16,384 tokens), so the head runs on a few positions at a
-time, and only on those that have a next token. It is the model's own code that runs, with whatever it does to logits
-(scaling, soft caps), at temperature 1.
+The body of a Hugging Face causal LM gives hidden states, and its head makes logits of them. The logits of a batch are
+the largest tensors of all (with a vocabulary of 150,000, 10 GB for 16,384 tokens), so the head runs on a few positions
+at a time, and only where a next token exists. The model's own code runs, with its scaling or soft caps of logits, at
+temperature 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CHUNK_LOGITS = 1 << 25
 
 
 class Predictions(NamedTuple):
-    """Of every token of a batch given those before it, in nats; NaN at the first token of a text and at padding."""
+    """For every token of a batch given those before it, in nats; NaN at the first token of a text and at padding."""
 
     entropy: torch.Tensor
-    """(B, T) float32: of the distribution from which token t was to be predicted."""
+    """(B, T) float32: of the distribution that predicts token t."""
     logprob: torch.Tensor
     """(B, T) float32: of token t itself."""
 
@@ -49,7 +49,7 @@ class PredictingReader:
 
 @contextmanager
 def body_output(model: PreTrainedModel) -> Iterator[list[Any]]:
-    """Within it, what every forward pass of the model gives its head is appended to the list."""
+    """While it is open, append to the list what the body gives the head in every forward pass."""
     kept: list[Any] = []
     handle = model.base_model.register_forward_hook(lambda _m, _i, output: kept.append(output))
     try:
@@ -71,7 +71,7 @@ def predictions(
 
     Args:
         model: a causal LM.
-        output: what its body gave for the batch; see `body_output`.
+        output: of its body for the batch; see `body_output`.
         input_ids: (B, T) token ids on any device, padded on either side.
         attention_mask: (B, T) 1 for real tokens.
         chunk_logits: logits to hold at once, one position at least.
@@ -93,7 +93,7 @@ def predictions(
 
 
 def _logits(model: PreTrainedModel, output: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """(n, vocabulary) logits of hidden states (n, d_model), by a forward pass whose body gives these."""
+    """(n, vocabulary) logits of hidden states (n, d_model), by a forward pass whose body returns these."""
     given = copy.copy(output)
     given["last_hidden_state"] = hidden[None]
     body = model.base_model

@@ -1,8 +1,8 @@
-"""What each token of a response is: part of the answer, of thinking, or not sampled by the policy at all.
+"""Token parts: which tokens of a response are its answer, which are thinking, and which the policy did not sample.
 
-The column ``parts`` of a Rollouts table has a list of one small integer a response token; null where the response is
-one plain answer. A table without such responses has no such column. Parts are labels, as outcomes are: activations do
-not depend on them.
+The column ``parts`` of a Rollouts table has a list with one small integer a response token; null means that the whole
+response is a plain answer. A table without such responses has no such column. Parts are labels, as outcomes are:
+activations do not depend on them.
 """
 
 from __future__ import annotations
@@ -19,35 +19,58 @@ from tsae.errors import TsaeError
 from tsae.rollouts.parquet import list_lengths
 
 ANSWER, THINKING, OTHER = 0, 1, 2
-"""Sampled, and none of its thinking; sampled while it thinks, the markers around it among them; not sampled: a tool's
-result, a user's turn, what a template writes between turns."""
+"""Sampled, but not while thinking; sampled while thinking, with the markers around it; not sampled: a tool's result, a
+user's turn, what a template writes between turns."""
 
 COLUMN = "parts"
 FIELD = pa.field(COLUMN, pa.list_(pa.int8()))
 _ROWS = 1024
 
 
-class Parts:
-    """What a table of rollouts says of the tokens of its responses."""
+class TokenParts:
+    """What a table of rollouts says about the tokens of its responses."""
 
     table: pa.Table
 
     @cached_property
     def n_sampled(self) -> np.ndarray:
-        """(n,) response tokens that the policy sampled: all but what tools, users and templates wrote in between."""
+        """(n,) response tokens that the policy sampled, without those of tools, users and templates."""
         return count_sampled(self.table)
 
     @cached_property
     def has_thinking(self) -> bool:
-        """Whether thinking was found in any response."""
+        """Whether any response has thinking."""
         if COLUMN not in self.table.column_names:
             return False
         return any(pc.any(pc.equal(chunk.flatten(), THINKING)).as_py() for chunk in self.table[COLUMN].chunks)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all responses are plain answers, whether or not the table has the column."""
+        return COLUMN not in self.table.column_names or self.table[COLUMN].null_count == len(self.table)
+
     def token_parts(self, rows: np.ndarray | Sequence[int]) -> np.ndarray | None:
         """(n_tokens,) int8 part of every token of some rows, prompts (ANSWER) and responses; None where all responses
         of the table are plain."""
-        return token_parts(self.table, np.asarray(rows, dtype=np.int64))
+        if self._is_plain:
+            return None
+        rows = np.asarray(rows, dtype=np.int64)
+        prompt, response = (list_lengths(self.table[name])[rows] for name in ("prompt_ids", "response_ids"))
+        found = np.zeros(int((prompt + response).sum()), dtype=np.int8)
+        begin = (prompt + response).cumsum() - response  # where every response begins
+        order = np.argsort(rows, kind="stable")
+        edges = np.cumsum([0, *(len(chunk) for chunk in self.table[COLUMN].chunks)])
+        bounds = np.searchsorted(rows[order], edges)
+        # Chunk by chunk: the column stays where it is, in a mapped file.
+        for number, chunk in enumerate(self.table[COLUMN].chunks):
+            mine = order[bounds[number] : bounds[number + 1]]
+            place = rows[mine] - edges[number]
+            known = ~np.asarray(chunk.is_null())[place]
+            mine, place = mine[known], place[known]
+            offsets = chunk.offsets.to_numpy()
+            low, length = offsets[place].astype(np.int64), (offsets[place + 1] - offsets[place]).astype(np.int64)
+            found[_ranges(begin[mine], length)] = chunk.values.to_numpy()[_ranges(low, length)]
+        return found
 
     def response_parts(self, row: int) -> np.ndarray:
         """(n,) int8 part of every response token of one trajectory."""
@@ -62,11 +85,11 @@ class Parts:
 
     @cached_property
     def parts_fingerprint(self) -> str:
-        """Hash of the parts of all responses; empty where all are plain, whether or not the table has the column."""
-        if COLUMN not in self.table.column_names or self.table[COLUMN].null_count == len(self.table):
+        """Hash of the parts of all responses; empty where all are plain."""
+        if self._is_plain:
             return ""
         digest = hashlib.sha256()
-        # Lengths are those of the responses; a null is another thing than a list of ANSWER.
+        # The fingerprint of the trajectories covers the lengths. A null differs from a list of ANSWER.
         digest.update(np.packbits(np.asarray(self.table[COLUMN].is_null())).tobytes())
         for chunk in self.table[COLUMN].chunks:
             digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
@@ -85,11 +108,8 @@ def check_parts(table: pa.Table, where: str) -> None:
     found = list_lengths(table[COLUMN])
     wrong = np.flatnonzero(known & (found != lengths))
     if len(wrong):
-        raise TsaeError(
-            f"row {wrong[0]} has {found[wrong[0]]} parts for {lengths[wrong[0]]} response tokens",
-            where=where,
-            fix="Give one part a response token, or null.",
-        )
+        what = f"row {wrong[0]} has {found[wrong[0]]} parts for {lengths[wrong[0]]} response tokens"
+        raise TsaeError(what, where=where, fix="Give one part a response token, or null.")
     for chunk in table[COLUMN].chunks:
         values = chunk.flatten()
         if len(values) and (values.null_count or pc.min(values).as_py() < ANSWER or pc.max(values).as_py() > OTHER):
@@ -111,41 +131,14 @@ def count_sampled(table: pa.Table) -> np.ndarray:
     others, row = np.zeros(len(lengths), dtype=np.int64), 0
     for chunk in table[COLUMN].chunks:
         offsets, values, known = chunk.offsets.to_numpy(), chunk.values.to_numpy(), ~np.asarray(chunk.is_null())
-        for low in range(0, len(chunk), _ROWS):  # Counts take eight times what the parts take.
+        for low in range(0, len(chunk), _ROWS):  # Counts take eight times the memory of the parts.
             ends = offsets[low : low + _ROWS + 1]
             before = np.concatenate([[0], (values[ends[0] : ends[-1]] == OTHER).cumsum()])
             counts = np.diff(before[ends - ends[0]])
-            # What lies under a null means nothing.
+            # Values under a null mean nothing.
             others[row : row + len(counts)] = np.where(known[low : low + _ROWS], counts, 0)
             row += len(counts)
     return np.asarray(lengths - others)
-
-
-def token_parts(table: pa.Table, rows: np.ndarray) -> np.ndarray | None:
-    """(n_tokens,) int8 part of every token of some rows, prompts (ANSWER) and responses; None where all are plain.
-
-    Args:
-        table: of rollouts.
-        rows: (n,) int64 positions.
-    """
-    if COLUMN not in table.column_names or table[COLUMN].null_count == len(table):
-        return None
-    prompt, response = (list_lengths(table[name])[rows] for name in ("prompt_ids", "response_ids"))
-    found = np.zeros(int((prompt + response).sum()), dtype=np.int8)
-    begin = (prompt + response).cumsum() - response  # where every response begins
-    order = np.argsort(rows, kind="stable")
-    edges = np.cumsum([0, *(len(chunk) for chunk in table[COLUMN].chunks)])
-    bounds = np.searchsorted(rows[order], edges)
-    # Chunk by chunk: the column stays where it is, in a mapped file.
-    for number, chunk in enumerate(table[COLUMN].chunks):
-        mine = order[bounds[number] : bounds[number + 1]]
-        place = rows[mine] - edges[number]
-        known = ~np.asarray(chunk.is_null())[place]
-        mine, place = mine[known], place[known]
-        offsets = chunk.offsets.to_numpy()
-        low, length = offsets[place].astype(np.int64), (offsets[place + 1] - offsets[place]).astype(np.int64)
-        found[_ranges(begin[mine], length)] = chunk.values.to_numpy()[_ranges(low, length)]
-    return found
 
 
 def _ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:

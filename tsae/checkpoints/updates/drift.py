@@ -1,9 +1,9 @@
 """Weight drift: where training wrote. ‖W − W₀‖ / ‖W₀‖ of every weight of every checkpoint of a series.
 
-Weights are read from safetensors a block of rows at a time, without making a model, so that memory is bounded by the
-block and not by the checkpoint; a spectral norm takes up to 1 GiB for one update. A LoRA update s·B·A is never formed:
-with the QR factors R_B of B and R_A of Aᵀ, its singular values are those of the small matrix s·R_B·R_Aᵀ. The spectral
-norm of another update D comes from Lanczos iterations on DᵀD, to about 0.1 %.
+Weights are read from safetensors in blocks of rows, without making a model, so the block bounds memory and not the
+checkpoint; a spectral norm takes up to 1 GiB for one update. A LoRA update s·B·A is never formed: with the QR factors
+R_B of B and R_A of Aᵀ, its singular values are those of the small matrix s·R_B·R_Aᵀ. The spectral norm of another
+update D comes from Lanczos iterations on DᵀD, to about 0.1 %.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf, model_config, weight_files
-from tsae.checkpoints.lora import LoraUpdate, lora_updates
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.updates.lora import LoraUpdate, fitting_updates
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 
 _BLOCK = 1 << 24  # elements read at once
 _EXACT = 1 << 18  # elements of an update whose singular values are computed directly
@@ -53,10 +51,10 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
         update_norm     ‖W − W₀‖, Frobenius
         relative        update_norm / base_norm; NaN where the base is zero
         share           of the checkpoint's squared update over all tensors
-        spectral        largest singular value of the update; NaN for what is no matrix, or one of over 2²⁸ weights
+        spectral        largest singular value of the update; NaN for no matrix, and for over 2²⁸ weights
         stable_rank     (update_norm / spectral)², at most the rank
         changed         share of weights that differ at all; NaN for a LoRA update, which is not formed
-        rounding        ‖W₀ rounded to the checkpoint's precision − W₀‖ / ‖W₀‖: what no training would show where the
+        rounding        ‖W₀ rounded to the checkpoint's precision − W₀‖ / ‖W₀‖: the drift without any training where the
                         checkpoint is stored more coarsely than the base
 
     Raises:
@@ -65,17 +63,17 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
     """
     from tqdm.auto import tqdm
 
-    base = _Tensors(series.base, folder_of(series.base))
+    base = _Tensors(series.base)
     rows: list[dict[str, Any]] = []
     norms: dict[str, float] = {}
     for checkpoint in list(series)[1:]:
-        readers = _readers(checkpoint, base)
-        names = [*base.names, *(name for name in readers if name not in base.names)]
+        after = _trained_tensors(checkpoint, base)
+        names = [*base.names, *(name for name in after if name not in base.names)]
         for name in tqdm(names, desc=f"drift of {checkpoint.id}", unit="tensor", disable=not progress):
-            measured = _measure(base, name, readers.get(name), norms, spectral)
-            if measured is not None:
+            if base.dtype(name) in _FLOATS:
                 layer, module = place(name)
                 where = {"checkpoint": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step, "tensor": name}
+                measured = _measure(base, name, after.get(name), norms, spectral)
                 rows.append({**where, "layer": layer, "module": module, **measured})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64"})
     squared = table.update_norm**2
@@ -85,7 +83,7 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
 
 
 def drift_by(drift: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Put the rows of `weight_drift` together, as if their tensors were one.
+    """Combine rows of `weight_drift`, as if their tensors were one.
 
     Args:
         drift: of `weight_drift`.
@@ -125,9 +123,10 @@ _COLUMNS = [
 class _Tensors:
     """The weights of one model, read in blocks of rows."""
 
-    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         from safetensors import SafetensorError, safe_open
 
+        folder = folder_of(checkpoint)
         if is_gguf(folder):
             raise TsaeError("is a GGUF file, whose weights are quantised", where=folder, fix="Give safetensors.")
         if is_adapter(folder):
@@ -144,7 +143,7 @@ class _Tensors:
         self._tied = bool(model_config(folder).get("tie_word_embeddings", False))
 
     def find(self, name: str) -> str | None:
-        """The name under which a weight is stored here: its own, or that of what it is tied to."""
+        """The name that a weight has in the files: its own, or that of the weight it is tied to."""
         if name in self._files:
             return name
         if self._tied and name == "lm_head.weight":
@@ -170,7 +169,7 @@ class _Tensors:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _Trained:
     """One tensor of a checkpoint."""
 
     rows: Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -181,12 +180,12 @@ class _Reader:
     """Where the whole update is s·B·A."""
 
 
-def _readers(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Reader]:
-    """How every weight of a checkpoint is read, by its name in the base; those that an adapter leaves are missing."""
-    folder = folder_of(checkpoint)
-    if not is_gguf(folder) and is_adapter(folder):
-        return _adapter_readers(checkpoint, folder, base)
-    own = _Tensors(checkpoint, folder)
+def _trained_tensors(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Trained]:
+    """The weights of a checkpoint by their names in the base, without those that an adapter leaves as they are."""
+    if is_adapter(folder_of(checkpoint)):
+        fitting = fitting_updates(checkpoint, lambda name: base.shape(name) if base.find(name) else None, base.where)
+        return {name: _Trained(update.rows, None, update if update.is_plain else None) for name, update in fitting}
+    own = _Tensors(checkpoint)
     lost = [name for name in base.names if own.find(name) is None]
     new = [name for name in own.names if base.find(name) is None]
     if lost or new:
@@ -196,24 +195,23 @@ def _readers(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Reader]:
             where=checkpoint.path,
             fix="Compare checkpoints of one architecture, saved in the same way.",
         )
-    readers = {}
+    found = {}
     for name in dict.fromkeys([*base.names, *own.names]):
         if own.shape(name) != base.shape(name):
-            raise TsaeError(
-                f"{name} has the shape {own.shape(name)}, in {base.where} {base.shape(name)}", where=checkpoint.path
-            )
+            what = f"{name} has the shape {own.shape(name)}, in {base.where} {base.shape(name)}"
+            raise TsaeError(what, where=checkpoint.path)
         stored = _float_dtype(own, base, name)
         if stored is not None:
-            readers[name] = _Reader(_from(own, name), stored)
-    return readers
+            found[name] = _Trained(_rows_of(own, name), stored)
+    return found
 
 
-def _from(own: _Tensors, name: str) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+def _rows_of(own: _Tensors, name: str) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
     return lambda start, stop, _: _as_float(own.rows(name, start, stop))
 
 
 def _float_dtype(own: _Tensors, base: _Tensors, name: str) -> torch.dtype | None:
-    """The dtype of a tensor; None for what is no weight, such as a mask of integers, where it is the base's too."""
+    """The dtype of a tensor; None for what is no weight, such as a mask of integers that the base has too."""
     kinds = own.dtype(name), base.dtype(name)
     if all(kind in _FLOATS for kind in kinds):
         return _FLOATS[kinds[0]]
@@ -226,62 +224,46 @@ def _float_dtype(own: _Tensors, base: _Tensors, name: str) -> torch.dtype | None
     return None
 
 
-def _adapter_readers(checkpoint: Checkpoint, folder: Path, base: _Tensors) -> dict[str, _Reader]:
-    from tsae.checkpoints.adapters import base_of
-
-    base_of(checkpoint)
-    readers: dict[str, _Reader] = {}
-    for module_name, update in lora_updates(folder).items():
-        # Some files leave out the outermost module of their names.
-        name = next((n for n in (module_name, module_name.partition(".")[2]) if base.find(n)), None)
-        if name is None:
-            raise TsaeError(
-                f"has an update of {module_name}, which {base.where} does not have",
-                where=folder,
-                fix="Give the base that the adapter was trained on.",
-            )
-        update.check(base.shape(name), base.where)
-        readers[name] = _Reader(update.rows, None, update if update.is_plain else None)
-    return readers
-
-
 def _measure(
-    base: _Tensors, name: str, reader: _Reader | None, norms: dict[str, float], spectral: bool
-) -> dict[str, Any] | None:
-    """Norms of one tensor and its update; None for what is no weight."""
-    if base.dtype(name) not in _FLOATS:
-        return None
+    base: _Tensors, name: str, after: _Trained | None, norms: dict[str, float], spectral: bool
+) -> dict[str, Any]:
+    """Norms of one tensor and its update."""
     shape = base.shape(name)
     n_weights = int(np.prod(shape, dtype=np.int64))
-    found = {"n_weights": n_weights, "spectral": np.nan, "changed": 0.0, "rounding": 0.0}
-    if reader is None or reader.lora is not None:
+    largest, changed, rounding = np.nan, 0.0, 0.0
+    if after is None or after.lora is not None:
         if name not in norms:
             norms[name] = float(np.sqrt(sum(_squared(_as_float(rows)) for _, _, rows in _blocks(base, name))))
-        singular = np.zeros(1) if reader is None or reader.lora is None else reader.lora.singular_values()
-        update, found["spectral"] = float(np.sqrt((singular**2).sum())), float(singular[0])
-        if reader is not None:
-            found["changed"] = np.nan
+        singular = np.zeros(1) if after is None or after.lora is None else after.lora.singular_values()
+        update, largest = float(np.sqrt((singular**2).sum())), float(singular[0])
+        changed = 0.0 if after is None else np.nan
     else:
         sums = np.zeros(4)  # base, update, changed, rounding
         for start, stop, rows in _blocks(base, name):
             before = _as_float(rows)
-            after = reader.rows(start, stop, before)
-            sums[:3] += [_squared(before), _squared(after - before), float((after != before).sum())]
-            if reader.dtype not in (None, rows.dtype):
-                sums[3] += _squared(_as_float(rows.to(reader.dtype)) - before)
+            new = after.rows(start, stop, before)
+            sums[:3] += [_squared(before), _squared(new - before), float((new != before).sum())]
+            if after.dtype not in (None, rows.dtype):
+                sums[3] += _squared(_as_float(rows.to(after.dtype)) - before)
         norms[name], update = float(np.sqrt(sums[0])), float(np.sqrt(sums[1]))
-        found["changed"] = sums[2] / max(n_weights, 1)
-        found["rounding"] = float(np.sqrt(sums[3])) / norms[name] if norms[name] else 0.0
+        changed = sums[2] / max(n_weights, 1)
+        rounding = float(np.sqrt(sums[3])) / norms[name] if norms[name] else 0.0
         if spectral and len(shape) == 2 and np.isfinite(update):
-            found["spectral"] = _spectral_norm(base, name, reader) if update > 0 else 0.0
+            largest = _spectral_norm(base, name, after) if update > 0 else 0.0
     if not (np.isfinite(norms[name]) and np.isfinite(update)):
         raise TsaeError(f"{name} holds values that are not finite, there or in the checkpoint", where=base.where)
-    found |= {"base_norm": norms[name], "update_norm": update}
-    found["relative"] = update / norms[name] if norms[name] else np.nan
     if not spectral or len(shape) != 2:
-        found["spectral"] = np.nan
-    found["stable_rank"] = (update / found["spectral"]) ** 2 if found["spectral"] > 0 else np.nan
-    return found
+        largest = np.nan
+    return {
+        "n_weights": n_weights,
+        "base_norm": norms[name],
+        "update_norm": update,
+        "relative": update / norms[name] if norms[name] else np.nan,
+        "spectral": largest,
+        "stable_rank": (update / largest) ** 2 if largest > 0 else np.nan,
+        "changed": changed,
+        "rounding": rounding,
+    }
 
 
 def _blocks(base: _Tensors, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -301,7 +283,7 @@ def _squared(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def _spectral_norm(base: _Tensors, name: str, reader: _Reader) -> float:
+def _spectral_norm(base: _Tensors, name: str, after: _Trained) -> float:
     """Largest singular value of a tensor's update; NaN for one that is too large to be formed."""
     from scipy.sparse.linalg import LinearOperator, eigsh
 
@@ -311,7 +293,7 @@ def _spectral_norm(base: _Tensors, name: str, reader: _Reader) -> float:
     D = torch.empty((m, n), dtype=torch.float64 if base.dtype(name) == "F64" else torch.float32)
     for start, stop, rows in _blocks(base, name):
         before = _as_float(rows)
-        D[start:stop] = reader.rows(start, stop, before) - before
+        D[start:stop] = after.rows(start, stop, before) - before
     if min(m, n) <= 64:
         gram = (D.T @ D if n < m else D @ D.T).double()
         return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
@@ -322,7 +304,7 @@ def _spectral_norm(base: _Tensors, name: str, reader: _Reader) -> float:
         v = torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1).to(D.dtype)
         return (D.T @ (D @ v)).double().numpy()
 
-    # The error of an eigenvalue is of second order: what this tolerance leaves is far below 1 %.
+    # An eigenvalue's error is of second order: with this tolerance it is far below 1 %.
     largest = eigsh(
         LinearOperator((n, n), matvec=product, dtype=np.float64),
         k=1,

@@ -1,8 +1,8 @@
-"""The TransformerLens backend: the same reading through `TransformerBridge`, and interventions on the residual stream.
+"""The TransformerLens backend: read residual streams through `TransformerBridge`, and rewrite them.
 
-The bridge wraps a Hugging Face model *in place* and runs it in eager attention, so the reader loads a model of its
-own, and checks once that it computes what the model did before. Positions and the true attention mask are passed
-explicitly: left padding without them is silently wrong.
+The bridge wraps a Hugging Face model *in place* and runs it in eager attention. So the reader loads a model of its own,
+and checks once that the bridge computes the same logits. It passes positions and the true attention mask: left padding
+without them is silently wrong.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.hooks import check_sites, positions
-from tsae.checkpoints.predictions import Predictions, body_output, predictions
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import check_sites, positions
+from tsae.checkpoints.forward.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
-
 Intervention = Callable[[torch.Tensor], torch.Tensor]
-"""(B, T, d_model) -> (B, T, d_model): what the residual stream is replaced with."""
+"""(B, T, d_model) -> (B, T, d_model): what replaces the residual stream."""
 
 
 class TransformerLensReader:
@@ -38,7 +37,7 @@ class TransformerLensReader:
         model = checkpoint.load_model(device=device, dtype=dtype, attention="eager")
         ids = torch.arange(4, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
         expected = model(input_ids=ids).logits
-        # A name is only used to look up a configuration; the model is given, and texts come as token ids.
+        # The path only serves to look up a configuration: the model is given, and texts come as token ids.
         self.bridge: Any = TransformerBridge.boot_transformers(
             checkpoint.path,
             hf_model=model,
@@ -48,7 +47,7 @@ class TransformerLensReader:
         )
         self.device = torch.device(device)
         self.sites = check_sites(sites, int(self.bridge.cfg.n_layers), checkpoint.path)
-        # Where the bridge takes weights out of their modules, as it does for GPT-2's attention, adapters are lost.
+        # Where the bridge takes weights out of their modules, as in GPT-2's attention, adapters are lost.
         error = (self.logits(ids, torch.ones_like(ids)) - expected).abs().max() / expected.abs().max()
         if not error < (1e-3 if expected.dtype == torch.float32 else 0.05):
             raise TsaeError(
@@ -62,7 +61,7 @@ class TransformerLensReader:
         """As `HuggingFaceReader.read`: for every site (B, T, d_model)."""
         found: dict[str, torch.Tensor] = {}
 
-        # hook.name is the bridge's own name ("blocks.0.hook_in"), not the alias that the site was asked by.
+        # hook.name is the bridge's own name ("blocks.0.hook_in"), not the alias in the site's name.
         def keep(value: torch.Tensor, hook: Any, name: str) -> None:
             found[name] = value.detach().clone()
 
@@ -74,10 +73,9 @@ class TransformerLensReader:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], Predictions]:
         """As `HuggingFaceReader.read_and_predict`."""
-        model = self.bridge.original_model
-        with body_output(model) as outputs:
+        with body_output(self.model) as outputs:
             found = self.read(input_ids, attention_mask)
-        return found, predictions(model, outputs[-1], input_ids, attention_mask)
+        return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
 
     @torch.no_grad()
     def logits(
@@ -93,13 +91,13 @@ class TransformerLensReader:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model that the bridge is wrapped around: its generate goes through the bridge's hooks."""
+        """The Hugging Face model inside the bridge: its generate goes through the bridge's hooks."""
         model: PreTrainedModel = self.bridge.original_model
         return model
 
     @contextmanager
     def rewritten(self, site: str, change: Intervention) -> Iterator[None]:
-        """As `tsae.checkpoints.hooks.rewritten`, for passes of the bridge and of `model`."""
+        """As `tsae.checkpoints.forward.hooks.rewritten`, for passes of the bridge and of `model`."""
         check_sites([site], int(self.bridge.cfg.n_layers), "rewritten")
         with self.bridge.hooks(fwd_hooks=[(site, lambda value, hook: change(value))]):
             yield
@@ -107,21 +105,16 @@ class TransformerLensReader:
     def _run(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, hooks: list[tuple[str, Any]], **options: Any
     ) -> Any:
-        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
-        return self.bridge.run_with_hooks(
-            input_ids,
-            fwd_hooks=hooks,
-            attention_mask=attention_mask,
-            position_ids=positions(attention_mask),
-            **options,
-        )
+        mask = attention_mask.to(self.device)
+        options |= {"attention_mask": mask, "position_ids": positions(mask)}
+        return self.bridge.run_with_hooks(input_ids.to(self.device), fwd_hooks=hooks, **options)
 
 
 def _stand_in_tokenizer() -> Any:
-    """Booting encodes the letter "a", which not every tokenizer can, and adds special tokens to what it is given."""
+    """A tokenizer to boot the bridge with, which encodes "a" (not every tokenizer can) and adds special tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel(vocab={"<unk>": 0}, unk_token="<unk>"))
-    # Without a bos_token, which would make TransformerLens load a tokenizer anew by name.
+    # No bos_token: with one, TransformerLens would load a tokenizer anew by name.
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<unk>", pad_token="<unk>")
