@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tyro
-from tsae.checkpoints.updates.update_size import Update, update_of
 
 import tsae
 from tsae.base.provenance import versions, write_json
+from tsae.checkpoints.updates.update_size import Update, update_of
 from tsae.demo import DemoConfig
 from tsae.diff.comparisons import comparisons, shift_comparisons
 from tsae.diff.contrasts import Contrast, draw

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from builders import BOS, EOS, feature_table
-from tsae.rollouts.columns import problem_bands
 
 import tsae
 from tsae.diff.comparisons import comparisons, shift_comparisons
@@ -17,6 +16,7 @@ from tsae.diff.contrasts import draw
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import find_bands, found_how
+from tsae.rollouts.columns import problem_bands
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.difficulty.log_problems import band_problems
 from tsae.rollouts.difficulty.step_confounding import confounding

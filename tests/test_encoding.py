@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import TEMPLATES, make_tokenizer
-from tsae.rollouts.prompts import tokenize
 
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.encoding import Encoder
+from tsae.rollouts.prompts import tokenize
 
 TEXTS = [
     "",

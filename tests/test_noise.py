@@ -13,11 +13,11 @@ import pytest
 import torch
 from builders import make_rollouts, save_model, save_perturbed
 from test_finding import save_adapter
-from tsae.checkpoints.updates.update_size import update_of
 
 import tsae
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.noise import Noise, add_noise
+from tsae.checkpoints.updates.update_size import update_of
 from tsae.cli import main
 from tsae.diff.noise import noise_null
 from tsae.errors import TsaeError

@@ -26,7 +26,6 @@ import pytest
 import torch
 from builders import make_rollouts
 from test_finding import cached
-from tsae.rollouts.columns import problem_bands
 
 import tsae
 from tsae.cli import main
@@ -34,6 +33,7 @@ from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.report.findings import findings
 from tsae.report.sections import gates
+from tsae.rollouts.columns import problem_bands
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
