@@ -46,11 +46,8 @@ def is_adapter(folder: Path) -> bool:
     if not (folder / ADAPTER_CONFIG).is_file():
         return False
     if any(folder.glob("model*.safetensors")):
-        raise TsaeError(
-            f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model",
-            where=folder,
-            fix="Keep one of them in this folder.",
-        )
+        what = f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model"
+        raise TsaeError(what, where=folder, fix="Keep one of them in this folder.")
     return True
 
 

@@ -77,11 +77,8 @@ def _expand(source: str, notes: list[str]) -> list[Checkpoint]:
             return [_unnamed(sub.resolve()) for run in runs for sub in _steps(run)]
         if is_model:
             return [_unnamed(path.resolve())]
-        raise TsaeError(
-            "no series.json and no checkpoint-N folders",
-            where=path,
-            fix="Give the trainer's output_dir, one checkpoint, or write a series.json.",
-        )
+        what = "no series.json and no checkpoint-N folders"
+        raise TsaeError(what, where=path, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")
     hub = _HUB.fullmatch(source)
     if hub is not None and is_hub_id(hub["path"]):
         return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]

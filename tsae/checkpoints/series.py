@@ -46,11 +46,8 @@ class CheckpointSeries:
         bases = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_base]
         if len(bases) != 1:
             names = ", ".join(checkpoint.id for checkpoint in bases) or "none"
-            raise TsaeError(
-                f"found {len(bases)} base checkpoints ({names}), expected exactly one",
-                where=self.name,
-                fix="Give exactly one checkpoint with run null.",
-            )
+            what = f"found {len(bases)} base checkpoints ({names}), expected exactly one"
+            raise TsaeError(what, where=self.name, fix="Give exactly one checkpoint with run null.")
         # Stores and tables name their readers in this order, the base first.
         base = replace(bases[0], base=None)
         others = (replace(c, base=base) for c in self.checkpoints if not c.is_base)
@@ -148,11 +145,8 @@ class CheckpointSeries:
         for source in sources:
             if (Path(source) / "series.json").is_file():
                 if len(sources) > 1:
-                    raise TsaeError(
-                        "holds a series.json, which names its own base and checkpoints",
-                        where=source,
-                        fix="Give that folder alone, or its checkpoints one by one.",
-                    )
+                    what = "holds a series.json, which names its own base and checkpoints"
+                    raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
                 return cls._from_json(Path(source) / "series.json")
         found = find([str(source) for source in sources])
         name = Path(sources[-1]).expanduser().resolve().name

@@ -107,11 +107,8 @@ def checked(table: pa.Table, where: str) -> pa.Table:
             raise TsaeError(f"{name} holds {nulls} null token ids", where=where, fix="Drop those trajectories.")
         empty = np.flatnonzero(list_lengths(table[name]) == 0)
         if len(empty):
-            raise TsaeError(
-                f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",
-                where=where,
-                fix="Drop them, or check the tokenizer that they were tokenised with.",
-            )
+            what = f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})"
+            raise TsaeError(what, where=where, fix="Drop them, or check the tokenizer that they were tokenised with.")
     reward = table["reward"].to_numpy()
     bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):

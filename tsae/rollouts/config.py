@@ -114,11 +114,8 @@ def name_columns(
         name, equals, value = item.partition("=")
         if name not in known or not equals or not value or name in named:
             wrong = "is named a second time" if name in named else f"is none of {', '.join(known)}"
-            raise TsaeError(
-                f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME",
-                where="--column",
-                fix="Say, for example, --column response=output.",
-            )
+            what = f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME"
+            raise TsaeError(what, where="--column", fix="Say, for example, --column response=output.")
         named[name] = value
     return ColumnNames(**named)
 
@@ -175,11 +172,8 @@ class ImportConfig:
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise TsaeError(
-                f"template_arguments={self.template_arguments!r} is no JSON object",
-                where="ImportConfig",
-                fix="""Give one, such as '{"enable_thinking": false}'.""",
-            )
+            what = f"template_arguments={self.template_arguments!r} is no JSON object"
+            raise TsaeError(what, where="ImportConfig", fix="""Give one, such as '{"enable_thinking": false}'.""")
 
 
 @dataclass(frozen=True)
@@ -193,11 +187,8 @@ class BandCutoffs:
 
     def __post_init__(self) -> None:
         if not 0 <= self.hard < self.easy <= 1:
-            raise TsaeError(
-                f"band cut-offs hard={self.hard}, easy={self.easy} are not in order",
-                where="BandCutoffs",
-                fix="Give 0 <= hard < easy <= 1.",
-            )
+            what = f"band cut-offs hard={self.hard}, easy={self.easy} are not in order"
+            raise TsaeError(what, where="BandCutoffs", fix="Give 0 <= hard < easy <= 1.")
 
     def band(self, pass_rate: np.ndarray) -> np.ndarray:
         """The band of every pass rate."""
@@ -221,11 +212,8 @@ class BandQuantiles:
 
     def __post_init__(self) -> None:
         if not (self.easy > 0 and self.hard > 0 and self.easy + self.hard < 1):
-            raise TsaeError(
-                f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands",
-                where="BandQuantiles",
-                fix="Give shares above 0 that add up to less than 1.",
-            )
+            what = f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands"
+            raise TsaeError(what, where="BandQuantiles", fix="Give shares above 0 that add up to less than 1.")
 
     def cutoffs(self, pass_rate: np.ndarray) -> BandCutoffs:
         """The cut-offs that put about these shares of the problems into the bands.

@@ -49,11 +49,8 @@ def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Itera
                 for batch in file.iter_batches(rows, [number], columns, use_threads=False):
                     yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
-        raise TsaeError(
-            f"not a Parquet file ({str(error).splitlines()[0]})",
-            where=path,
-            fix="Give the Parquet file that `tsae rollouts` wrote.",
-        ) from error
+        what = f"not a Parquet file ({str(error).splitlines()[0]})"
+        raise TsaeError(what, where=path, fix="Give the Parquet file that `tsae rollouts` wrote.") from error
 
 
 def mapped(tables: Iterable[pa.Table]) -> pa.Table:

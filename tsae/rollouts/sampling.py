@@ -155,11 +155,8 @@ def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> l
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:
-        raise TsaeError(
-            "the model has no end-of-sequence token, so that no response would ever end",
-            where=where,
-            fix="Set eos_token in its tokenizer_config.json.",
-        )
+        what = "the model has no end-of-sequence token, so that no response would ever end"
+        raise TsaeError(what, where=where, fix="Set eos_token in its tokenizer_config.json.")
     return list(np.atleast_1d(found).tolist())
 
 

@@ -64,11 +64,8 @@ def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
     depth = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
     if not lists:
-        raise TsaeError(
-            f"found no list of {depth} decoder blocks in {type(model).__name__}",
-            where=model.config._name_or_path,
-            fix="Use a decoder-only Hugging Face causal LM.",
-        )
+        what = f"found no list of {depth} decoder blocks in {type(model).__name__}"
+        raise TsaeError(what, where=model.config._name_or_path, fix="Use a decoder-only Hugging Face causal LM.")
     return lists[0]
 
 

@@ -216,11 +216,8 @@ def _float_dtype(own: _Tensors, base: _Tensors, name: str) -> torch.dtype | None
     if all(kind in _FLOATS for kind in kinds):
         return _FLOATS[kinds[0]]
     if kinds[0] != kinds[1] or not torch.equal(own.rows(name, 0, 1 << 62), base.rows(name, 0, 1 << 62)):
-        raise TsaeError(
-            f"{name} is stored as {kinds[0]}, in {base.where} as {kinds[1]}; drift is of floating-point weights",
-            where=own.where,
-            fix="Save the models without quantisation.",
-        )
+        what = f"{name} is stored as {kinds[0]}, in {base.where} as {kinds[1]}; drift is of floating-point weights"
+        raise TsaeError(what, where=own.where, fix="Save the models without quantisation.")
     return None
 
 

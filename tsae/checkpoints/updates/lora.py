@@ -139,11 +139,8 @@ def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 match = _PART.fullmatch(key.removeprefix(_PREFIX))
                 if match is None or not key.startswith(_PREFIX):
-                    raise TsaeError(
-                        f"holds {key}, which is no LoRA weight that drift could be computed of",
-                        where=folder,
-                        fix="Merge the adapter into its base and save the whole model.",
-                    )
+                    what = f"holds {key}, which is no LoRA weight that drift could be computed of"
+                    raise TsaeError(what, where=folder, fix="Merge the adapter into its base and save the whole model.")
                 _add(updates, folder, config, match, file.get_tensor(key))
     except (SafetensorError, OSError) as error:
         raise TsaeError(f"cannot be read ({error})", where=folder) from error

@@ -129,11 +129,8 @@ def difficulty(
         for run, path in ways.items()
     ]
     if series is not None and not migration:
-        raise TsaeError(
-            f"no run of the series sampled these rollouts; their policies are {', '.join(policies)}",
-            where=where,
-            fix="Give the series that the policies are of, or none.",
-        )
+        what = f"no run of the series sampled these rollouts; their policies are {', '.join(policies)}"
+        raise TsaeError(what, where=where, fix="Give the series that the policies are of, or none.")
     return Difficulty(
         rates=rates,
         migration=pd.concat(migration, ignore_index=True),

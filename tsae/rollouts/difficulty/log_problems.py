@@ -129,11 +129,8 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
     if rollouts.policies != [base]:
         frame = frame[frame.policy == base]
         if frame.empty:
-            raise TsaeError(
-                f"holds nothing that {base} sampled; policies are {', '.join(rollouts.policies)}",
-                where=path,
-                fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).",
-            )
+            what = f"holds nothing that {base} sampled; policies are {', '.join(rollouts.policies)}"
+            raise TsaeError(what, where=path, fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).")
     # Match by prompts: an import makes problem ids of its own if the log has none.
     asked: dict[bytes, str] = {}
     for table in read_pieces(log, ["problem_id", "prompt_ids"]):
@@ -142,11 +139,8 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
     frame["problem_id"] = [asked.get(rollouts.tokens(int(row))[0].tobytes()) for row in frame.index]
     frame = frame[frame.problem_id.notna()].reset_index(drop=True)
     if frame.empty:
-        raise TsaeError(
-            f"asks none of the problems of {log.name}: no prompt has the same tokens",
-            where=path,
-            fix="Sample the log's own problems, with the prompt format of the training.",
-        )
+        what = f"asks none of the problems of {log.name}: no prompt has the same tokens"
+        raise TsaeError(what, where=path, fix="Sample the log's own problems, with the prompt format of the training.")
     return frame
 
 
