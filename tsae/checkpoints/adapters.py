@@ -61,11 +61,7 @@ def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter on an unchanged base.
-
-    Raises:
-        TsaeError: for other kinds of adapters.
-    """
+    """adapter_config.json of a LoRA adapter on an unchanged base. Raises TsaeError for other kinds of adapters."""
     config = adapter_config(folder)
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
     merged = "Merge it into its base (merge_and_unload) and save the whole model."

@@ -243,11 +243,7 @@ class Rollouts(TokenParts):
 
     @staticmethod
     def concat(tables: Sequence[Rollouts]) -> Rollouts:
-        """All tables after one another.
-
-        Raises:
-            TsaeError: where they were tokenised with different tokenizers.
-        """
+        """All tables after one another. Raises TsaeError where they were tokenised with different tokenizers."""
         prints = {rollouts.info.get("tokenizer") for rollouts in tables}
         if len(prints) > 1:
             raise TsaeError(

@@ -44,11 +44,7 @@ class Site:
 
     @classmethod
     def parse(cls, name: str) -> Site:
-        """Read a TransformerLens name.
-
-        Raises:
-            TsaeError: for any other name.
-        """
+        """Read a TransformerLens name. Raises TsaeError for any other name."""
         match = _SITE.fullmatch(name)
         if match is None:
             raise TsaeError(

@@ -1,17 +1,17 @@
-"""Where a policy thinks: thinking and answer told apart in the tokens of a response, by the markers around thinking.
+"""Thinking: tell thinking from answer in the tokens of a response, by the markers around thinking.
 
-1. Every token id has a text of its own; the texts of a response's tokens stand one after another, so that a marker is
-   found with exact token offsets, whether it is one token or several. A token that has any of a marker's or of
-   thinking's characters in it is thinking. Characters that are cut over tokens do no harm: markers are ASCII, which no
-   cut character hides or makes up.
-2. The end of the prompt says how the response begins: behind a marker that opens (``<think>\\n``, as the templates of
-   DeepSeek R1 and others write) it is thinking from its first token, behind one that closes (the empty
-   ``<think>\\n\\n</think>\\n\\n`` of Qwen3 with enable_thinking false) it is none. The same holds of what stands
+1. Every token id has a text of its own. The texts of a response's tokens are joined, so a marker is found with exact
+   token offsets, whether it is one token or several. A token with any character of a marker or of thinking is
+   thinking. Characters that are cut over tokens do no harm: markers are ASCII.
+2. The end of the prompt says how the response begins. After a marker that opens (``<think>\\n``, as the templates of
+   DeepSeek R1 and others write) it is thinking from its first token; after one that closes (the empty
+   ``<think>\\n\\n</think>\\n\\n`` of Qwen3 with enable_thinking false) it is not. The same holds for what stands
    between the turns of a response and was not sampled.
-3. Thinking goes on to the marker that closes it, or to the end of the turn. Where the first marker of a turn closes,
-   all before it in the turn is thinking, as inference engines read it: some models never write the one that opens.
-4. A turn ends with a special token. Text that was inserted without one, as a tool's result inside of thinking may be,
-   ends no turn: thinking goes on behind it.
+3. Thinking lasts until the marker that closes it, or the end of the turn. If the first marker of a turn closes,
+   everything before it in the turn is thinking, as inference engines read it: some models never write the one that
+   opens.
+4. A turn ends with a special token. Text that was inserted without one, such as a tool's result inside thinking, ends
+   no turn: thinking continues after it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Markers(NamedTuple):
     name: str
     """For people."""
     opens: str
-    """A pattern; linear in time, as texts are written by models."""
+    """A pattern; linear in time, because models write the texts."""
     closes: str
     may_begin_inside: bool = True
-    """Whether a first marker that closes means that the turn began inside of thinking."""
+    """Whether a turn whose first marker closes began inside thinking."""
 
 
 MARKERS = (
@@ -52,14 +52,14 @@ MARKERS = (
     Markers("<|begin_of_thought|>", r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # OpenThoughts, Sky-T1
     Markers("<|inner_prefix|>", r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),  # Apertus
     Markers("<|channel>thought", r"<\|channel>thought", r"<channel\|>", may_begin_inside=False),  # Gemma 4
-    Markers(  # gpt-oss (harmony); the header of the final channel is none of the answer.
+    Markers(  # gpt-oss (harmony); the header of the final channel is not part of the answer.
         "<|channel|>analysis",
         r"<\|channel\|>analysis(?:<\|message\|>)?",
         r"<\|(?:end|call|return)\|>(?:<\|start\|>assistant)?(?:<\|channel\|>final<\|message\|>)?",
         may_begin_inside=False,
     ),
 )
-"""What is known. A model that marks thinking otherwise needs a line here."""
+"""All known markers. A model with others needs a line here."""
 
 # Without groups: re then looks for the characters that markers begin with, which is much faster.
 _OPENS = re.compile("|".join(m.opens for m in MARKERS))
@@ -68,14 +68,14 @@ _FIRST = re.compile("|".join(m.closes for m in MARKERS if m.may_begin_inside))
 _OPENED = re.compile(rf"({'|'.join(m.opens for m in MARKERS)})\s*\Z")
 _CLOSED = re.compile(rf"(?:{'|'.join(m.closes for m in MARKERS)})\s*\Z")
 _LOOK_BACK = 64
-"""Tokens of a prompt's end that are looked at: more than any marker and white space take."""
+"""Tokens at a prompt's end to look at: more than any marker and white space take."""
 
 
 class Found(NamedTuple):
     """What was found in one response."""
 
     parts: np.ndarray | None
-    """(n_response,) int8, see `tsae.rollouts.responses.token_parts`; None where all of it is one plain answer."""
+    """(n_response,) int8, see `tsae.rollouts.responses.token_parts`; None if all of it is one plain answer."""
     marker: str = ""
     """Name of the markers; empty without thinking."""
     unopened: bool = False
@@ -91,7 +91,7 @@ class Spans:
         self._special = {id for id, token in added if token.special} | set(tokenizer.all_special_ids)
 
     def of(self, prompt: np.ndarray, response: np.ndarray, sampled: np.ndarray | None = None) -> Found:
-        """What the tokens of a response are.
+        """Find what the tokens of a response are.
 
         Args:
             prompt: (n_prompt,) token ids.
@@ -99,33 +99,31 @@ class Spans:
             sampled: (n_response,) bool, which of them the policy sampled; None for all.
         """
         texts = [self._texts[id] for id in response.tolist()]
-        inside = self._end(prompt[-_LOOK_BACK:])
-        whole = "".join(texts)
-        if sampled is None and inside is None and not _OPENS.search(whole) and not _FIRST.search(whole):
+        whole, begins = "".join(texts), self._end(prompt)
+        if sampled is None and begins is None and not _OPENS.search(whole) and not _FIRST.search(whole):
             return Found(None)
-        ends = np.cumsum([len(text) for text in texts])
-        at = np.concatenate([[0], ends])  # (n_response + 1,) where each token's text begins
-        scan = _Scan(len(whole), inside)
+        at = np.concatenate([[0], np.cumsum([len(text) for text in texts])])  # (n_response + 1,) start of every text
         others = np.zeros(len(response), dtype=bool) if sampled is None else ~sampled
+        scan = _Scan(whole, begins)
         for low, high in _runs(others):
             if not others[low]:
-                scan.sampled(whole, int(at[low]), int(at[high]))
+                scan.sampled(int(at[low]), int(at[high]))
                 continue
-            special = any(int(id) in self._special for id in response[max(low - 1, 0) : high])
-            scan.between(self._end(response[low:high]), int(at[high]), ends_turn=special)
-        parts = np.where(others, OTHER, ANSWER).astype(np.int8)
+            ends = self._end(response[low:high])
+            if ends is not None or any(int(id) in self._special for id in response[max(low - 1, 0) : high]):
+                scan.begin(ends, int(at[high]))
         before = np.concatenate([[0], np.cumsum(scan.thinking)])
         thinks = before[at[1:]] > before[at[:-1]]
         # A token without a text is what its neighbour on the left is.
         for i in np.flatnonzero(at[1:] == at[:-1]).tolist():
-            thinks[i] = bool(thinks[i - 1]) if i else inside is not None and inside >= 0
-        parts[thinks & ~others] = THINKING
+            thinks[i] = bool(thinks[i - 1]) if i else begins is not None and begins >= 0
+        parts = np.where(others, OTHER, np.where(thinks, THINKING, ANSWER)).astype(np.int8)
         if not parts.any():
             return Found(None)
         return Found(parts, scan.marker if (parts == THINKING).any() else "", scan.unopened)
 
     def lost(self, vocabulary: dict[str, int]) -> str | None:
-        """Name of markers that are special tokens of a vocabulary: texts without special tokens lack them."""
+        """Name of markers that are special tokens of a vocabulary, which texts without special tokens lack; or None."""
         for markers in MARKERS:
             first = re.match(r"<\|?[\w:]+\|?>|\[\w+\]", markers.name)
             if first and vocabulary.get(first[0]) in self._special:
@@ -133,7 +131,7 @@ class Spans:
         return None
 
     def _end(self, ids: np.ndarray) -> int | None:
-        """Number of the markers that a text opens with its end; −1 where it closes any, None where it does neither."""
+        """Number of the markers that the end of a text opens; −1 if it closes any, None if it does neither."""
         text = "".join(self._texts[id] for id in ids[-_LOOK_BACK:].tolist())
         if (opened := _OPENED.search(text)) is not None:
             return _opening(opened[1])
@@ -141,7 +139,7 @@ class Spans:
 
 
 def told(found: Found, sampled: np.ndarray | None) -> list[str]:
-    """What was found in a response, to be printed after how many responses it was found in."""
+    """What was found in a response, to print after the number of such responses."""
     lines = []
     if found.marker:
         lines.append(f"responses have thinking, marked by {found.marker} (--span thinking or answer)")
@@ -153,57 +151,51 @@ def told(found: Found, sampled: np.ndarray | None) -> list[str]:
 
 
 class _Scan:
-    """Goes through the characters of a response, stretch by stretch."""
+    """Goes through the characters of a response, stretch by stretch, and marks thinking."""
 
-    def __init__(self, n: int, inside: int | None) -> None:
-        self.thinking = np.zeros(n, dtype=bool)
-        self._names: Counter[str] = Counter()
+    def __init__(self, text: str, begins: int | None) -> None:
+        self.text = text
+        self.thinking = np.zeros(len(text), dtype=bool)
         self.unopened = False
-        self._open: int | None = None
-        self._turn, self._fresh = 0, True
-        self._begin(inside, 0)
+        self._names: Counter[str] = Counter()
+        self.begin(begins, 0)
 
     @property
     def marker(self) -> str:
+        """Name of the most frequent markers; empty without any."""
         return self._names.most_common(1)[0][0] if self._names else ""
 
-    def between(self, end: int | None, at: int, *, ends_turn: bool) -> None:
-        """A stretch that was not sampled, up to a character, and what its end opens or closes."""
-        if ends_turn or end is not None:
-            self._begin(end, at)
-
-    def _begin(self, end: int | None, at: int) -> None:
-        self._open = None if end is None or end < 0 else end
+    def begin(self, end: int | None, at: int) -> None:
+        """Begin a turn at a character, after a text with this end (see `Spans._end`)."""
+        self._open = None if end == -1 else end
         self._turn, self._fresh = at, end is None
         if self._open is not None:
             self._names[MARKERS[self._open].name] += 1
 
-    def sampled(self, text: str, low: int, high: int) -> None:
-        """A stretch that was sampled, from a character to another."""
+    def sampled(self, low: int, high: int) -> None:
+        """Go through a sampled stretch, from a character to another."""
         if self._fresh and self._open is None:
-            self._unopened(text, low, high)
+            self._unopened(low, high)
         while low < high:
             start = low
             if self._open is None:
-                found = _OPENS.search(text, low, high)
+                found = _OPENS.search(self.text, low, high)
                 if found is None:
                     return
                 self._open, self._fresh = _opening(found[0]), False
                 self._names[MARKERS[self._open].name] += 1
                 start, low = found.start(), found.end()
-            closed = _CLOSES[self._open].search(text, low, high)
+            closed = _CLOSES[self._open].search(self.text, low, high)
             low = high if closed is None else closed.end()
             self.thinking[start:low] = True
             if closed is not None:
                 self._open = None
 
-    def _unopened(self, text: str, low: int, high: int) -> None:
-        """Take what comes before a marker that closes for thinking, where none has come before in the turn."""
-        closed = _FIRST.search(text, low, high)
-        if closed is None:
-            return
-        opened = _OPENS.search(text, low, high)
-        if opened is not None and opened.start() < closed.start():
+    def _unopened(self, low: int, high: int) -> None:
+        """If the first marker of the turn closes, mark everything before it as thinking."""
+        closed = _FIRST.search(self.text, low, high)
+        opened = _OPENS.search(self.text, low, high)
+        if closed is None or (opened is not None and opened.start() < closed.start()):
             return
         self.thinking[self._turn : closed.end()] = True
         self._fresh, self.unopened = False, True
@@ -211,24 +203,17 @@ class _Scan:
 
 
 class TokenTexts(dict[int, str]):
-    """The text of token ids, as it stands inside of a longer text; looked up once each."""
+    """The text of every token id inside a longer text; looked up once each."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         self._tokenizer = tokenizer
 
     def __missing__(self, id: int) -> str:
-        # Behind itself: decoders leave out the space before a first word.
+        options = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
+        # Twice, because decoders leave out the space before a first word.
         once, twice = (
-            str(
-                self._tokenizer.decode(
-                    ids,
-                    skip_special_tokens=False,
-                    clean_up_tokenization_spaces=False,
-                    spaces_between_special_tokens=False,
-                )
-            )
-            for ids in ([id], [id, id])
+            str(self._tokenizer.decode(ids, skip_special_tokens=False, **options)) for ids in ([id], [id, id])
         )
         self[id] = found = twice[len(once) :]
         return found
