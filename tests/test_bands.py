@@ -16,10 +16,10 @@ from tsae.diff.contrasts import draw
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import find_bands, found_how
-from tsae.rollouts.columns import problem_bands
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.difficulty.log_problems import band_problems
 from tsae.rollouts.difficulty.step_confounding import confounding
+from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 
 SHIPPED = tsae.testbed.series_path()

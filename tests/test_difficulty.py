@@ -19,11 +19,11 @@ from tsae.errors import TsaeError
 from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.bands import pass_rates
-from tsae.rollouts.columns import BANDS
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty.difficulty import difficulty
 from tsae.rollouts.difficulty.migration import band_migration, paths
 from tsae.rollouts.difficulty.pass_at_k import estimate, pass_at_k
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 

@@ -26,12 +26,12 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.answers.verifiers import exact, find_verifier, last_number
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.behaviours import behaviour_table
-from tsae.rollouts.columns import SCHEMA
 from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.parquet import read_outline, write_table
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.sampling import sample
+from tsae.rollouts.schema import SCHEMA
 from tsae.rollouts.table import Rollouts
 
 

@@ -33,11 +33,11 @@ from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.report.findings import findings
 from tsae.report.sections import gates
-from tsae.rollouts.columns import problem_bands
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.schema import problem_bands
 from tsae.run import RunConfig, analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()

@@ -233,10 +233,10 @@ def _rollouts(
     Memory holds an outline of the whole log, and token ids and texts of the drawn trajectories alone.
     """
     from tsae.rollouts.bands import band_counts
-    from tsae.rollouts.columns import problem_bands
     from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
     from tsae.rollouts.importing import import_log
     from tsae.rollouts.parquet import read_outline
+    from tsae.rollouts.schema import problem_bands
 
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"

@@ -24,7 +24,7 @@ from tsae.activations.config import Axis
 from tsae.activations.source import Source
 from tsae.activations.store import Shard
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import BANDS, OUTCOMES, problem_bands
+from tsae.rollouts.schema import BANDS, OUTCOMES, problem_bands
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tsae.activations.config import Axis, Subset
 from tsae.base.filters import several
 from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import BANDS, OUTCOMES
+from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:

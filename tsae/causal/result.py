@@ -20,7 +20,7 @@ from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, measures
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ class Bands:
 
     def run(self) -> None:
         from tsae.rollouts.bands import band_counts, found_how
-        from tsae.rollouts.columns import problem_bands
+        from tsae.rollouts.schema import problem_bands
 
         rollouts = tsae.Rollouts.read(self.rollouts)
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)

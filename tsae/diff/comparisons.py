@@ -13,7 +13,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")

@@ -16,7 +16,7 @@ from tsae.diff.permutations import permuted_weights
 from tsae.diff.rows import Rows
 from tsae.diff.within_problems import group_difference
 from tsae.features.table import FeatureTable
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 
 _SPLITS = 50  # of the problems into halves, for reliabilities
 

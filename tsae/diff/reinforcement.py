@@ -43,7 +43,7 @@ from tsae.diff.within_problems import side_means
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.advantages import KINDS
-from tsae.rollouts.columns import BANDS, OUTCOMES, problem_bands
+from tsae.rollouts.schema import BANDS, OUTCOMES, problem_bands
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import CheckpointSeries

@@ -11,7 +11,7 @@ from tsae.base.intervals import FEWEST, too_few
 from tsae.report.text import count, html_text, percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
 from tsae.rollouts.bands import found_how
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 from tsae.base.intervals import too_few
 from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish, panels
 from tsae.report.text import count, figure_text, number, percent
-from tsae.rollouts.columns import BANDS
 from tsae.rollouts.difficulty.difficulty import Difficulty
+from tsae.rollouts.schema import BANDS
 
 _BAR = 0.28  # half the width of a checkpoint's bar, where neighbours are 1 apart
 _ON_COLOUR = "#101317"  # readable on all band colours

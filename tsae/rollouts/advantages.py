@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.columns import BANDS, problem_bands
+from tsae.rollouts.schema import BANDS, problem_bands
 
 _EPSILON = 1e-4  # TRL's, added to the standard deviation
 KINDS = ("all failures", "single success", "mixed", "all successes", "one response")

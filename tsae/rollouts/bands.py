@@ -13,8 +13,8 @@ import pandas as pd
 
 from tsae.base.proportions import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import BANDS, problem_bands
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
+from tsae.rollouts.schema import BANDS, problem_bands
 
 
 def pass_rates(

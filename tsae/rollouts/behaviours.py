@@ -15,8 +15,8 @@ import pandas as pd
 
 from tsae.base.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import BANDS
 from tsae.rollouts.responses.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 RequiredSteps = Callable[[str, str], "int | None"]

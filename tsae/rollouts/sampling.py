@@ -11,12 +11,12 @@ import numpy as np
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import outcome_name
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.responses.thinking import Spans
 from tsae.rollouts.responses.token_parts import COLUMN
+from tsae.rollouts.schema import outcome_name
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:

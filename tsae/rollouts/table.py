@@ -27,18 +27,18 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages, group_names
 from tsae.rollouts.bands import Bands, find_bands
-from tsae.rollouts.columns import BANDS, OUTCOMES, checked, type_of, typed
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 from tsae.rollouts.responses.token_parts import COLUMN, TokenParts
+from tsae.rollouts.schema import BANDS, OUTCOMES, checked, type_of, typed
 
 
 class Rollouts(TokenParts):
     """A table of trajectories.
 
     Args:
-        table: has at least the required columns of `tsae.rollouts.columns.SCHEMA`; others are kept.
+        table: has at least the required columns of `tsae.rollouts.schema.SCHEMA`; others are kept.
         info: what the token ids and bands mean: ``tokenizer`` (fingerprint), ``bands`` (reference and cut-offs), ….
         where: named in error messages.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 from tsae.sae.probes import Task, folds
 

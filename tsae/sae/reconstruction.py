@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 from tsae.sae.model import TemporalSAE
 
 Cell = tuple[str, str | None, str]

@@ -18,10 +18,10 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_table
 from tsae.rollouts.bands import find_bands, pass_rates
-from tsae.rollouts.columns import BANDS
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty.migration import band_migration, paths
 from tsae.rollouts.difficulty.pass_at_k import pass_at_k
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 _TABLES = ("rates", "migration", "pass_at_k", "groups")

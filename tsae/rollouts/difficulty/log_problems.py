@@ -12,10 +12,10 @@ import pandas as pd
 
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import Bands, band_counts, find_bands, found_how
-from tsae.rollouts.columns import BANDS, problem_bands
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.difficulty.step_confounding import confounding
 from tsae.rollouts.parquet import read_pieces
+from tsae.rollouts.schema import BANDS, problem_bands
 from tsae.rollouts.table import Rollouts
 
 FEWEST = 8

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.rollouts.columns import BANDS
 from tsae.rollouts.config import BandCutoffs
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 _COLUMNS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.intervals import change_interval, mean_interval
-from tsae.rollouts.columns import BANDS
+from tsae.rollouts.schema import BANDS
 
 _COLUMNS = [
     "policy", "band", "k", "pass_at_k", "low", "high", "n_problems", "n_left_out", "difference", "difference_low",

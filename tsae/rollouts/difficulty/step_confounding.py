@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.rollouts.columns import BANDS, problem_bands
+from tsae.rollouts.schema import BANDS, problem_bands
 
 _GROUPS, _PROBLEMS_A_GROUP = 10, 5
 _SHARE, _LEVEL, _DRAWS = 0.1, 0.05, 2000

@@ -14,7 +14,6 @@ import numpy as np
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.columns import outcome_name
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.detect import Format
 from tsae.rollouts.logs.entry import Entry, Unusable
@@ -28,6 +27,7 @@ from tsae.rollouts.logs.summary import Summary
 from tsae.rollouts.logs.tokens import Prompt, Tokens
 from tsae.rollouts.responses.thinking import told
 from tsae.rollouts.responses.token_parts import COLUMN
+from tsae.rollouts.schema import outcome_name
 
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.rollouts.columns import SCHEMA, checked
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.responses import token_parts
+from tsae.rollouts.schema import SCHEMA, checked
 
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _KINDS = {bool: "flag", int: "whole", float: "number"}
