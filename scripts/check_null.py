@@ -40,7 +40,7 @@ from tsae.diff.null import null_counts
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
-from tsae.rollouts.answers.verifiers import find_verifier
+from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.problems import read_problems
 from tsae.testbed.measure import MAX_RESPONSE_TOKENS
 

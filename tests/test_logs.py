@@ -19,7 +19,7 @@ import tsae
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.verifiers import find_verifier
+from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log

@@ -23,7 +23,7 @@ from tsae.base.proportions import wilson_interval
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
-from tsae.rollouts.answers.verifiers import exact, find_verifier, last_number
+from tsae.rollouts.answers.grading import exact, find_verifier, last_number
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.config import BandCutoffs, SamplingConfig
@@ -413,8 +413,8 @@ def test_verifiers() -> None:
     assert not last_number("1 then 2", "1")
     assert last_number("it is -3", "-3")
     assert find_verifier("exact") is exact
-    assert find_verifier("tsae.rollouts.answers.verifiers:last_number") is last_number
-    for name in ("nope", "tsae.rollouts.answers.verifiers:nope", "no_such_module:f"):
+    assert find_verifier("tsae.rollouts.answers.grading:last_number") is last_number
+    for name in ("nope", "tsae.rollouts.answers.grading:nope", "no_such_module:f"):
         with pytest.raises(TsaeError, match="verifier"):
             find_verifier(name)
 

@@ -177,7 +177,7 @@ class Causal:
         from tsae.base.plugins import find_function
         from tsae.causal.controls import mean_difference
         from tsae.report.terminal import behaviour_text
-        from tsae.rollouts.answers.verifiers import find_verifier
+        from tsae.rollouts.answers.grading import find_verifier
         from tsae.rollouts.problems import read_problems
 
         family = self._family()

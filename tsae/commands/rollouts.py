@@ -34,7 +34,7 @@ class Sample:
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
 
     def run(self) -> None:
-        from tsae.rollouts.answers.verifiers import find_verifier
+        from tsae.rollouts.answers.grading import find_verifier
         from tsae.rollouts.problems import read_problems
 
         series = load_series(*self.series)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.verifiers import BY_NAME
+from tsae.rollouts.answers.grading import BY_NAME
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.detect import Format
 from tsae.rollouts.logs.ledger import hash64

@@ -38,7 +38,7 @@ import numpy as np
 
 from tsae.base.proportions import wilson_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.verifiers import equal, expressions, number_in
+from tsae.rollouts.answers.grading import equal, expressions, number_in
 from tsae.rollouts.logs.ledger import hash64
 
 _WINDOWS, _WINDOW = 8, 32

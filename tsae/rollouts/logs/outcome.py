@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tsae.errors import TsaeError
+from tsae.rollouts.answers.grading import BY_NAME, Verifier, find_verifier
 from tsae.rollouts.answers.success_reward import outcome_reward
-from tsae.rollouts.answers.verifiers import BY_NAME, Verifier, find_verifier
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry
 

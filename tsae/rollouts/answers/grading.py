@@ -1,4 +1,4 @@
-"""Verifiers: check whether a response gives the reference answer."""
+"""Grading: verifiers check whether a response gives the reference answer."""
 
 from __future__ import annotations
 
