@@ -38,7 +38,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a PEFT adapter instead of a whole model; False for what is no folder.
+    """Whether a folder holds a PEFT adapter instead of a whole model; False for anything but a folder.
 
     Raises:
         TsaeError: where it holds both.

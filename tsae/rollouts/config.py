@@ -43,25 +43,9 @@ class SamplingConfig:
 
 
 LogFormat = Literal[
-    "auto",
-    "trl",
-    "verl",
-    "open-instruct",
-    "nemo-rl",
-    "prime-rl",
-    "prime-rl-tokens",
-    "open-r1",
-    "ms-swift",
-    "slime",
-    "areal",
-    "roll",
-    "verifiers",
-    "rllm",
-    "skyrl",
-    "openrlhf",
-    "inspect",
-    "plain",
-]
+    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift", "slime",
+    "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "plain",
+]  # fmt: skip
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 
 

@@ -36,7 +36,7 @@ def read_frame(
         assumed.
 
     Raises:
-        TsaeError: naming the row, counted from 0, for what is not as it should be.
+        TsaeError: naming the row, counted from 0, for rows that cannot be read.
     """
     config = replace(config or ImportConfig(), format="plain")
     with tempfile.TemporaryDirectory() as folder:

@@ -59,7 +59,7 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
 
     Raises:
         TsaeError: where weights are missing, have another shape, are quantised or not finite, or an adapter holds
-            what is no LoRA weight.
+            other weights than LoRA's.
     """
     from tqdm.auto import tqdm
 
@@ -211,7 +211,7 @@ def _rows_of(own: _Tensors, name: str) -> Callable[[int, int, torch.Tensor], tor
 
 
 def _float_dtype(own: _Tensors, base: _Tensors, name: str) -> torch.dtype | None:
-    """The dtype of a tensor; None for what is no weight, such as a mask of integers that the base has too."""
+    """The dtype of a tensor; None for a mask of integers or the like, if it is equal in the base."""
     kinds = own.dtype(name), base.dtype(name)
     if all(kind in _FLOATS for kind in kinds):
         return _FLOATS[kinds[0]]

@@ -89,7 +89,7 @@ def _whole_updates(
     if lost or new:
         raise TsaeError(
             f"its weights are not those of {base.path}: {len(lost)} are missing and {len(new)} new "
-            f"(first: {(lost + new)[0]}), so that it has no update whose size noise could have",
+            f"(first: {(lost + new)[0]}), so its update has no size that noise could match",
             where=checkpoint.path,
             fix=fix,
         )
@@ -97,8 +97,8 @@ def _whole_updates(
         other = after[name]
         if other.shape != weight.shape:
             raise TsaeError(
-                f"{name} has the shape {tuple(other.shape)}, expected {tuple(weight.shape)} as in {base.path}: it has "
-                "no update whose size noise could have",
+                f"{name} has the shape {tuple(other.shape)}, expected {tuple(weight.shape)} as in {base.path}: its "
+                "update has no size that noise could match",
                 where=checkpoint.path,
                 fix=fix,
             )

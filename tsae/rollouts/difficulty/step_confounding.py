@@ -63,8 +63,8 @@ def confounding(frame: pd.DataFrame, seed: int = 0) -> Confounding:
     """Measure how far the training step explains the problems' pass rates.
 
     Args:
-        frame: trajectories with the columns problem_id, policy, outcome and band; and step, where that is known:
-            otherwise the policies' order of appearance replaces it. Unknown outcomes are left out.
+        frame: trajectories with the columns problem_id, policy, outcome and band; and step, if it is known; otherwise
+            the policies' order of appearance replaces it. Unknown outcomes are left out.
         seed: of the draws.
     """
     frame = frame[frame.outcome != "unknown"]
