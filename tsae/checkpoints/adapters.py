@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tsae.checkpoints.files import (
-    adapter_config,
+    ADAPTER_CONFIG,
     ends_of_files,
     first_line,
     folder_of,
     is_adapter,
     is_gguf,
     is_hub_id,
+    json_object,
     weight_files,
 )
 from tsae.checkpoints.record import CheckpointRecord
@@ -46,7 +47,7 @@ def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
         if not named or ".." in Path(str(named)).parts:
             raise TsaeError(
                 f"is an adapter of {named}" if named else "does not say which model it is an adapter of",
-                where=folder / "adapter_config.json",
+                where=folder / ADAPTER_CONFIG,
                 fix="Give the base before it, as the first of several paths.",
             )
         return type(checkpoint)(id="base", path=str(named), revision=config.get("revision"))
@@ -62,7 +63,7 @@ def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
 
 def checked_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter on an unchanged base. Raises TsaeError for other kinds of adapters."""
-    config = adapter_config(folder)
+    config = json_object(folder / ADAPTER_CONFIG)
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
     merged = "Merge it into its base (merge_and_unload) and save the whole model."
     if kind != "LORA":

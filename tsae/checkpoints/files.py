@@ -130,23 +130,13 @@ def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes, bytes]]:
     return found
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json; a TsaeError where it is no JSON object."""
-    return _json(folder / ADAPTER_CONFIG)
-
-
-def model_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json; a TsaeError where it is no JSON object."""
-    return _json(folder / "config.json")
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _indexed(folder: Path) -> list[Path]:
-    names = _json(folder / _INDEX).get("weight_map")
+    names = json_object(folder / _INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise TsaeError("holds no weight_map from names of weights to files", where=folder / _INDEX)
     files = sorted(set(names.values()))
@@ -169,7 +159,8 @@ def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
     return TsaeError(f"holds {found}; expected {expected}", where=folder, fix=fix)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises TsaeError where there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

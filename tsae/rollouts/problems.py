@@ -47,15 +47,16 @@ def read_problems(path: str | Path) -> list[Problem]:
                 continue
             try:
                 record = json.loads(line)
-                if not isinstance(record["prompt"], str):
-                    raise TypeError(f"the prompt is a {type(record['prompt']).__name__}")
                 level = None if record.get("level") is None else str(record["level"])
                 problem = Problem(str(record["id"]), record["prompt"], str(record["answer"]), level)
+                if not isinstance(problem.prompt, str):
+                    raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                what = (
-                    f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer"
-                )
-                raise TsaeError(what, where=f"{path}:{number}", fix="Correct that line.") from error
+                raise TsaeError(
+                    f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer",
+                    where=f"{path}:{number}",
+                    fix="Correct that line.",
+                ) from error
             if problem.id in seen:
                 raise TsaeError(
                     f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique."

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.files import folder_of, is_adapter, is_gguf, model_config, weight_files
+from tsae.checkpoints.files import folder_of, is_adapter, is_gguf, json_object, weight_files
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.lora import LoraUpdate, fitting_updates
 from tsae.errors import TsaeError
@@ -140,7 +140,7 @@ class _Tensors:
         except (SafetensorError, OSError) as error:
             raise TsaeError(f"cannot be read ({error})", where=folder, fix="Complete the checkpoint.") from error
         self.names = list(self._files)
-        self._tied = bool(model_config(folder).get("tie_word_embeddings", False))
+        self._tied = bool(json_object(folder / "config.json").get("tie_word_embeddings", False))
 
     def find(self, name: str) -> str | None:
         """The name that a weight has in the files: its own, or that of the weight it is tied to."""
