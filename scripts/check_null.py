@@ -31,7 +31,8 @@ import pandas as pd
 import tyro
 
 import tsae
-from tsae.base.provenance import versions, write_json
+from tsae.base.files import write_json
+from tsae.base.provenance import versions
 from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
 from tsae.diff.comparisons import comparisons, shift_comparisons

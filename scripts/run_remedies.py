@@ -42,7 +42,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig, ShapingConfig
 

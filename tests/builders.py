@@ -151,9 +151,9 @@ def synthetic_store(
     import torch
 
     from tsae import ActivationStore, Rollouts
-    from tsae.activations.store import FORMAT, VERSION
-    from tsae.activations.writing import write_shard
-    from tsae.base.provenance import write_json
+    from tsae.activations.shards.manifest import FORMAT, VERSION
+    from tsae.activations.shards.writer import write_shard
+    from tsae.base.files import write_json
 
     records = [
         {

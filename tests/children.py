@@ -17,8 +17,8 @@ _processes.set_forkserver_preload(
         "tqdm.auto",
         "transformers.models.llama.modeling_llama",
         "torch._dynamo",
-        "tsae.activations.capture",
-        "tsae.activations.windows",
+        "tsae.activations.recording.capture",
+        "tsae.activations.batches.windows",
         "tsae.checkpoints.hooks",
         "tsae.sae.training",
     ]

@@ -20,11 +20,12 @@ import pytest
 import torch
 from builders import ARCHITECTURES, BOS, D_MODEL, EOS, N_LAYERS, make_rollouts, save_model, save_perturbed, save_series
 
-from tsae.activations.capture import capture
+from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig
-from tsae.activations.store import ActivationStore, Shard
-from tsae.activations.windows import TokenBatch, Windows
-from tsae.activations.writing import ShardWriter
+from tsae.activations.recording.capture import capture
+from tsae.activations.shards.shard import Shard
+from tsae.activations.shards.writer import ShardWriter
+from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -221,7 +222,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 import tsae
-from tsae.activations.writing import ShardWriter
+from tsae.activations.shards.writer import ShardWriter
 
 finish, written = ShardWriter.finish, []
 

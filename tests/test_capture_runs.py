@@ -22,10 +22,11 @@ from builders import SHARED, make_rollouts, save_perturbed, save_series
 from children import free_port, killed_until_done, past, start
 from safetensors.torch import load_file, save_file
 
-from tsae.activations.capture import capture
-from tsae.activations.checking import check_store, repair_store
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reading import is_out_of_memory, plan_batches
+from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
+from tsae.activations.recording.capture import capture
+from tsae.activations.recording.repair import repair_store
+from tsae.activations.shards.checksums import check_store
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.series import CheckpointSeries

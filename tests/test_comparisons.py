@@ -11,9 +11,10 @@ import pytest
 import torch
 from builders import EOS, feature_table
 
-from tsae.activations.store import FORMAT, VERSION, ActivationStore
-from tsae.activations.writing import write_shard
-from tsae.base.provenance import write_json
+from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.writer import write_shard
+from tsae.activations.store import ActivationStore
+from tsae.base.files import write_json
 from tsae.commands.analysis import Causal
 from tsae.diff.baselines import baselines
 from tsae.diff.comparisons import Comparison, comparisons, main_comparisons

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_windows import NEWLINE, SITE, Text, Token, numbered_store, numbers
 
+from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
 from tsae.sae.config import SAEConfig
 from tsae.sae.loss import temporal_loss
 from tsae.sae.model import TemporalSAE

@@ -16,8 +16,8 @@ from builders import synthetic_store
 from test_long_runs import CONFIG, SHORT, D, checkpoint, interrupted, make_store, same_files
 from test_saelens import lens_config, randomized
 
+from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig

@@ -21,8 +21,8 @@ from test_capture_runs import ERRORS, short_of_memory
 from test_long_runs import checkpoint, interrupted, same_files
 
 import tsae
+from tsae.activations.batches.segments import unpacked
 from tsae.activations.live import LiveSource, LiveWindows, _equal_blocks
-from tsae.activations.segments import unpacked
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
@@ -58,8 +58,8 @@ class Recording(LiveWindows):
     def _plan(self, number: int, windows: np.ndarray, *rest: Any) -> Any:
         tokens = []
         for place, length in sorted(zip(*map(np.ndarray.tolist, unpacked(windows, self._bits)), strict=True)):
-            at = int(np.searchsorted(self._base, place, side="right")) - 1
-            shard, low = self.shards[at], place - int(self._base[at])
+            at = int(np.searchsorted(self._places.base, place, side="right")) - 1
+            shard, low = self.shards[at], place - int(self._places.base[at])
             text = int(np.searchsorted(shard.offsets, low, side="right")) - 1
             assert low + length <= shard.offsets[text + 1]  # within one trajectory
             first = low - int(shard.offsets[text])

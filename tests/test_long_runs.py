@@ -25,8 +25,8 @@ from builders import synthetic_store
 from children import free_port, killed_until_done, past, start
 from safetensors.torch import load_file, save_file
 
+from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.sae import checkpointing

@@ -24,8 +24,8 @@ from test_long_runs import (
     same_files,
 )
 
+from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig

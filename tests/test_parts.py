@@ -16,9 +16,10 @@ from builders import BOS, EOS, feature_table
 
 import tsae
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError
-from tsae.activations.partners import blocks
-from tsae.activations.store import ActivationStore, Shard
-from tsae.activations.windows import Windows
+from tsae.activations.batches.partners import blocks
+from tsae.activations.batches.windows import Windows
+from tsae.activations.shards.shard import Shard
+from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.cli import main
 from tsae.diff.config import InfluenceConfig

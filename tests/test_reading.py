@@ -13,7 +13,7 @@ import pytest
 import torch
 from builders import synthetic_store
 
-from tsae.activations.windows import Windows
+from tsae.activations.batches.windows import Windows
 from tsae.base.memory import Reused
 
 SITE = "x.site"

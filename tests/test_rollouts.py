@@ -170,7 +170,7 @@ def test_reading_and_writing_take_no_more_memory_for_more_tokens(tmp_path: Path)
     code = (
         "import sys, tracemalloc, pyarrow as pa\n"
         "from tsae.activations.config import CaptureConfig\n"
-        "from tsae.activations.plan import check_context, plan_readers\n"
+        "from tsae.activations.reader.assignment import check_context, plan_readers\n"
         "from tsae.rollouts.table import Rollouts\n"
         "tracemalloc.start()\n"
         "rollouts = Rollouts.read(sys.argv[1])\n"

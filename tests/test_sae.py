@@ -15,8 +15,8 @@ import scipy.optimize
 import torch
 from builders import synthetic_store
 
+from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.calibration import calibrate

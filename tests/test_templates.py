@@ -12,7 +12,7 @@ import pytest
 import torch
 from chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
 
-from tsae.activations.store import span_mask
+from tsae.activations.spans import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.series import Checkpoint
 from tsae.rollouts.logs.templates import ChatTemplate

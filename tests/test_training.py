@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders import synthetic_store
 
-from tsae.activations.windows import Windows
+from tsae.activations.batches.windows import Windows
 from tsae.base.distributed import ALONE
 from tsae.sae import sparse
 from tsae.sae.config import SAEConfig, TrainingConfig

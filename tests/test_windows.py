@@ -18,11 +18,12 @@ import scipy.stats
 import torch
 from builders import BOS, EOS, overwrite, synthetic_store
 
-from tsae.activations.store import FORMAT, VERSION, ActivationStore
-from tsae.activations.windows import TokenBatch, Windows
-from tsae.activations.writing import write_shard
+from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.writer import write_shard
+from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.checkpointing import RunFolder

@@ -39,7 +39,7 @@ _HOMES = {
     "TrainingConfig": "tsae.sae.config",
     "TsaeError": "tsae.errors",
     "analyze_run": "tsae.run",
-    "capture": "tsae.activations.capture",
+    "capture": "tsae.activations.recording.capture",
     "difficulty": "tsae.rollouts.moving",
     "dynamics": "tsae.diff.dynamics",
     "encode": "tsae.features.encode",
@@ -56,7 +56,7 @@ _HOMES = {
     "train": "tsae.sae.training",
     "train_many": "tsae.sae.many",
     "weight_drift": "tsae.checkpoints.drift",
-    "trajectory_statistics": "tsae.activations.statistics",
+    "trajectory_statistics": "tsae.activations.token_statistics",
 }
 
 __all__ = [*_HOMES, "testbed"]

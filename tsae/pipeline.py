@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
 from tsae.activations.config import CaptureConfig
-from tsae.base.provenance import versions, write_json
+from tsae.base.files import write_json
+from tsae.base.provenance import versions
 from tsae.checkpoints.files import folder_of
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig

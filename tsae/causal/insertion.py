@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader

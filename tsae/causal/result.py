@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.files import write_json
 from tsae.base.filters import several
 from tsae.base.intervals import too_few
-from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.errors import TsaeError

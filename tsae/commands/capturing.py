@@ -38,7 +38,7 @@ class Capture:
     config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
 
     def run(self) -> None:
-        from tsae.base.distributed import first_process
+        from tsae.base.torchrun import first_process
 
         series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tsae
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 

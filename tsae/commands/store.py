@@ -25,7 +25,7 @@ class Show:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        from tsae.activations.store import read_manifest
+        from tsae.activations.shards.manifest import read_manifest
 
         manifest = read_manifest(self.store)
         with as_json(self.json) as write:
@@ -54,8 +54,9 @@ class Check:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        from tsae.activations.checking import check_store, repair_store
-        from tsae.activations.store import read_manifest
+        from tsae.activations.recording.repair import repair_store
+        from tsae.activations.shards.checksums import check_store
+        from tsae.activations.shards.manifest import read_manifest
 
         if self.repair != (self.series is not None):
             raise TsaeError(

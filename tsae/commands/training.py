@@ -70,7 +70,7 @@ class Train:
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
     def run(self) -> None:
-        from tsae.base.distributed import first_process
+        from tsae.base.torchrun import first_process
         from tsae.sae.many import run_name
 
         store = self._source().subset(self.subset)

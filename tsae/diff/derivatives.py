@@ -78,7 +78,7 @@ def padded(
     """
     import torch
 
-    from tsae.activations.reading import plan_batches
+    from tsae.activations.reader.forward_passes import plan_batches
 
     prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
     for batch in plan_batches(prompt + response, config.batch_tokens):

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.files import write_json
 from tsae.base.filters import several
-from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
@@ -200,7 +200,7 @@ def _check(
     rollouts: tuple[Rollouts, Rollouts],
 ) -> list[int]:
     """Special token ids of the checkpoint's tokenizer, once everything fits together."""
-    from tsae.activations.plan import check_context, check_tokenizer
+    from tsae.activations.reader.assignment import check_context, check_tokenizer
     from tsae.checkpoints.hooks import check_sites
 
     folder = folder_of(checkpoint)

@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
+from tsae.activations.recording.capture import capture
 from tsae.checkpoints.noise import update_of
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.diff.comparisons import shift_comparisons

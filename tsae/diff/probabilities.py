@@ -40,8 +40,8 @@ def response_logprobs(
     Raises:
         TsaeError: where a batch does not fit into memory, or a checkpoint has another tokenizer or too short a context.
     """
-    from tsae.activations.plan import check_context, check_tokenizer
-    from tsae.activations.reading import OutOfMemory, read_batches
+    from tsae.activations.reader.assignment import check_context, check_tokenizer
+    from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
     from tsae.checkpoints.hooks import HuggingFaceReader
     from tsae.checkpoints.predictions import PredictingReader
 

@@ -13,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.files import write_json
 from tsae.base.filters import several
-from tsae.base.provenance import write_json
 from tsae.base.views import Plots, views
 from tsae.diff.comparisons import MAIN_PARTS, main_part
 from tsae.diff.confounds import survival

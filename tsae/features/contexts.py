@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tsae.activations.store import rows_mask
+from tsae.activations.spans import rows_mask
 from tsae.features.table import FeatureTable
 
 

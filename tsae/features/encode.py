@@ -10,8 +10,9 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from tsae.activations.statistics import with_entropy
-from tsae.activations.store import ActivationStore, Shard
+from tsae.activations.shards.shard import Shard
+from tsae.activations.store import ActivationStore
+from tsae.activations.token_statistics import with_entropy
 from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable

@@ -23,9 +23,9 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.activations.store import TokenSpan, rows_mask
+from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base.files import write_json
 from tsae.base.filters import several
-from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -137,7 +137,7 @@ class FeatureTable:
         return np.repeat(np.arange(self.n_rows), np.diff(self.row_offsets))
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
-        """(n_tokens,) bool: tokens of a span; see `tsae.activations.store.span_mask`. Outliers never count.
+        """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`. Outliers never count.
 
         Raises:
             TsaeError: for thinking, where no response has any.

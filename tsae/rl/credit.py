@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.predictions import PredictingReader
 from tsae.errors import TsaeError

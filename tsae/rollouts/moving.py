@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tsae.base.provenance import versions, write_json
+from tsae.base.files import write_json
+from tsae.base.provenance import versions
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_table

@@ -29,7 +29,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.provenance import write_json, write_run
+from tsae.base.files import write_json
+from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE

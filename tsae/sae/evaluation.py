@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tsae.activations.store import ActivationStore, TokenSpan
+from tsae.activations.spans import TokenSpan
+from tsae.activations.store import ActivationStore
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.parts import THINKING
@@ -178,7 +179,7 @@ def evaluate(
     Raises:
         TsaeError: where the SAE does not fit the store, or there is nothing to measure.
     """
-    from tsae.activations.windows import Windows
+    from tsae.activations.batches.windows import Windows
 
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)

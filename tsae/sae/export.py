@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors.torch import save_file
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.sae.model import FORMAT, TemporalSAE
 

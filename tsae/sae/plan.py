@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tsae.activations.segments import kept_problems
+from tsae.activations.batches.segments import kept_problems
+from tsae.activations.batches.windows import Windows
 from tsae.activations.source import Source
-from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.sae.calibration import FEWEST
 from tsae.sae.checkpointing import RunFolder

@@ -232,7 +232,7 @@ def _sample(
 ) -> tuple[np.ndarray, Places]:
     """Activations (n, d_model) and places of response tokens of a reader, up to a norm; without one up to 10 times the
     median."""
-    from tsae.activations.windows import Windows
+    from tsae.activations.batches.windows import Windows
 
     store.reader_info(reader)
     windows = Windows(store, site, span="response", held_out=None)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tsae.activations.store import ActivationStore, TokenSpan, rows_mask
+from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.activations.store import ActivationStore
 from tsae.checkpoints.hooks import rewritten
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 

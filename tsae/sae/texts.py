@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from tsae.activations.windows import Windows
+    from tsae.activations.batches.windows import Windows
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
-from tsae.activations.windows import TokenBatch, Windows
 from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.calibration import calibrate

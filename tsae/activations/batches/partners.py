@@ -1,8 +1,7 @@
 """Partners from further back than the token before: any earlier token of the trajectory, or of the reasoning step.
 
-Counted tokens are numbered through the store; a token's number is its rank. The trajectories, or the steps, are blocks
-of ranks one after another, so that a block is held in memory as the rank at which it begins, and the earlier tokens of
-a token's block are the ranks from there to its own.
+Counted tokens are numbered through the store: a token's rank. Each trajectory, or step, is a block of consecutive
+ranks, known by its first. The earlier tokens of a token's block are the ranks from there to its own.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsae.activations.store import Shard
+from tsae.activations.shards.shard import Shard
 from tsae.rollouts.parts import OTHER
 
 
 class Partners:
-    """Draws a partner for every token.
-
-    A token's place is its position in all shards together.
+    """Draws a partner for every token; tokens are given by their places (`tsae.activations.batches.places`).
 
     Args:
         begins: (n_segments,) places at which runs of counted tokens begin; ascending.
@@ -65,9 +62,9 @@ def blocks(
         shard: whole trajectories.
         counted: (n_tokens,) bool.
         prompt_lengths: (n_trajectories,) tokens of each prompt, for steps; None for trajectories.
-        step_ends: ids of the tokens that end a step, counted or not; the ends of prompts and trajectories do so too,
-            and whatever the policy did not sample.
-        parts: (n_tokens,) what each is (`tsae.rollouts.parts`); None where the policy sampled all responses.
+        step_ends: ids of the tokens that end a step, counted or not. A step also ends with the prompt, the trajectory,
+            and where tokens begin that the policy did not sample.
+        parts: (n_tokens,) the part of each (`tsae.rollouts.parts`); None where the policy sampled all responses.
     """
     begins = np.zeros(shard.n_tokens, dtype=bool)
     begins[shard.offsets[:-1]] = True

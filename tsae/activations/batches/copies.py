@@ -1,12 +1,11 @@
 """Which tokens are copies of one another: the same reader read the same text up to them.
 
-A causal model computes the same activations for copies. Rollouts of one prompt share its tokens, and all rollouts with
-one system prompt share that. Copies are found by the text that was read. Activations would not do: their last bits
-differ between batches of a capture.
+A causal model computes the same activations for copies. Rollouts of one prompt share its tokens, for instance. Copies
+are found by text, because the last bits of activations differ between batches of a capture.
 
-A text is known by one number. Every pair of a place and the token id there has a pseudo-random number, and the sum of
-these, modulo 2⁶⁴, is the text's. Two different texts have the same sum with probability 2⁻⁶⁴. The sum up to every 64th
-token is kept, which takes 8 bytes; sums up to the tokens between are made when a batch asks for them.
+A text is known by a hash: every (position, token id) has a pseudo-random number, and the text has their sum modulo 2⁶⁴.
+Two different texts have the same sum with probability 2⁻⁶⁴. Only the sum before every 64th token is kept, in 8 bytes;
+the sums between are computed when a batch needs them.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsae.activations.segments import places
-from tsae.activations.store import Shard
+from tsae.activations.batches.places import token_places
+from tsae.activations.shards.shard import Shard
 
 _EVERY = 64
 
 
 class Copies:
-    """Numbers that are equal for copies.
+    """Computes numbers that are equal for copies.
 
     Args:
         shards: whole trajectories.
@@ -47,11 +46,13 @@ class Copies:
         low = np.maximum(begin // _EVERY * _EVERY, first)
         start = np.where(low > first, sums[low // _EVERY], np.uint64(0))
         read = begin + length - low  # tokens that are read for a run, those before it included
-        place = places(low, read)
+        place = token_places(low, read)
         total = _running(place - np.repeat(first, read), shard.token_ids[place])
         ends = np.cumsum(read)
         before = total[ends - read]
-        found = total[places(ends - length, length) + 1] + np.repeat(start - before, length) + self._reader[number]
+        found = (
+            total[token_places(ends - length, length) + 1] + np.repeat(start - before, length) + self._reader[number]
+        )
         return found.view(np.int64)
 
 

@@ -1,8 +1,8 @@
-"""Segments, windows and batches as arithmetic: which tokens, in what pieces; nothing is read.
+"""Segments of counted tokens, cut into windows, ordered and divided into batches; no activation is read.
 
-A segment is a run of counted tokens of one trajectory, a window a piece of one. Both are rows of three integers: number
-of the shard, first token there, number of tokens. The windows of an epoch are packed into one integer each, 8 bytes:
-the place of the first token in all shards together, shifted by some bits, in which the number of tokens is.
+A segment is a run of counted tokens of one trajectory, and a window is a piece of a segment. Both are rows of three
+integers: number of the shard, first token there, number of tokens. The windows of an epoch are packed into one 8-byte
+integer each: the place of the first token in the high bits, the number of tokens in the low ones.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from tsae.activations.mixture import Mixture
-from tsae.activations.source import Source
-from tsae.activations.store import Shard
+from tsae.activations.batches.mixture import Mixture
+from tsae.activations.catalogue import Catalogue
+from tsae.activations.shards.shard import Shard
 
 _SOME = 1 << 16
-"""Windows that are computed with at a time."""
+"""Windows that are handled at a time, so that intermediate arrays stay small."""
 
 
-def kept_problems(store: Source, held_out: bool | None) -> np.ndarray:
+def kept_problems(store: Catalogue, held_out: bool | None) -> np.ndarray:
     """(n_trajectories,) bool over the rollouts: every tenth problem, in order of appearance, is held out."""
     if held_out is None:
         return np.ones(len(store.rollouts), dtype=bool)
     ids = store.rollouts.table["problem_id"].to_pylist()
     order = {problem: i for i, problem in enumerate(dict.fromkeys(ids))}
-    side = np.array([order[problem] % 10 == 9 for problem in ids])
     if len(order) < 10:
         # Too few problems to hold one out: both sides read everything.
         return np.ones(len(ids), dtype=bool)
-    return side == held_out
+    return np.array([order[problem] % 10 == 9 for problem in ids]) == held_out
 
 
 def find_segments(number: int, shard: Shard, counted: np.ndarray) -> np.ndarray:
@@ -64,7 +63,6 @@ def _pack(
     """(n_windows,) what `cut_windows` gives, packed, with the number of a part between place and length."""
     ends = ((segments[:, 2] + offset + window - 1) // window).cumsum(dtype=np.int64)
     found = np.empty(ends[-1] if len(ends) else 0, np.int64)
-    # Some at a time: what is computed on the way takes several times as much as what comes of it.
     edges = np.searchsorted(ends, np.arange(_SOME, len(found), _SOME))
     low = 0
     for some in np.split(segments, edges):
@@ -80,7 +78,7 @@ def epoch_order(
 ) -> np.ndarray:
     """(n_windows,) packed, every window that an epoch reads, in its order."""
     passes = [(cell, *one) for cell in range(len(mixture.cells)) for one in mixture.passes(cell, epoch)]
-    # What is shuffled is in order of place, then of pass, as a single pass is by itself.
+    # Sorted by place and pass before the shuffle, as a single pass already is.
     part_bits = len(passes).bit_length() if len(passes) > 1 else 0
     parts = []
     for part, (cell, number, low, high) in enumerate(passes):
@@ -89,7 +87,7 @@ def epoch_order(
         windows = _pack(mine, base, window, offset, bits, part, part_bits)
         if high - low < mixture.cells[cell].tokens:
             np.random.default_rng([seed, number, cell + 1]).shuffle(windows)
-            # Those that begin from low to before high.
+            # Those that begin at token low or later, and before token high.
             first, last = windows_before(windows, bits, np.array([low, high]) - 1).tolist()
             windows = windows[first + (low > 0) : last + 1].copy()
         parts.append(windows)
@@ -111,7 +109,7 @@ def length_bits(segments: np.ndarray, window: int) -> int:
 
 
 def windows_before(windows: np.ndarray, bits: int, tokens: np.ndarray) -> np.ndarray:
-    """(n,) how many packed windows have ended before or at each number of tokens, which ascend."""
+    """(n,) how many packed windows end at or before each of (n,) ascending numbers of tokens."""
     found, total = np.full(len(tokens), len(windows)), 0
     for low in range(0, len(windows), _SOME):
         ends = total + _lengths(windows[low : low + _SOME], bits).cumsum()
@@ -131,26 +129,13 @@ def _lengths(windows: np.ndarray, bits: int) -> np.ndarray:
     return windows & ((1 << bits) - 1)
 
 
-def count_tokens(windows: np.ndarray, bits: int) -> int:
-    """Of packed windows."""
-    return sum(int(_lengths(windows[low : low + _SOME], bits).sum()) for low in range(0, len(windows), _SOME))
-
-
 def divided(windows: np.ndarray, bits: int, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
     """(number, packed windows) of every batch that has any.
 
-    Batches are of equal size rather than a small last one, which might hold no pair and which BatchTopK and InfoNCE
-    would treat differently.
+    Batches are of equal size: BatchTopK and InfoNCE would treat a small last one differently, and it might hold no pair.
     """
-    n_batches = len(numbers)
-    bounds = windows_before(windows, bits, np.arange(n_batches + 1) * count_tokens(windows, bits) // n_batches)
+    n_tokens = sum(int(_lengths(windows[low : low + _SOME], bits).sum()) for low in range(0, len(windows), _SOME))
+    bounds = windows_before(windows, bits, np.arange(len(numbers) + 1) * n_tokens // len(numbers))
     for number, (low, high) in zip(numbers, pairwise(bounds.tolist()), strict=True):
         if low < high:
             yield number, windows[low:high]
-
-
-def places(begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Places of the tokens of windows, one after another, from the places of their first tokens."""
-    place = np.repeat(begin - length.cumsum() + length, length)
-    place += np.arange(len(place))
-    return place

@@ -1,20 +1,19 @@
-"""Batches of tokens with their partners, shuffled over a whole store with bounded memory.
+"""Batches of tokens with their partners, shuffled over a whole store in bounded memory.
 
-Every trajectory's counted tokens are cut into windows of adjacent tokens, at an offset drawn anew each epoch so that
-every adjacent pair is seen in time. Windows, not tokens, are shuffled; a batch is a set of windows, so that each token
-is encoded once although it is a partner of both of its neighbours. Windows never cross trajectories and never hold
-padding, special tokens, or tokens outside the span; tokens with others between them, such as a tool's result that the
-policy did not sample, are not adjacent.
+1. A trajectory's counted tokens are cut into windows of adjacent tokens (`tsae.activations.batches.segments`), at an
+   offset drawn anew each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and
+   holds no padding, special token or token outside the span. Tokens with others between them, such as a tool's result,
+   are not adjacent.
+2. Windows are shuffled, not tokens. A batch is a set of windows, so that each token is encoded once although it is a
+   partner of both of its neighbours. How often an epoch reads each token: `tsae.activations.batches.mixture`.
+3. The temporal loss compares a token with its partner: the token before it, as in Bhalla et al. (arXiv 2511.05541), or
+   a random earlier token of the trajectory (the default of their code) or of the reasoning step
+   (`tsae.activations.batches.partners`). A partner outside the batch's windows is read beside them, and is neither
+   reconstructed nor counted. So every counted token still comes once a pass, and early tokens, which are partners more
+   often, do not gain weight.
 
-A token's partner, with which the temporal loss compares it, is the token before it, as in Bhalla et al.
-(arXiv 2511.05541): both are in one window. Or it is a random earlier token of the trajectory (the default of its
-authors' code) or of the reasoning step (`tsae.activations.partners`). Such a partner is read beside the windows, and
-is only a partner: the tokens of the windows alone are reconstructed and counted. So every counted token still comes
-once a pass, whatever its partners are, and early tokens, which are partners more often, do not gain weight.
-
-How much of the store an epoch reads is said in `tsae.activations.mixture`. Only the index of windows is held in memory,
-8 bytes a window, or twice that while an epoch of several passes begins; 8 bytes a step where partners are of the step;
-a bit a token that says whether it is an outlier; and the batches that are read ahead (`_AHEAD`). Activations are read
+Memory holds the index of windows (8 bytes a window, twice that while an epoch of several passes begins), 8 bytes a step
+where partners are of the step, a bit a token for outliers, and the batches that are read ahead. Activations are read
 through memory maps.
 """
 
@@ -24,46 +23,51 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from tsae.activations.config import Axis, Partner
-from tsae.activations.copies import Copies
-from tsae.activations.mixture import Mixture
-from tsae.activations.partners import Partners, blocks
-from tsae.activations.segments import (
+from tsae.activations.batches.copies import Copies
+from tsae.activations.batches.mixture import Mixture
+from tsae.activations.batches.outliers import NormStats, OutlierMask, norm_stats, raise_where_not_finite
+from tsae.activations.batches.partners import Partners, blocks
+from tsae.activations.batches.places import Places, Rows, token_places
+from tsae.activations.batches.segments import (
     divided,
     epoch_order,
     find_segments,
     kept_problems,
     length_bits,
-    places,
     unpacked,
     windows_before,
 )
-from tsae.activations.source import Source
-from tsae.activations.store import DTYPES, REPAIR, TokenSpan, as_float32, as_torch
+from tsae.activations.catalogue import Catalogue
+from tsae.activations.config import Axis, Partner
+from tsae.activations.shards.shard import DTYPES, as_torch
+from tsae.activations.spans import TokenSpan
 from tsae.base.memory import Reused
 from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import torch
 
 _AHEAD = 3
 """Batches that are read ahead."""
 
 _THREADS = 2
-"""Threads that copy them. What to copy is found out by whoever asks for batches: threads that did that as well would
-wait for each other at each of its many small steps."""
+"""Threads that copy them. The caller's thread decides what to copy: in threads, its many small steps would wait for
+each other."""
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class TokenBatch(NamedTuple):
     """Windows of adjacent tokens, and partners."""
 
     x: torch.Tensor
-    """(n, d_model) in the stored precision, as are others: 16 bits are widened where they are computed with."""
+    """(n, d_model) in the stored precision, as others are; whoever computes with 16 bits widens them."""
     pairs: np.ndarray
     """(n_pairs, 2) rows of x: (partner, token); the partner comes earlier in the token's trajectory. Rows from n on are
     those of others."""
@@ -73,9 +77,9 @@ class TokenBatch(NamedTuple):
     """Place in the epoch, from 0."""
     others: torch.Tensor | None = None
     """(m, d_model): tokens that are only partners; None where all partners are in x."""
-    copies: np.ndarray = np.empty(0, dtype=np.int64)
+    copies: np.ndarray = _NONE
     """(n + m,) of x and others, equal for tokens that are copies of one another: the same reader read the same text up
-    to them (`tsae.activations.copies`). Empty where there are no partners."""
+    to them (`tsae.activations.batches.copies`). Empty where there are no partners."""
 
 
 class _Plan(NamedTuple):
@@ -87,24 +91,6 @@ class _Plan(NamedTuple):
     pairs: np.ndarray
     trajectory: np.ndarray
     copies: np.ndarray
-
-
-Rows = list[tuple[int, np.ndarray]]
-"""(number of a shard, positions in it) of tokens, shard after shard."""
-
-
-@dataclass(frozen=True)
-class NormStats:
-    """Norms of the counted tokens, estimated on a sample."""
-
-    median: float
-    """Median L2 norm."""
-    mean: float
-    """Mean L2 norm of the tokens below the outlier limit."""
-    limit: float
-    """Tokens with a larger norm (attention sinks) are left out."""
-    outlier_share: float
-    """Share of the sample above the limit."""
 
 
 class Windows:
@@ -119,7 +105,7 @@ class Windows:
         max_norm: tokens whose norm exceeds this multiple of the median are left out.
         partner: which token a token is paired with; None for no pairs.
         step_ends: ids of the tokens that end a reasoning step, for partner="step".
-        balance: what is read in equal parts; see `tsae.activations.mixture`.
+        balance: what is read in equal parts; see `tsae.activations.batches.mixture`.
         seed: of the shuffle.
 
     Raises:
@@ -128,7 +114,7 @@ class Windows:
 
     def __init__(
         self,
-        store: Source,
+        store: Catalogue,
         site: str,
         *,
         span: TokenSpan = "all",
@@ -176,10 +162,10 @@ class Windows:
                 where=store.path,
                 fix="Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them.",
             )
-        self._partners = (
-            Partners(self._begin(self.segments), self.segments[:, 2], np.concatenate(begins)) if begins else None
-        )
-        longest = self.segments[:, 2].max() if self._partners is None else self._partners.longest
+        self._places = Places(self.shards)
+        first, length = self._places.first(self.segments), self.segments[:, 2]
+        self._partners = Partners(first, length, np.concatenate(begins)) if begins else None
+        longest = length.max() if self._partners is None else self._partners.longest
         if partner is not None and longest < 2:
             lacking = "step has two" if partner == "step" else "trajectory has two"
             lacking += " adjacent" if partner == "previous" else ""
@@ -189,16 +175,16 @@ class Windows:
                 fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
             )
         self._bits = length_bits(self.segments, window)
-        self.mixture = Mixture(store, self.shards, self.segments, balance)
-        self.norms = self._norms(max_norm)
+        self.mixture = Mixture(store, self.shards, self._places, self.segments, balance)
+        self.norms = self._estimate_norms()
 
     def at(self, site: str) -> Windows:
-        """The same windows, without looking for them again, at another site, where other tokens may be outliers."""
+        """The same windows at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
         for name in ("_maps", "_outliers", "first_tokens"):
             other.__dict__.pop(name, None)
-        other.norms = other._norms(self.max_norm)
+        other.norms = other._estimate_norms()
         return other
 
     @cached_property
@@ -207,39 +193,12 @@ class Windows:
         return [np.asarray(shard.raw(self.site)) for shard in self.shards]
 
     @cached_property
-    def _base(self) -> np.ndarray:
-        """(n_shards + 1,) tokens of all shards before each."""
-        return np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
-
-    @cached_property
-    def _texts(self) -> np.ndarray:
-        """(n_texts,) place of the first token of every (reader, trajectory) in all shards together."""
-        return np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self._base, self.shards, strict=False)])
-
-    def _text_of(self, windows: np.ndarray) -> np.ndarray:
-        """(n,) index into `_texts` of windows or segments (n, 3)."""
-        return self._text_at(self._begin(windows))
-
-    def _text_at(self, place: np.ndarray) -> np.ndarray:
-        """(n,) index into `_texts` of tokens."""
-        return np.searchsorted(self._texts, place, side="right") - 1
-
-    def _begin(self, windows: np.ndarray) -> np.ndarray:
-        """(n,) place of the first token of windows or segments (n, 3) in all shards together."""
-        return self._base[windows[:, 0]] + windows[:, 1]
-
-    @cached_property
-    def _rows(self) -> np.ndarray:
-        """(n_texts,) row id of each in the rollouts."""
-        return np.concatenate([shard.trajectory for shard in self.shards])
-
-    @cached_property
     def first_tokens(self) -> np.ndarray:
         """(about 16,384, d_model) float32: a sample of the tokens trained on, without outliers."""
         place = self._first(16_384)
         place = place[self._inside(place)]
         x = self._gather(self._rows_of(place), Reused(1))
-        self.refuse_not_finite(x, self._rows[np.searchsorted(self._texts, place, side="right") - 1])
+        self.refuse_not_finite(x, self._places.row[self._places.text(place)])
         return x.float().numpy()
 
     def _first(self, n_tokens: int) -> np.ndarray:
@@ -248,20 +207,14 @@ class Windows:
         first = int(windows_before(windows, self._bits, np.array([n_tokens]))[0])
         begin, length = unpacked(windows[: max(1, first)], self._bits)
         order = np.argsort(begin, kind="stable")
-        return places(begin[order], length[order])
+        return token_places(begin[order], length[order])
 
     def _beginning(self) -> np.ndarray:
-        """(n,) first windows of epoch 0, packed, more of them than make a sample where there are so many."""
+        """(n,) packed, the first windows of epoch 0: more than a sample takes, where there are so many."""
         return self._order(0)
 
-    def _norms(self, max_norm: float, sample: int = 65_536) -> NormStats:
-        norm = self._norm(self._first(sample))
-        median = float(np.median(norm))
-        inside = norm[norm <= max_norm * median]
-        if not inside.sum() > 0:
-            found = f"no token is within {max_norm:g} times the median norm" if median else "most activations are 0"
-            raise TsaeError(f"{found} at {self.site}", where=self.store.path, fix="Check max_norm and the site.")
-        return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
+    def _estimate_norms(self, sample: int = 65_536) -> NormStats:
+        return norm_stats(self._norm(self._first(sample)), self.max_norm, self.store, self.site)
 
     def _norm(self, place: np.ndarray) -> np.ndarray:
         """(n,) L2 norms of tokens whose shards ascend."""
@@ -269,20 +222,16 @@ class Windows:
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
         """(n,) bool: tokens that are no outliers."""
-        return self._outliers[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0
+        return self._outliers.inside(place)
 
     @cached_property
-    def _outliers(self) -> np.ndarray:
-        """A bit for each token of all shards."""
-        found = np.zeros(self._base[-1], dtype=bool)
-        for shard, low, high in zip(self.shards, self._base[:-1], self._base[1:], strict=True):
-            np.greater(shard.norms(self.site), self.norms.limit, out=found[low:high])
-        return np.packbits(found, bitorder="little")
+    def _outliers(self) -> OutlierMask:
+        return OutlierMask(self.shards, self._places.base, self.site, self.norms.limit)
 
     def refuse_not_finite(self, x: torch.Tensor, trajectory: np.ndarray) -> None:
-        """Name a token that is not finite; nothing where all are.
+        """Name a token that is not finite, if there is one.
 
-        Captures are finite, and reading batches does not look again: this is for who finds that something was changed.
+        Captures are finite, so reading a batch does not check that. This is for a caller who meets such a value.
 
         Args:
             x: (n, d_model) tokens of a batch.
@@ -291,19 +240,9 @@ class Windows:
         Raises:
             TsaeError: says where it is.
         """
-        rows = trajectory[~torch.isfinite(x).all(dim=1).numpy()]
-        for shard in self.shards if len(rows) else ():
-            for place in np.flatnonzero(np.isin(shard.trajectory, rows)):
-                low, high = shard.offsets[place : place + 2]
-                bad = np.flatnonzero(~np.isfinite(as_float32(shard.raw(self.site)[low:high], shard.dtype)).all(axis=1))
-                if len(bad):
-                    row = int(shard.trajectory[place])
-                    problem = self.store.rollouts.table["problem_id"][row].as_py()
-                    raise TsaeError(
-                        f"{self.site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}",
-                        where=shard.path,
-                        fix=REPAIR,
-                    )
+        rows = trajectory[~x.isfinite().all(dim=1).numpy()]
+        if len(rows):
+            raise_where_not_finite(self.store, self.shards, self.site, rows)
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -316,8 +255,8 @@ class Windows:
             number: of the epoch.
             batch_tokens: tokens of a batch, without others.
             start: number of the first batch; those before it are not read.
-            share: (i, n) gives every n-th window of each batch from the i-th on. Shares of a batch make up the whole;
-                one that has no pairs is given nevertheless, so that n processes stay in step.
+            share: (i, n) gives every n-th window of each batch from the i-th on. The shares of a batch make up the
+                whole. A share without pairs is given too, so that n processes stay in step.
         """
         windows = self._order(number)
         if len(windows):
@@ -351,19 +290,18 @@ class Windows:
                 ahead.extend(map(begin, islice(due, 1)))
                 some = others[0] if others else None
                 yield TokenBatch(x, plan.pairs, plan.trajectory, plan.number, some, plan.copies)
-                # So that its memory is free for another.
+                # So that the next batch can reuse its memory.
                 del reading, x, others, some
 
     def _order(self, epoch: int) -> np.ndarray:
         """(n_windows,) packed, every window that an epoch reads, in its order."""
-        return epoch_order(self.segments, self._base, self.mixture, self.window, self._bits, self.seed, epoch)
+        return epoch_order(self.segments, self._places.base, self.mixture, self.window, self._bits, self.seed, epoch)
 
     def _plan(self, number: int, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> _Plan:
         begin, length = unpacked(windows, self._bits)
         order = np.argsort(begin, kind="stable")
         begin, length, mine = begin[order], length[order], order % share[1] == share[0]
-        text = self._text_at(begin)
-        place = places(begin, length)
+        text, place = self._places.text(begin), token_places(begin, length)
         # Drawn for the whole batch, so that a token has the same partner whatever the share.
         drawn = None if self._partners is None else self._partners.draw(place, rng)
         if share[1] > 1:
@@ -373,13 +311,13 @@ class Windows:
         inside = self._inside(place)
         row = np.cumsum(inside) - 1
         x = self._rows_of(place[inside])
-        trajectory = np.repeat(self._rows[text], length)[inside]
-        copies = np.empty(0, dtype=np.int64) if self.partner is None else self._copies_of(begin, length)[inside]
+        trajectory = np.repeat(self._places.row[text], length)[inside]
+        copies = _NONE if self.partner is None else self._copies_of(begin, length)[inside]
         if self._partners is None or drawn is None:
             follows = inside.copy()
             follows[1:] &= inside[:-1]
             follows[length.cumsum() - length] = False
-            current = np.flatnonzero(follows) if self.partner is not None else np.empty(0, dtype=np.int64)
+            current = np.flatnonzero(follows) if self.partner is not None else _NONE
             return _Plan(number, x, None, np.stack([row[current - 1], row[current]], axis=1), trajectory, copies)
         # A token that drew an outlier has no partner this time: the others are as likely as before.
         current = np.flatnonzero((drawn >= 0) & inside)
@@ -396,13 +334,12 @@ class Windows:
 
     def _copies_of(self, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
         """(sum of lengths,) `TokenBatch.copies` of runs of tokens whose shards ascend."""
-        bounds = np.searchsorted(begin, self._base)
+        bounds = np.searchsorted(begin, self._places.base)
         found = [
-            self._copies.of(number, begin[low:high] - self._base[number], length[low:high])
-            for number, (low, high) in enumerate(pairwise(bounds.tolist()))
-            if low < high
+            self._copies.of(number, some, length[bounds[number] : bounds[number + 1]])
+            for number, some in self._places.by_shard(begin)
         ]
-        return np.concatenate([np.empty(0, dtype=np.int64), *found])
+        return np.concatenate([_NONE, *found])
 
     def _gather(self, rows: Rows, memory: Reused) -> torch.Tensor:
         """(n, d_model) tokens in the stored precision."""
@@ -416,8 +353,4 @@ class Windows:
 
     def _rows_of(self, place: np.ndarray) -> Rows:
         """Where tokens are whose shards ascend."""
-        bounds = np.searchsorted(place, self._base)
-        return [
-            (number, place[bounds[number] : bounds[number + 1]] - self._base[number])
-            for number in np.flatnonzero(np.diff(bounds)).tolist()
-        ]
+        return self._places.by_shard(place)

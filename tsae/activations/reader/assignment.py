@@ -1,18 +1,18 @@
-"""What a capture reads: which reader reads which trajectories, cut into shards; and whether they fit the model."""
+"""Which reader reads which trajectories, in which shards, and whether they fit the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from tsae.activations.config import ReadingConfig
+from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
-    from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts
 
 
 class Piece(NamedTuple):
@@ -33,38 +33,28 @@ def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) 
     everything = np.arange(len(rollouts))
     if plan == "all":
         return dict.fromkeys(ids, everything)
-    if plan == "own":
-        return {id: _sampled_by(id, rollouts) for id in ids}
-    if base not in policies:
+    own = plan == "own"
+    missing = next((id for id in (ids if own else [base]) if id not in policies), None)
+    if missing is not None:
         raise TsaeError(
-            f"no trajectory was sampled by the base {base!r}; policies are {', '.join(policies)}",
+            f"no trajectory was sampled by {'' if own else 'the base '}{missing!r}; policies are {', '.join(policies)}",
             where="CaptureConfig.plan",
-            fix='Sample from the base too, or use plan="all".',
+            fix="Sample from it too, leave that checkpoint out, or use another plan."
+            if own
+            else 'Sample from the base too, or use plan="all".',
         )
+    if own:
+        return {id: _rows_of([id], rollouts) for id in ids}
     return {id: everything if id == base else _rows_of([base, id], rollouts) for id in ids}
 
 
-def _sampled_by(id: str, rollouts: Rollouts) -> np.ndarray:
-    rows = _rows_of([id], rollouts)
-    if not len(rows):
-        raise TsaeError(
-            f"no trajectory was sampled by {id!r}; policies are {', '.join(rollouts.policies)}",
-            where="CaptureConfig.plan",
-            fix="Sample from it too, leave that checkpoint out, or use another plan.",
-        )
-    return rows
-
-
 def _rows_of(policies: list[str], rollouts: Rollouts) -> np.ndarray:
-    """Row ids of what some policies sampled."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
+    """Row ids of the trajectories that some policies sampled."""
     return np.flatnonzero(pc.is_in(rollouts.table["policy"], value_set=pa.array(policies)).to_numpy())
 
 
 def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) -> Iterator[Piece]:
-    """Consecutive whole trajectories of each reader; a shard starts anew where the budget would be passed."""
+    """Consecutive whole trajectories of each reader; the next shard begins where one would exceed the budget."""
     for reader, rows in plan.items():
         number, start, tokens = 0, 0, 0
         for end, row in enumerate(rows):
@@ -76,7 +66,7 @@ def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) 
 
 
 def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
-    """Refuse a checkpoint whose token ids mean something else."""
+    """Refuse a checkpoint with another tokenizer than that of the trajectories."""
     expected = rollouts.info.get("tokenizer")
     if expected is not None and expected != fingerprint:
         raise TsaeError(

@@ -1,4 +1,4 @@
-"""What the readers predicted, by trajectory: log-probabilities, choice points, and how far a policy went from the base.
+"""Token statistics by trajectory: log-probabilities, choice points, and a policy's divergence from the base.
 
 A store captured with `CaptureConfig.token_statistics` holds, for every token, the entropy of the reader's prediction of
 it and the log-probability that the reader gave it, at temperature 1.
@@ -8,26 +8,24 @@ it and the log-probability that the reader gave it, at temperature 1.
 - KL(policy ‖ base) is estimated on the responses that the policy sampled (Schulman, joschu.net/blog/kl-approx.html).
   With d = log π(token) − log base(token), k1 = d, and k3 = exp(−d) − 1 + d, which is never negative and varies less.
   Sums of both over responses are unbiased where tokens were sampled from π itself: at temperature 1, without top-k or
-  top-p. The end-of-sequence token is a choice of the policy's like any other, so it counts.
+  top-p. The end-of-sequence token counts, because the policy chose it like any other.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 class _Response(NamedTuple):
-    """What one reader predicted of the tokens of one response that the policy sampled; views of the store where it
-    sampled all."""
+    """One reader's predictions of the tokens that the policy sampled of one response; views of the store if it sampled
+    all."""
 
     entropy: np.ndarray
     logprob: np.ndarray
@@ -37,9 +35,9 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
     """One row a (reader, trajectory).
 
     Args:
-        store: captured with `token_statistics=True`. The policy's and the base's log-probabilities are those that they
-            gave as readers. Of a subset, its readers and trajectories are rows; thresholds are those of the whole
-            store, so that a choice point is one in any subset.
+        store: captured with `token_statistics=True`. Log-probabilities of the policy and of the base are those that
+            they gave as readers. A subset gives rows for its readers and trajectories, with the whole store's
+            thresholds.
         quantile: entropies above it are choice points.
 
     Returns:
@@ -58,8 +56,6 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
     Raises:
         TsaeError: where the store holds no token statistics.
     """
-    import pandas as pd
-
     if not store.has_token_statistics:
         raise TsaeError(
             "holds no entropies and log-probabilities",
@@ -123,7 +119,7 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
 def with_entropy(store: ActivationStore) -> Rollouts:
     """The store's rollouts with the behaviour entropy: nats per response token, of each policy on its own responses.
 
-    As they are where the store holds no token statistics, or no policy read what it sampled.
+    They are unchanged where the store holds no token statistics, or no policy read what it sampled.
     """
     if not store.has_token_statistics:
         return store.rollouts

@@ -1,15 +1,13 @@
-"""What of a store an epoch reads, so that no checkpoint, run, band or outcome dominates.
+"""Mixture: how often an epoch reads each token, so that no checkpoint, run, band or outcome dominates.
 
-A store may hold far more tokens of one reader than of another: the base reads what every run sampled, long responses
-have more tokens than short ones. Tokens are divided into cells, one for every combination of the chosen axes that has
-tokens, and every cell gives an epoch the same number of them. An epoch is as long as the store, n tokens, whichever
-way it is divided: of C cells each gives n / C.
+A store may hold far more tokens of one reader than of another: the base reads what every run sampled, for instance.
+Tokens are divided into cells, one for every combination of the chosen axes that has tokens. An epoch reads as many
+tokens as the store has, n, and of each of C cells n / C.
 
-A cell is an endless sequence of passes; a pass is all of its tokens in an order of its own. Epoch e reads the tokens
-from e · n / C to (e + 1) · n / C of that sequence. So a small cell is read several times an epoch, each time cut into
-other windows, and a large one is spread over several epochs; every token of a cell is read before any is read again,
-nothing is left out for good, and weights need not enter the loss. Where cells are of equal size, an epoch is one pass
-through the whole store, as if it were not divided.
+A cell is an endless sequence of passes; each pass has all of its tokens in another order. Epoch e reads the tokens from
+e · n / C to (e + 1) · n / C of that sequence. So a small cell is read several times an epoch, each time cut into other
+windows, and a large one is spread over several epochs. Every token of a cell is read before any is read again, and the
+loss needs no weights. Where cells are of equal size, an epoch is one pass through the whole store.
 """
 
 from __future__ import annotations
@@ -20,19 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from tsae.activations.batches.places import Places
+from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis
-from tsae.activations.source import Source
-from tsae.activations.store import Shard
+from tsae.activations.shards.shard import Shard
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS, OUTCOMES, problem_bands
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Tokens that are alike in all axes."""
+    """Tokens of the same reader, run, band or outcome, as far as these are balanced."""
 
     labels: dict[str, str]
-    """By axis; empty where there is one cell."""
+    """Value of each balanced axis; empty where there is one cell."""
     tokens: int
     """Counted tokens, outliers among them."""
     weight: float
@@ -49,6 +48,7 @@ class Mixture:
     Args:
         store: activations.
         shards: of the store.
+        places: of the shards' tokens.
         segments: (n_segments, 3) shard, first token and number of counted tokens, each within one trajectory.
         balance: the axes by which tokens are divided; none for one cell.
 
@@ -60,7 +60,14 @@ class Mixture:
         TsaeError: where the band or outcome of a trajectory is unknown that would have to be balanced.
     """
 
-    def __init__(self, store: Source, shards: Sequence[Shard], segments: np.ndarray, balance: Sequence[Axis]) -> None:
+    def __init__(
+        self,
+        store: Catalogue,
+        shards: Sequence[Shard],
+        places: Places,
+        segments: np.ndarray,
+        balance: Sequence[Axis],
+    ) -> None:
         shard_of, length = segments[:, 0], segments[:, 2]
         reader = np.array([store.readers.index(shard.reader) for shard in shards])[shard_of]
         runs = [store.reader_info(id)["run"] or id for id in store.readers]
@@ -77,7 +84,7 @@ class Mixture:
             elif axis == "run":
                 codes.append(np.array([names["run"].index(run) for run in runs])[reader])
             else:
-                row = rows_of(shards, segments)
+                row = places.row[places.text(places.first(segments))]
                 codes.append(_column(store, axis, names[axis])[row])
                 _check_known(store, axis, row[codes[-1] < 0])
         self._n_tokens = int(length.sum())
@@ -98,33 +105,24 @@ class Mixture:
 
     def passes(self, cell: int, epoch: int) -> Iterator[tuple[int, int, int]]:
         """(number of a pass, first token, token after the last) of every pass that an epoch reads from, in order."""
-        size, low = self.cells[cell].tokens, epoch * self._n_tokens // len(self.cells)
-        high = (epoch + 1) * self._n_tokens // len(self.cells)
+        size = self.cells[cell].tokens
+        low, high = (e * self._n_tokens // len(self.cells) for e in (epoch, epoch + 1))
         for number in range(low // size, -(-high // size)):
             start = number * size
             yield number, max(low - start, 0), min(high - start, size)
 
 
-def rows_of(shards: Sequence[Shard], segments: np.ndarray) -> np.ndarray:
-    """(n_segments,) row ids of the trajectories that segments or windows are of."""
-    rows = np.empty(len(segments), dtype=np.int64)
-    for number in np.unique(segments[:, 0]).tolist():
-        mine, shard = segments[:, 0] == number, shards[number]
-        rows[mine] = shard.trajectory[np.searchsorted(shard.offsets, segments[mine, 1], side="right") - 1]
-    return rows
-
-
-def _column(store: Source, axis: str, names: Sequence[str]) -> np.ndarray:
-    """(n_trajectories,) index of each value; −1 for one that is unknown."""
+def _column(store: Catalogue, axis: str, names: Sequence[str]) -> np.ndarray:
+    """(n_trajectories,) index of each value; −1 where it is unknown."""
     known = {name: i for i, name in enumerate(names)}
-    values = store.rollouts.frame[axis]
-    if axis == "band":  # A response that is left out of its problem's band, to compare bands, is still of that problem.
-        frame = store.rollouts.frame
+    frame = store.rollouts.frame
+    values = frame[axis]
+    if axis == "band":  # A response without a band of its own still belongs to a problem with one.
         values = frame.problem_id.map(problem_bands(frame))
     return np.array([known.get(value, -1) for value in values.tolist()])
 
 
-def _check_known(store: Source, axis: str, unknown: np.ndarray) -> None:
+def _check_known(store: Catalogue, axis: str, unknown: np.ndarray) -> None:
     if len(unknown):
         fix = "Set bands with `tsae rollouts bands`" if axis == "band" else "Leave those trajectories out"
         raise TsaeError(

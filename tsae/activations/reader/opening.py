@@ -1,7 +1,4 @@
-"""Checkpoints as readers: held against the trajectories that they are to read, loaded, and given hooks.
-
-Capture and the live source begin alike, with `open_base`: what can be known before anything is computed is checked.
-"""
+"""Checkpoints opened as readers: checked against the rollouts, loaded, and given hooks."""
 
 from __future__ import annotations
 
@@ -10,26 +7,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tsae.activations.config import ReadingConfig
-from tsae.activations.plan import check_context, check_tokenizer, plan_readers
-from tsae.activations.reading import Reader
-from tsae.activations.store import DTYPES
+from tsae.activations.config import CaptureConfig, ReadingConfig
+from tsae.activations.reader.assignment import check_context, check_tokenizer, plan_readers
+from tsae.activations.reader.forward_passes import Reader
+from tsae.activations.shards.shard import DTYPES
+from tsae.checkpoints.bridge import TransformerLensReader
+from tsae.checkpoints.hooks import HuggingFaceReader, check_sites
+from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.placement import spread
+from tsae.checkpoints.predictions import PredictingReader
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.rollouts.table import Rollouts
-
 
 class Base(NamedTuple):
-    """A series whose readers may begin, its base loaded."""
+    """A series whose checkpoints can read the rollouts, with its base loaded."""
 
     model: PreTrainedModel
     loader: ModelLoader | None
-    """Loaded it, and loads the other readers; None where models are spread over all devices."""
+    """Loads the other readers; None where models are spread over all devices."""
     sites: list[str]
     plan: dict[str, np.ndarray]
     """Row ids of the trajectories that each reader reads."""
@@ -55,13 +55,10 @@ def open_base(
         TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, or
             a precision that cannot be stored.
     """
-    from tsae.checkpoints.hooks import check_sites
-    from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
-
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
     for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
         check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
-    loader = None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
+    loader = _loader(config, device)
     model = _load(series.base, config, loader)
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
@@ -100,30 +97,28 @@ def as_reader(
     loader: ModelLoader | None,
     model: PreTrainedModel | None,
 ) -> Reader:
-    """The model is the checkpoint's own, where it is loaded already."""
+    """A checkpoint with hooks; `model` is its own, where it is loaded already."""
+    reader: HuggingFaceReader | TransformerLensReader
     if config.backend == "transformer_lens":
-        from tsae.checkpoints.bridge import TransformerLensReader
-
-        return TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
-    from tsae.checkpoints.hooks import HuggingFaceReader
-
-    return HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
+        reader = TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
+    else:
+        reader = HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
+    return PredictingReader(reader) if isinstance(config, CaptureConfig) and config.token_statistics else reader
 
 
 def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
-    """A reader of its own for one checkpoint."""
-    from tsae.checkpoints.loading import ModelLoader
+    """One checkpoint as a reader, with a loader of its own."""
+    return as_reader(checkpoint, sites, config, config.device, _loader(config, config.device), None)
 
-    loader = None if config.device == "auto" else ModelLoader(device=config.device, dtype=config.model_dtype)
-    return as_reader(checkpoint, sites, config, config.device, loader, None)
+
+def _loader(config: ReadingConfig, device: str) -> ModelLoader | None:
+    return None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
 
 
 def _load(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | None) -> PreTrainedModel:
-    """Without a loader the model is spread over all devices."""
+    """Load a model; without a loader it is spread over all devices."""
     if loader is not None:
         return loader.load(checkpoint)
-    from tsae.checkpoints.placement import spread
-
     model = checkpoint.load_model(dtype=config.model_dtype)
     spread(model)
     return model
