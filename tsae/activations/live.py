@@ -34,7 +34,7 @@ from tsae.activations.batches.places import Rows
 from tsae.activations.batches.segments import cut_windows
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
-from tsae.activations.reader.assignment import cut
+from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, stored_texts
 from tsae.activations.reader.opening import open_base, open_reader
 from tsae.activations.shards.manifest import FORMAT, VERSION
@@ -119,7 +119,7 @@ class LiveSource(Source):
     def windows(self, site: str, **options: Any) -> Windows:
         return LiveWindows(self, site, **options)
 
-    def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def read(self, reader: str, texts: Sequence[np.ndarray], rows: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
         At least eight batches are read: fewer would mix texts of all lengths, and most of the work would be padding.
@@ -128,19 +128,21 @@ class LiveSource(Source):
         Args:
             reader: who reads.
             texts: token ids of whole trajectories.
-            rows: their ids in the rollouts, for messages.
+            rows: (n,) their ids in the rollouts, for messages.
 
         Raises:
             TsaeError: where activations are not finite, or wider than the base's; and where memory is short, for one
                 trajectory alone or in one of several processes.
         """
         budget = max(1, min(self.config.batch_tokens, sum(map(len, texts)) // 8))
+        piece, where = Piece(reader, "", rows), self.series[reader].path
         while True:
             try:
-                yield from self._read(reader, texts, rows, budget)
+                for batch in read_batches(self._opened(reader), texts, budget):
+                    yield from stored_texts(batch, self.site, piece, self.rollouts, self.manifest, where)
                 return
             except OutOfMemory as error:
-                where, n = self.series[reader].path, len(error.texts)
+                n = len(error.texts)
                 if n == 1:
                     raise TsaeError(
                         f"trajectory {rows[int(error.texts[0])]} does not fit into memory by itself while reader "
@@ -165,24 +167,6 @@ class LiveSource(Source):
                 "training gives the same bits only where memory is short again",
                 RuntimeWarning,
                 stacklevel=2,
-            )
-
-    def _read(
-        self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int], budget: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        lengths = np.array([len(text) for text in texts])
-        for batch in read_batches(self._opened(reader), texts, budget):
-            yield from stored_texts(
-                batch,
-                self.site,
-                lengths,
-                rows,
-                self.rollouts,
-                d_model=self.d_model(self.site),
-                dtype=self.manifest["dtype"],
-                reader=reader,
-                checkpoint=self.series[reader].path,
-                fix="Train on checkpoints of one model.",
             )
 
     def _opened(self, reader: str) -> Any:
@@ -243,7 +227,7 @@ class LiveWindows(Windows):
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
         parts: list[np.ndarray] = []
         items: list[np.ndarray] = []
-        n_texts, text_of_segment = len(self._places.texts), self._text_of(self.segments)
+        n_texts, text_of_segment = len(self._places.row), self._text_of(self.segments)
         size = np.bincount(text_of_segment, weights=self.segments[:, 2], minlength=n_texts).astype(np.int64)
         for cell, info in enumerate(self.mixture.cells):
             mine = np.flatnonzero(self.mixture.cell_of == cell)
@@ -285,18 +269,12 @@ class LiveWindows(Windows):
         self._buffer = torch.empty(
             (int(length.sum()), self.d_model), dtype=getattr(torch, self.store.manifest["dtype"])
         )
-        first = self._places.texts[texts]
-        in_shard = np.searchsorted(self._places.base, first, side="right") - 1
+        in_shard = np.searchsorted(self._places.base, self._places.texts[texts], side="right") - 1
+        reader_of = np.array([shard.reader for shard in self.shards])[in_shard]
         for reader in self.store.readers:
-            ids, rows, mine = [], [], []
-            for text, begin, number in zip(texts.tolist(), first.tolist(), in_shard.tolist(), strict=True):
-                found = self.shards[number]
-                if found.reader == reader:
-                    place = int(np.searchsorted(found.offsets, begin - self._places.base[number]))
-                    ids.append(found.token_ids[found.offsets[place] : found.offsets[place + 1]])
-                    rows.append(int(found.trajectory[place]))
-                    mine.append(text)
-            for t, values in self.store.read(reader, ids, rows) if ids else ():
+            mine = texts[reader_of == reader]
+            ids = [self._token_ids(*each) for each in zip(mine, in_shard[reader_of == reader], strict=True)]
+            for t, values in self.store.read(reader, ids, self._places.row[mine]) if ids else ():
                 low, high = np.searchsorted(text_of_held, [mine[t], mine[t] + 1])
                 for segment in range(low, high):
                     skipped = int(self._held[segment] - self._places.texts[mine[t]])
@@ -306,6 +284,9 @@ class LiveWindows(Windows):
             [torch.linalg.vector_norm(x.float(), dim=1) for x in self._buffer.split(8192)]
         ).numpy()
         self._filled = (epoch, block)
+
+    def _token_ids(self, text: int, shard: int) -> np.ndarray:
+        return self.shards[shard].token_ids[slice(*(self._places.texts[text : text + 2] - self._places.base[shard]))]
 
     @property
     def _maps(self) -> list[np.ndarray]:

@@ -20,8 +20,8 @@ class Context:
     token_ids: np.ndarray
     """(n,) of prompt and response."""
     activations: np.ndarray
-    """(n,) of the feature; 0 on special tokens, outliers, and tokens of the response that the policy did not sample,
-    which never count."""
+    """(n,) of the feature; 0 on tokens that do not count: special tokens, outliers, and those of the response that the
+    policy did not sample."""
     n_prompt: int
     """Tokens of the prompt, which come first."""
     outcome: str

@@ -17,22 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.files import write_json
 from tsae.base.filters import several
 from tsae.base.views import views
+from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.stability import Stability
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
 
 _ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory", "outlier")
 
@@ -55,12 +54,12 @@ class FeatureTable:
     info: dict[str, Any] = field(default_factory=dict)
     """sae (config, site), readers (id, run, step, trained_on, reconstruction, outlier_share), special_ids."""
     outlier: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so that they
-    have no codes and do not count. Empty where none is known."""
+    """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so they have
+    no codes and do not count. Empty where none is known."""
     origin: str = "features"
     """The folder it was read from; named in error messages."""
     stability: Stability | None = None
-    """Of the SAE's latents across seeds, where `encode` found it beside the SAE."""
+    """Stability of the SAE's latents across seeds, where `encode` found it beside the SAE."""
 
     @property
     def n_rows(self) -> int:
@@ -87,8 +86,6 @@ class FeatureTable:
         )
 
     def _repr_html_(self) -> str:
-        import pandas as pd
-
         kept = ["id", "run", "step", "trained_on", "n_tokens", "fve", "l0", "flagged"]
         readers = pd.DataFrame(self.info["readers"])
         facts = {
@@ -111,14 +108,14 @@ class FeatureTable:
         reader: str | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """Display a trajectory with the activation of some features on its tokens; print it in a terminal.
+        """Show a trajectory with the activation of some features on its tokens, in a notebook or a terminal.
 
         Args:
             trajectory: row id into `rollouts`.
-            features: one or several; by default the four that are most active on its response, each against its own
-                root mean square over all rows.
+            features: one or several; by default the four that are most active on its response, relative to their root
+                mean square over all rows.
             reader: who read it; by default the base.
-            checkpoint: whose tokenizer names the tokens; without one they are shown by id.
+            checkpoint: its tokenizer gives the tokens' text; without one they are shown by id.
 
         Raises:
             TsaeError: where that reader did not read it, or no feature fires there.
@@ -126,6 +123,7 @@ class FeatureTable:
         views().show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
 
     def reader_info(self, reader: str) -> Mapping[str, Any]:
+        """id, run, step, trained_on and reconstruction of a reader."""
         for record in self.info["readers"]:
             if record["id"] == reader:
                 return record
@@ -149,7 +147,7 @@ class FeatureTable:
     def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
         """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""
         mask = self.span_mask(span)
-        index = self.codes.indices.dtype  # or the product copies all codes' indices
+        index = self.codes.indices.dtype  # with another one, the product would copy all codes' indices
         tokens, rows = np.flatnonzero(mask).astype(index), self.row_of_token[mask].astype(index)
         counts = np.bincount(rows, minlength=self.n_rows)
         weights = sp.csr_array(
@@ -166,7 +164,7 @@ class FeatureTable:
         return np.flatnonzero(mask)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the folder; features.json comes last, so that a half-written table is not read."""
+        """Write the folder; features.json comes last, so that a half-written table is not loaded."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "features.json").unlink(missing_ok=True)
@@ -180,8 +178,8 @@ class FeatureTable:
             "values": self.codes.data.astype(np.float32),
             "offsets": self.codes.indptr.astype(np.int64),
             **{name: getattr(self, name) for name in _ARRAYS[3:]},
+            "outlier": self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool),
         }
-        arrays["outlier"] = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
         with h5py.File(folder / "features.h5", "w", libver="latest") as file:
             for name, array in arrays.items():
                 file.create_dataset(name, data=array)
@@ -190,7 +188,7 @@ class FeatureTable:
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:
-        """Read a folder that `save` wrote."""
+        """Load a folder that `save` wrote."""
         folder = Path(folder)
         for name in ("features.json", "features.h5", "rollouts.parquet"):
             if not (folder / name).is_file():
@@ -199,21 +197,17 @@ class FeatureTable:
             info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
             n_features = int(info.pop("n_features"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TsaeError(
-                f"features.json is not a feature table's ({error})", where=folder, fix="Encode again."
-            ) from error
+            found = f"features.json is not a feature table's ({error})"
+            raise TsaeError(found, where=folder, fix="Encode again.") from error
         try:
             with h5py.File(folder / "features.h5", "r") as file:
                 arrays = {name: file[name][()] for name in _ARRAYS}
         except (OSError, KeyError) as error:
-            raise TsaeError(
-                f"features.h5 cannot be read ({str(error).splitlines()[0]})",
-                where=folder,
-                fix="Encode again.",
-            ) from error
+            found = f"features.h5 cannot be read ({str(error).splitlines()[0]})"
+            raise TsaeError(found, where=folder, fix="Encode again.") from error
         shape = (len(arrays["token_ids"]), n_features)
         if len(arrays["values"]) <= np.iinfo(np.int32).max:
-            # Else scipy would hold the indices of all codes, and of whatever is made of them, in 64 bits.
+            # Otherwise scipy would widen the indices of all codes, and of what is computed from them, to 64 bits.
             arrays["offsets"] = arrays["offsets"].astype(np.int32)
         codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
         return cls(

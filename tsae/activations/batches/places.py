@@ -17,13 +17,14 @@ class Places:
 
     Attributes:
         base: (n_shards + 1,) place of the first token of each shard, and the number of all tokens.
-        texts: (n_texts,) place of the first token of each text, a (reader, trajectory).
+        texts: (n_texts + 1,) place of the first token of each text, a (reader, trajectory), and the number of all.
         row: (n_texts,) row id of each text in the rollouts.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.base = np.cumsum([0, *(shard.n_tokens for shard in shards)])
-        self.texts = np.concatenate([low + shard.offsets[:-1] for low, shard in zip(self.base, shards, strict=False)])
+        begins = [low + shard.offsets[:-1] for low, shard in zip(self.base, shards, strict=False)]
+        self.texts = np.concatenate([*begins, self.base[-1:]])
         self.row = np.concatenate([shard.trajectory for shard in shards])
 
     def first(self, windows: np.ndarray) -> np.ndarray:

@@ -132,7 +132,7 @@ def _lengths(windows: np.ndarray, bits: int) -> np.ndarray:
 def divided(windows: np.ndarray, bits: int, numbers: range) -> Iterator[tuple[int, np.ndarray]]:
     """(number, packed windows) of every batch that has any.
 
-    Batches are of equal size: BatchTopK and InfoNCE would treat a small last one differently, and it might hold no pair.
+    Batches are of equal size: a small last one might hold no pair, and BatchTopK and InfoNCE would treat it otherwise.
     """
     n_tokens = sum(int(_lengths(windows[low : low + _SOME], bits).sum()) for low in range(0, len(windows), _SOME))
     bounds = windows_before(windows, bits, np.arange(len(numbers) + 1) * n_tokens // len(numbers))

@@ -7,13 +7,14 @@ raised, and the caller starts again with half the budget and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from einops import rearrange
 
+from tsae.activations.reader.assignment import Piece
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -32,6 +33,8 @@ class Batch(NamedTuple):
     """(b,) positions in the sequence that was read."""
     values: dict[str, torch.Tensor]
     """By site (n_tokens, d_model) of these trajectories, one after another, without padding."""
+    lengths: list[int]
+    """Tokens of each trajectory."""
 
 
 class OutOfMemory(Exception):
@@ -76,7 +79,7 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             raise OutOfMemory(batch)
-        yield Batch(batch, found)
+        yield Batch(batch, found, lengths[batch].tolist())
 
 
 def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,50 +107,38 @@ def _without_padding(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def stored_texts(
-    batch: Batch,
-    site: str,
-    lengths: np.ndarray,
-    rows: Sequence[int] | np.ndarray,
-    rollouts: Rollouts,
-    *,
-    d_model: int,
-    dtype: str,
-    reader: str,
-    checkpoint: str,
-    fix: str,
+    batch: Batch, site: str, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(position, (n_tokens, d_model) on the CPU in the stored precision) of every trajectory of a batch.
 
     Args:
-        batch: what the reader computed.
+        batch: what the piece's reader computed.
         site: one of its sites.
-        lengths: (n,) tokens of all trajectories that are read.
-        rows: (n,) their ids in the rollouts.
-        rollouts: where they come from.
-        d_model: of the base.
-        dtype: stored precision.
-        reader: who read.
-        checkpoint: its path.
-        fix: what to do about another d_model.
+        piece: what is read.
+        rollouts: the trajectories.
+        manifest: says d_model and the stored precision.
+        checkpoint: the reader's path, for messages.
 
     Raises:
         TsaeError: where a reader has another d_model than the base, or a value is not finite once it is stored.
     """
-    value = batch.values[site]
+    value, d_model, dtype = batch.values[site], manifest["sites"][site]["d_model"], manifest["dtype"]
     if value.shape[-1] != d_model:
         raise TsaeError(
-            f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base", where=checkpoint, fix=fix
+            f"reader {piece.reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
+            where=checkpoint,
+            fix="Use checkpoints of one model together.",
         )
-    stored, n_tokens = value.to(getattr(torch, dtype)), lengths[batch.texts].tolist()
+    stored = value.to(getattr(torch, dtype))
     if not torch.isfinite(stored).all():
-        for t, computed, text in zip(batch.texts, value.split(n_tokens), stored.split(n_tokens), strict=True):
+        for t, computed, text in zip(batch.texts, value.split(batch.lengths), stored.split(batch.lengths), strict=True):
             if not torch.isfinite(text).all():
-                _raise_not_finite(computed, checkpoint, reader, rollouts, int(rows[t]), site, dtype)
-    yield from zip(batch.texts.tolist(), stored.cpu().split(n_tokens), strict=True)
+                _raise_not_finite(computed, site, dtype, piece.reader, checkpoint, rollouts, int(piece.rows[t]))
+    yield from zip(batch.texts.tolist(), stored.cpu().split(batch.lengths), strict=True)
 
 
 def _raise_not_finite(
-    value: torch.Tensor, checkpoint: str, reader: str, rollouts: Rollouts, row: int, site: str, dtype: str
+    value: torch.Tensor, site: str, dtype: str, reader: str, checkpoint: str, rollouts: Rollouts, row: int
 ) -> None:
     problem = rollouts.table["problem_id"][row].as_py()
     if bool(torch.isfinite(value).all()):

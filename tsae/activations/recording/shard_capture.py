@@ -55,8 +55,8 @@ def capture_shard(
         with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
-                    _put(writer, batch, piece, rollouts, checkpoint)
-                    bar.update(int(np.diff(offsets)[batch.texts].sum()))
+                    _put(writer, batch, piece, rollouts, manifest, checkpoint)
+                    bar.update(sum(batch.lengths))
             except OutOfMemory as error:
                 short = error
             if short is None:
@@ -79,25 +79,15 @@ def capture_shard(
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
 
 
-def _put(writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, checkpoint: str) -> None:
-    """Write a batch into its shard, checked to be as wide as the base's and finite in the stored precision."""
-    lengths = np.diff(writer.offsets)
-    for site, d_model in writer.sites.items():
-        for t, text in stored_texts(
-            batch,
-            site,
-            lengths,
-            piece.rows,
-            rollouts,
-            d_model=d_model,
-            dtype=writer.dtype,
-            reader=piece.reader,
-            checkpoint=checkpoint,
-            fix="Capture checkpoints of other models into stores of their own.",
-        ):
+def _put(
+    writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
+) -> None:
+    """Check what the reader computed on a batch, and write it."""
+    for site in writer.sites:
+        for t, text in stored_texts(batch, site, piece, rollouts, manifest, checkpoint):
             writer.put(site, t, text)
     for name in [name for name in STATISTICS if name in batch.values]:
-        for t, text in zip(batch.texts.tolist(), batch.values[name].split(lengths[batch.texts].tolist()), strict=True):
+        for t, text in zip(batch.texts.tolist(), batch.values[name].split(batch.lengths), strict=True):
             if bool(text[1:].isnan().any()):
                 row = int(piece.rows[t])
                 problem = rollouts.table["problem_id"][row].as_py()
