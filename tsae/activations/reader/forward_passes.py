@@ -36,6 +36,10 @@ class Batch(NamedTuple):
     lengths: list[int]
     """Tokens of each trajectory."""
 
+    def each(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(position, (n_tokens, …) of a site or prediction) of every trajectory."""
+        return zip(self.texts.tolist(), self.values[name].split(self.lengths), strict=True)
+
 
 class OutOfMemory(Exception):
     """A batch did not fit into memory."""
@@ -80,6 +84,21 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
                 torch.cuda.empty_cache()
             raise OutOfMemory(batch)
         yield Batch(batch, found, lengths[batch].tolist())
+
+
+def read_each(
+    reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int, name: str, *, where: str, fix: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(position, (n_tokens, …) of one site or prediction) of every trajectory, the longest first.
+
+    Raises:
+        TsaeError: where a batch does not fit into memory; it names `where` and says `fix`.
+    """
+    try:
+        for batch in read_batches(reader, texts, batch_tokens):
+            yield from batch.each(name)
+    except OutOfMemory as error:
+        raise TsaeError(f"a batch of {batch_tokens} tokens does not fit into memory", where=where, fix=fix) from error
 
 
 def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,8 +150,8 @@ def stored_texts(
         )
     stored = value.to(getattr(torch, dtype))
     if not torch.isfinite(stored).all():
-        for t, computed, text in zip(batch.texts, value.split(batch.lengths), stored.split(batch.lengths), strict=True):
-            if not torch.isfinite(text).all():
+        for t, computed in batch.each(site):
+            if not torch.isfinite(computed.to(stored.dtype)).all():
                 _raise_not_finite(computed, site, dtype, piece.reader, checkpoint, rollouts, int(piece.rows[t]))
     yield from zip(batch.texts.tolist(), stored.cpu().split(batch.lengths), strict=True)
 

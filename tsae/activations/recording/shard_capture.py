@@ -87,7 +87,7 @@ def _put(
         for t, text in stored_texts(batch, site, piece, rollouts, manifest, checkpoint):
             writer.put(site, t, text)
     for name in [name for name in STATISTICS if name in batch.values]:
-        for t, text in zip(batch.texts.tolist(), batch.values[name].split(batch.lengths), strict=True):
+        for t, text in batch.each(name):
             if bool(text[1:].isnan().any()):
                 row = int(piece.rows[t])
                 problem = rollouts.table["problem_id"][row].as_py()
