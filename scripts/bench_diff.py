@@ -39,7 +39,7 @@ import tyro
 
 import tsae.diff.diff as whole
 from tsae.diff.config import DiffConfig
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 _IDS = 8000

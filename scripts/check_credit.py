@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
-    from tsae.features.table import FeatureTable
+    from tsae.features.feature_table import FeatureTable
     from tsae.rl.credit import Credit
 
 LEVELS = ("medium", "hard")

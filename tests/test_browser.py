@@ -19,7 +19,7 @@ from test_report import MARKUP, describe, make, reader
 
 import tsae
 from tsae.diff.baselines import WAYS
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.report import write_report
 from tsae.rollouts.table import Rollouts
 

@@ -24,7 +24,7 @@ from tsae.diff.diff import feature_diff
 from tsae.diff.null import null_counts, null_of
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.report.page import render
 from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts

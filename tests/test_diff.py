@@ -32,7 +32,7 @@ from tsae.diff.statistics import Draws, bootstrap_interval, infer, outcomes, pai
 from tsae.diff.threads import in_threads
 from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)

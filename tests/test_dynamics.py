@@ -17,7 +17,7 @@ import tsae
 from tsae.cli import main
 from tsae.diff.config import DiffConfig
 from tsae.diff.dynamics import COLUMNS, align, dynamics, run_steps, simes
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=300, n_permutations=1000)

@@ -15,9 +15,9 @@ from builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
-from tsae.features.contexts import top_contexts
 from tsae.features.encode import encode
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
+from tsae.features.top_contexts import top_contexts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

@@ -26,7 +26,7 @@ from tsae.diff.config import InfluenceConfig
 from tsae.diff.derivatives import padded
 from tsae.diff.probabilities import response_logprobs
 from tsae.diff.reinforcement import reinforcement
-from tsae.features.contexts import context
+from tsae.features.top_contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.exporting import write_credit
 from tsae.rl.learning import ResponseTokens, fit_credit

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.report import figures, views, write_report
 from tsae.report.contexts import AFTER, BEFORE, contexts, histograms
 from tsae.report.explorer import contrasts_shown

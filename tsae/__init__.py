@@ -18,7 +18,7 @@ _HOMES = {
     "DifficultyConfig": "tsae.rollouts.config",
     "Dynamics": "tsae.diff.dynamics",
     "FeatureDiff": "tsae.diff.result",
-    "FeatureTable": "tsae.features.table",
+    "FeatureTable": "tsae.features.feature_table",
     "InsertionConfig": "tsae.causal.config",
     "Intervention": "tsae.causal.result",
     "InterventionConfig": "tsae.causal.config",

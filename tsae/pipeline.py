@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tsae.diff.config import DiffConfig
     from tsae.diff.result import FeatureDiff
     from tsae.features.annotations import Annotator
-    from tsae.features.table import FeatureTable
+    from tsae.features.feature_table import FeatureTable
     from tsae.rollouts.table import Rollouts
     from tsae.sae.config import SAEConfig, TrainingConfig
     from tsae.sae.evaluation import Evaluation

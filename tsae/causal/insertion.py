@@ -29,7 +29,7 @@ from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.diff.statistics import bootstrap_interval
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from tsae.causal.edits import FeatureEdit, Rewriting
 from tsae.causal.result import Intervention, outcome_table
 from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.sampling import encode_prompt, sample

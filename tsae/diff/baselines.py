@@ -31,7 +31,7 @@ from tsae.diff.statistics import bootstrap_interval
 from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import problem_aurocs, side_means
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 
 WAYS = ("best feature", "ten best features", "mean difference", "linear probe")
 _SHRINK = 0.1

@@ -12,7 +12,7 @@ import numpy as np
 from tsae.diff.config import DiffConfig
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"

@@ -32,8 +32,8 @@ from tsae.diff.rows import Rows
 from tsae.diff.statistics import group_interval
 from tsae.diff.threads import in_threads
 from tsae.diff.within_problems import group_difference
+from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import grouped_sums
-from tsae.features.table import FeatureTable
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"

@@ -26,8 +26,8 @@ from tsae.diff.rows import Rows
 from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, responds_to, top_tokens
+from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import active_counts
-from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.sae.stability import Stability
 

@@ -41,7 +41,7 @@ from tsae.diff.rows import Rows
 from tsae.diff.statistics import paired_inference, q_values
 from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import side_means
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 
 KINDS = ("emerging", "growing", "fading", "passing", "flat")

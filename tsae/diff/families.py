@@ -32,7 +32,7 @@ from tsae.diff.statistics import paired_inference, q_values
 from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 
 Families = Mapping[str, Sequence[str]]
 NO_FAMILY = "none"

@@ -32,7 +32,7 @@ from tsae.diff.rows import Rows
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 

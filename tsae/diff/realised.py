@@ -15,7 +15,7 @@ from tsae.diff.covariance import Samples, sums
 from tsae.diff.permutations import permuted_weights
 from tsae.diff.rows import Rows
 from tsae.diff.within_problems import group_difference
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 _SPLITS = 50  # of the problems into halves, for reliabilities

@@ -41,7 +41,7 @@ from tsae.diff.statistics import infer, weighted
 from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import side_means
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.advantages import KINDS
 from tsae.rollouts.table import BANDS, OUTCOMES, problem_bands
 

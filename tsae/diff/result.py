@@ -25,7 +25,7 @@ from tsae.errors import TsaeError
 if TYPE_CHECKING:
     from tsae.diff.noise import NoiseNull
     from tsae.diff.reinforcement import Reinforcement
-    from tsae.features.table import FeatureTable
+    from tsae.features.feature_table import FeatureTable
 
 CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
 """Columns of `FeatureDiff.shifts` that tell one contrast from another."""

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.within_problems import side_means
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 
 
 class Scale(NamedTuple):

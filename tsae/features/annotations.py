@@ -13,8 +13,8 @@ import pandas as pd
 
 from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import active_counts, grouped_sums
-from tsae.features.table import FeatureTable
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""

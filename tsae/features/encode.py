@@ -17,7 +17,7 @@ from tsae.activations.token_statistics import with_entropy
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.stability import Stability
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128

@@ -10,14 +10,14 @@ import pandas as pd
 
 from tsae.checkpoints.loading import token_strings
 from tsae.errors import TsaeError
-from tsae.features.contexts import context
+from tsae.features.top_contexts import context
 from tsae.report.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint
     from tsae.diff.feature import Feature
-    from tsae.features.table import FeatureTable
+    from tsae.features.feature_table import FeatureTable
     from tsae.rollouts.table import Rollouts
 
 _BEFORE, _AFTER = 48, 24

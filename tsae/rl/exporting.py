@@ -20,7 +20,7 @@ from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.predictions import PredictingReader
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights

@@ -32,7 +32,7 @@ from tsae.diff.contrasts import draw
 from tsae.diff.rows import Rows
 from tsae.diff.statistics import bootstrap_interval, outcomes, sequential_p
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
 from tsae.rollouts.parts import OTHER

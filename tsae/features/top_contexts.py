@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tsae.activations.spans import rows_mask
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 
 
 @dataclass(frozen=True)
