@@ -20,7 +20,8 @@ from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS, OUTCOMES, Rollouts
 
-_INFO = ("id", "run", "step", "trained_on")
+READER_INFO = ("id", "run", "step", "trained_on")
+"""What a manifest and a feature table say of every reader."""
 
 
 class Catalogue:
@@ -65,7 +66,7 @@ class Catalogue:
 
         table = pd.DataFrame(
             {
-                **{key: [record.get(key) for record in self._records()] for key in _INFO},
+                **{key: [record.get(key) for record in self._records()] for key in READER_INFO},
                 "trajectories": [total(record, "n_trajectories") for record in self._records()],
                 "tokens": [total(record, "n_tokens") for record in self._records()],
             }

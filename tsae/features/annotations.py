@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from einops import reduce
 
 from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
@@ -88,7 +89,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     n_classes, ones = len(classes.names), np.ones(len(tokens))
     sums = grouped_sums(features.codes, tokens, classes.code[tokens], ones, n_classes)
     sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
-    total = sums.sum(0)
+    total = reduce(sums, "class feature -> feature", "sum")
     shares = sums / np.where(total > 0, total, 1)
     lifts = shares / np.maximum(sizes / sizes.sum(), 1e-12)[:, None]
     score = np.where(sizes[:, None] >= _MIN_TOKENS, shares * np.log(np.maximum(lifts, 1e-12)), -np.inf)

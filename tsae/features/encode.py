@@ -11,6 +11,7 @@ import scipy.sparse as sp
 import torch
 from einops import reduce
 
+from tsae.activations.catalogue import READER_INFO
 from tsae.activations.shards.shard import Shard
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
@@ -76,7 +77,7 @@ def encode(
                 readers.append(np.full(kept.sum(), number, dtype=np.int32))
                 trajectories.append(shard.trajectory[kept])
             info = store.reader_info(reader)
-            records.append({**{k: info[k] for k in ("id", "run", "step", "trained_on")}, **quality.summary()})
+            records.append({**{name: info[name] for name in READER_INFO}, **quality.summary()})
     table = FeatureTable(
         codes=sp.csr_array(sp.vstack(codes, format="csr")),
         token_ids=np.concatenate(token_ids),

@@ -167,10 +167,10 @@ class Windows:
         self._partners = Partners(first, length, np.concatenate(begins)) if begins else None
         longest = length.max() if self._partners is None else self._partners.longest
         if partner is not None and longest < 2:
-            lacking = "step has two" if partner == "step" else "trajectory has two"
-            lacking += " adjacent" if partner == "previous" else ""
+            unit = "step" if partner == "step" else "trajectory"
+            adjacent = " adjacent" if partner == "previous" else ""
             raise TsaeError(
-                f"no {lacking} tokens that count, so that the temporal loss has no pairs",
+                f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs",
                 where=store.path,
                 fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
             )

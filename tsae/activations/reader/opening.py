@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tsae.activations.catalogue import READER_INFO
 from tsae.activations.config import CaptureConfig, ReadingConfig
 from tsae.activations.reader.assignment import check_context, check_tokenizer, plan_readers
 from tsae.activations.reader.forward_passes import Reader
@@ -77,13 +78,7 @@ def open_base(
         "special_ids": sorted(set(tokenizers[0].all_special_ids)),
     }
     readers = [
-        {
-            "id": checkpoint.id,
-            "run": checkpoint.run,
-            "step": checkpoint.step,
-            "trained_on": checkpoint.trained_on,
-            "weights": weights_fingerprint(checkpoint),
-        }
+        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": weights_fingerprint(checkpoint)}
         for checkpoint in series
     ]
     return Base(model, loader, sites, plan_readers([c.id for c in series], rollouts, config), facts, readers)
