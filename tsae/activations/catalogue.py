@@ -180,7 +180,7 @@ class Catalogue:
             "special_ids": manifest["special_ids"],
             "capture": manifest.get("config"),
             **({"subset": selected} if selected else {}),
-            **({"parts": told} if (told := self.rollouts.parts_fingerprint) else {}),
+            **({"parts": parts} if (parts := self.rollouts.parts_fingerprint) else {}),
             **{axis: _hash(self.rollouts.table[axis].to_pylist()) for axis in labels},
         }
 

@@ -85,8 +85,7 @@ class Mixture:
                 codes.append(np.array([names["run"].index(run) for run in runs])[reader])
             else:
                 row = places.row[places.text(places.first(segments))]
-                codes.append(_column(store, axis, names[axis])[row])
-                _check_known(store, axis, row[codes[-1] < 0])
+                codes.append(_codes(store, axis, names[axis], row))
         self._n_tokens = int(length.sum())
         if codes:
             kinds, cell_of = np.unique(np.stack(codes, axis=1), axis=0, return_inverse=True)
@@ -112,17 +111,15 @@ class Mixture:
             yield number, max(low - start, 0), min(high - start, size)
 
 
-def _column(store: Catalogue, axis: str, names: Sequence[str]) -> np.ndarray:
-    """(n_trajectories,) index of each value; −1 where it is unknown."""
+def _codes(store: Catalogue, axis: str, names: Sequence[str], rows: np.ndarray) -> np.ndarray:
+    """(n,) index into `names` of the band or outcome of trajectories, given by their row ids."""
     known = {name: i for i, name in enumerate(names)}
     frame = store.rollouts.frame
     values = frame[axis]
     if axis == "band":  # A response without a band of its own still belongs to a problem with one.
         values = frame.problem_id.map(problem_bands(frame))
-    return np.array([known.get(value, -1) for value in values.tolist()])
-
-
-def _check_known(store: Catalogue, axis: str, unknown: np.ndarray) -> None:
+    codes = np.array([known.get(value, -1) for value in values.tolist()])[rows]
+    unknown = rows[codes < 0]
     if len(unknown):
         fix = "Set bands with `tsae rollouts bands`" if axis == "band" else "Leave those trajectories out"
         raise TsaeError(
@@ -131,3 +128,4 @@ def _check_known(store: Catalogue, axis: str, unknown: np.ndarray) -> None:
             where=store.rollouts.origin,
             fix=f"{fix} and run the capture again, or balance by something else (--balance)",
         )
+    return codes

@@ -36,7 +36,7 @@ class Places:
         return np.searchsorted(self.texts, place, side="right") - 1
 
     def by_shard(self, place: np.ndarray) -> Rows:
-        """Where tokens are. Their shards must ascend."""
+        """Where tokens are, given in the order of their shards."""
         bounds = np.searchsorted(place, self.base)
         return [
             (number, place[bounds[number] : bounds[number + 1]] - self.base[number])

@@ -1,7 +1,7 @@
 """Batches of tokens with their partners, shuffled over a whole store in bounded memory.
 
 1. A trajectory's counted tokens are cut into windows of adjacent tokens (`tsae.activations.batches.segments`), at an
-   offset drawn anew each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and
+   offset drawn for each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and
    holds no padding, special token or token outside the span. Tokens with others between them, such as a tool's result,
    are not adjacent.
 2. Windows are shuffled, not tokens. A batch is a set of windows, so that each token is encoded once although it is a
@@ -217,7 +217,7 @@ class Windows:
         return norm_stats(self._norm(self._first(sample)), self.max_norm, self.store, self.site)
 
     def _norm(self, place: np.ndarray) -> np.ndarray:
-        """(n,) L2 norms of tokens whose shards ascend."""
+        """(n,) L2 norms of tokens in the order of their shards."""
         return np.concatenate([self.shards[number].norms(self.site)[some] for number, some in self._rows_of(place)])
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
@@ -333,7 +333,7 @@ class Windows:
         return Copies(self.shards)
 
     def _copies_of(self, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """(sum of lengths,) `TokenBatch.copies` of runs of tokens whose shards ascend."""
+        """(sum of lengths,) `TokenBatch.copies` of runs of tokens in the order of their shards."""
         bounds = np.searchsorted(begin, self._places.base)
         found = [
             self._copies.of(number, some, length[bounds[number] : bounds[number + 1]])
@@ -352,5 +352,5 @@ class Windows:
         return as_torch(x, dtype)
 
     def _rows_of(self, place: np.ndarray) -> Rows:
-        """Where tokens are whose shards ascend."""
+        """Where tokens are, given in the order of their shards."""
         return self._places.by_shard(place)
