@@ -65,12 +65,7 @@ class LiveSource(Source):
     """
 
     def __init__(
-        self,
-        series: CheckpointSeries,
-        rollouts: Rollouts,
-        site: str | None = None,
-        *,
-        config: LiveConfig | None = None,
+        self, series: CheckpointSeries, rollouts: Rollouts, site: str | None = None, *, config: LiveConfig | None = None
     ) -> None:
         self.series, self.config = series, config or LiveConfig()
         self.path = Path(rollouts.origin)

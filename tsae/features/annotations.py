@@ -142,6 +142,5 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     ]
     share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0)
     return pd.DataFrame(
-        {"top_tokens": names, "top_token_share": share},
-        index=pd.RangeIndex(features.n_features, name="feature"),
+        {"top_tokens": names, "top_token_share": share}, index=pd.RangeIndex(features.n_features, name="feature")
     )

@@ -66,7 +66,7 @@ _CONCLUSION = re.compile(r"\b(?:so|thus|hence|therefore|means?|total|altogether)
 _ARITHMETIC = re.compile(
     rf"<<[^<>]{{0,200}}>>(?:{_NUMBER})?|[($]{{0,3}}(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?"
     rf"(?:\s?(?:{_OPERATOR})\s?[($]{{0,3}}(?:<<[^<>]{{0,200}}>>)?(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?)+"
-    rf"(?:\s?=)?",
+    rf"(?:\s?=)?"
 )
 _WORD = re.compile(r"[a-z]{4,}|\d[\d,]*(?:\.\d+)?")
 _COMMON = frozenset(

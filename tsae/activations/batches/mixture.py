@@ -61,12 +61,7 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        store: Catalogue,
-        shards: Sequence[Shard],
-        places: Places,
-        segments: np.ndarray,
-        balance: Sequence[Axis],
+        self, store: Catalogue, shards: Sequence[Shard], places: Places, segments: np.ndarray, balance: Sequence[Axis]
     ) -> None:
         shard_of, length = segments[:, 0], segments[:, 2]
         reader = np.array([store.readers.index(shard.reader) for shard in shards])[shard_of]

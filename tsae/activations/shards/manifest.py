@@ -49,8 +49,7 @@ def inside(folder: Path, file: str) -> Path:
 
 def _check_structure(manifest: dict[str, Any]) -> None:
     _check_types(
-        manifest,
-        {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list},
+        manifest, {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list}
     )
     if manifest["dtype"] not in DTYPES:
         raise ValueError(f"dtype {manifest['dtype']}")
