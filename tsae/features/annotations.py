@@ -89,7 +89,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     n_classes, ones = len(classes.names), np.ones(len(tokens))
     sums = grouped_sums(features.codes, tokens, classes.code[tokens], ones, n_classes)
     sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
-    total = reduce(sums, "class feature -> feature", "sum")
+    total = reduce(sums, "token_class feature -> feature", "sum")
     shares = sums / np.where(total > 0, total, 1)
     lifts = shares / np.maximum(sizes / sizes.sum(), 1e-12)[:, None]
     score = np.where(sizes[:, None] >= _MIN_TOKENS, shares * np.log(np.maximum(lifts, 1e-12)), -np.inf)
