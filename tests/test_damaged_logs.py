@@ -14,7 +14,7 @@ import pytest
 from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs import files, parts
+from tsae.rollouts.logs.on_disk import log_files, parts
 from tsae.rollouts.table import Rollouts
 
 ROWS = [
@@ -79,8 +79,8 @@ def test_names_of_compressed_files_tell_the_trainer_and_the_step(
     assert found.table["policy"].to_pylist() == ["run-00000", "run-00001", "run-00009"]
     turns = [{"observation": "1+1=?", "chat_completions": [], "info": {}}]
     name = f"episode_hash1.json{suffix}"
-    assert files.first_row(written(tmp_path / name, json.dumps(turns[0]).encode())) == turns[0]
-    assert files.find_files(tmp_path / "run") == sorted((tmp_path / "run").iterdir())
+    assert log_files.first_row(written(tmp_path / name, json.dumps(turns[0]).encode())) == turns[0]
+    assert log_files.find_files(tmp_path / "run") == sorted((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -111,7 +111,7 @@ def test_what_is_no_compressed_file_is_refused(policy: Checkpoint, tmp_path: Pat
 def test_what_unpacks_without_end_is_not_read_into_memory(
     policy: Checkpoint, tmp_path: Path, suffix: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
     path = written(tmp_path / f"{name}{suffix}", b'{"prompt": "' + b"0" * (1 << 24))
     assert path.stat().st_size < 1 << 15
     with pytest.raises(TsaeError, match="more than 1 MiB"):
@@ -150,14 +150,14 @@ def test_half_a_line_of_columns_can_be_left_out(policy: Checkpoint, tmp_path: Pa
 
 def test_of_a_file_that_grows_what_was_there_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "log.jsonl", LINES)
-    (part,) = parts.parts_of([files.LogFile(path, "run")], cut=True)
+    (part,) = parts.parts_of([log_files.LogFile(path, "run")], cut=True)
     with path.open("ab") as file:
         file.write(LINES)
     assert [row for _, row in part.files[0].rows()] == ROWS
     path.write_bytes(LINES[:-20])
-    (part,) = parts.parts_of([files.LogFile(path, "run")], cut=True)
+    (part,) = parts.parts_of([log_files.LogFile(path, "run")], cut=True)
     path.write_bytes(LINES)
-    with pytest.raises(files.HalfLine, match=r"log\.jsonl:5"):
+    with pytest.raises(log_files.HalfLine, match=r"log\.jsonl:5"):
         list(part.files[0].rows())
 
 

@@ -6,7 +6,7 @@ import pytest
 from chat_templates import TEMPLATES, make_tokenizer
 
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.encoding import Encoder
+from tsae.rollouts.logs.tokenising.encoding import Encoder
 from tsae.rollouts.sampling import tokenize
 
 TEXTS = [

@@ -9,7 +9,7 @@ import pytest
 from tsae.cli import main
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.detect import FORMATS, find_log
-from tsae.rollouts.logs.entry import Entry
+from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.known import KNOWN, TELLS, formats_table, tells_table
 
 LOGS = Path(__file__).parents[1] / "docs" / "logs.md"

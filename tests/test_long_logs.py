@@ -23,14 +23,15 @@ from tsae.errors import TsaeError
 from tsae.rollouts import importing
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs import ledger as ledgers
-from tsae.rollouts.logs import parts, workers
+from tsae.rollouts.logs.bookkeeping import ledger as ledgers
+from tsae.rollouts.logs.bookkeeping.ledger import Ledger
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.entry import Entry
-from tsae.rollouts.logs.files import LogFile
-from tsae.rollouts.logs.journal import Job
-from tsae.rollouts.logs.ledger import Ledger
-from tsae.rollouts.logs.workers import default_workers, read_in_workers
+from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.on_disk import parts
+from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.running import workers
+from tsae.rollouts.logs.running.journal import Job
+from tsae.rollouts.logs.running.workers import default_workers, read_in_workers
 
 LOGS = Path(__file__).with_name("logs")
 

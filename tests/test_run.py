@@ -35,7 +35,7 @@ from tsae.report.findings import findings
 from tsae.report.sections import gates
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
-from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.table import problem_bands
 from tsae.run import RunConfig, analyze_run, choose_sae, find_series

@@ -20,13 +20,13 @@ from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs import look_answers, look_logprobs
+from tsae.rollouts.logs.checks import look_answers, look_logprobs
+from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
+from tsae.rollouts.logs.checks.look_answers import Sampled, recheck
+from tsae.rollouts.logs.checks.second_look import Check, SecondLook
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.entry import Entry
-from tsae.rollouts.logs.look_advantages import FORMULAS, recompute
-from tsae.rollouts.logs.look_answers import Sampled, recheck
-from tsae.rollouts.logs.second_look import Check, SecondLook
-from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.tokenising.tokens import Tokens
 
 LOGS = Path(__file__).parent / "logs"
 TEMPLATE = (

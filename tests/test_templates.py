@@ -15,7 +15,7 @@ from chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
 from tsae.activations.store import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.series import Checkpoint
-from tsae.rollouts.logs.templates import ChatTemplate
+from tsae.rollouts.logs.tokenising.templates import ChatTemplate
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

@@ -21,8 +21,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.summary import Summary
-from tsae.rollouts.logs.templates import ChatTemplate
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+from tsae.rollouts.logs.tokenising.templates import ChatTemplate
 
 LOGS = Path(__file__).parent / "logs"
 TRL = tsae.testbed.series_path() / "logs"

@@ -283,7 +283,7 @@ def _rollouts(
 
 def _log(config: RunConfig) -> Path:
     """Where the rollout log lies."""
-    from tsae.rollouts.logs.files import find_files
+    from tsae.rollouts.logs.on_disk.log_files import find_files
 
     completions = config.path / "completions"
     log = config.log or (completions if completions.is_dir() else config.path)
@@ -306,7 +306,7 @@ def _log(config: RunConfig) -> Path:
 
 def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
     """Which reward means success, where the log leaves a choice: the only one that is named for it."""
-    from tsae.rollouts.logs.entry import Entry
+    from tsae.rollouts.logs.entries.entry import Entry
 
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"

@@ -1,4 +1,4 @@
-"""A worker process of an import; see `tsae.rollouts.logs.workers`."""
+"""A worker process of an import; see `tsae.rollouts.logs.running.workers`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import read_part
 from tsae.rollouts.logs.detect import FORMATS
-from tsae.rollouts.logs.parts import Part
-from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.tokenising.tokens import Tokens
 
 _EVERY = 0.2
 """Seconds between two words on how far it is."""

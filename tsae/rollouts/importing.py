@@ -3,9 +3,9 @@
 However long the log is, memory holds one batch of trajectories and a few dozen bytes for each: 1. a trainer's reader
 (`tsae.rollouts.logs`) makes entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and
 policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. what the log
-says twice is compared (`tsae.rollouts.logs.second_look`); 6. the spools become the file.
+says twice is compared (`tsae.rollouts.logs.checks.second_look`); 6. the spools become the file.
 
-1 to 3 are done part by part (`tsae.rollouts.logs.parts`), in worker processes where the log is long. What is found in
+1 to 3 are done part by part (`logs.on_disk.parts`), in worker processes where the log is long. What is found in
 a part is written beside its rows, and put together in the order of the log: who read which part changes nothing, and
 parts that are there are not read again.
 """
@@ -25,18 +25,19 @@ from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.bar import Bar
-from tsae.rollouts.logs.contents import Contents
-from tsae.rollouts.logs.detect import Format, find_log
-from tsae.rollouts.logs.files import run_folder
-from tsae.rollouts.logs.journal import Job, Journal, begin, finish, settings
-from tsae.rollouts.logs.parts import Part, parts_of, total_bytes
-from tsae.rollouts.logs.second_look import refuse_disagreement
-from tsae.rollouts.logs.settings import find_settings
-from tsae.rollouts.logs.spool import Spool, Spools
-from tsae.rollouts.logs.summary import Summary
-from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
-from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
+from tsae.rollouts.logs.bookkeeping.contents import Contents
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+from tsae.rollouts.logs.checks.second_look import refuse_disagreement
+from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.on_disk.log_files import run_folder
+from tsae.rollouts.logs.on_disk.parts import Part, parts_of, total_bytes
+from tsae.rollouts.logs.running.bar import Bar
+from tsae.rollouts.logs.running.journal import Job, Journal, begin, finish, settings
+from tsae.rollouts.logs.running.spool import Spool, Spools
+from tsae.rollouts.logs.running.workers import default_workers, read_in_workers, setup
+from tsae.rollouts.logs.tokenising.template_settings import find_settings
+from tsae.rollouts.logs.tokenising.tokens import Tokens, tokenizer_alone
 from tsae.rollouts.table import Rollouts
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.

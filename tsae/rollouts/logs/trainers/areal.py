@@ -1,0 +1,55 @@
+"""AReaL: the trajectories that ``rollout.dump_to_file`` appends to ``rollout/{version}/{task_id}.jsonl``.
+
+After the source of AReaL 1.0 (``infra/workflow_executor.py``). A line has task_id, sample_idx, seqlen, prompt_len,
+head_version, tail_version, reward, prompt and completion. Evaluations go to ``eval-rollout``, which is not read.
+
+- Texts are decoded with their special tokens: a completion without an end token was cut off. seqlen and prompt_len
+  count tokens, which reveals a text that was sampled as another number of tokens.
+- A version is the number of updates of the weights. If they were updated while a response was sampled, the folder is
+  that of the newest.
+- Trajectories of several turns are cut at the number of sampled tokens, not at their first: the log does not tell.
+- Files are appended to. Lines that a resumed run wrote twice count once.
+- There is no reference answer, and a task_id is a number of one process: problems are identified by their prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.entries.fields import Fields
+from tsae.rollouts.logs.entries.log_format import Format, has
+from tsae.rollouts.logs.entries.parsing import by_row
+
+
+def _entry(row: Fields) -> Entry:
+    tail = row.whole("tail_version", needed=True)
+    head = row.whole("head_version") if "head_version" in row else tail
+    total, asked = row.whole("seqlen"), row.whole("prompt_len")
+    reward = row.score("reward")
+    return Entry(
+        row.where,
+        prompt=row.text("prompt"),
+        prompt_is="rendered",
+        response=row.text("completion"),
+        response_rendered=True,
+        response_length=None if total is None or asked is None else total - asked,
+        rewards={"reward": reward},
+        reward=reward,
+        step=tail,
+        updates=tail,
+        # The number of a task is one process's, and several write into one folder.
+        key=json.dumps(dict(row.row), sort_keys=True),
+        assumed=None if head == tail else "were sampled while weights were updated: named after the newest",
+    )
+
+
+FORMAT = Format(
+    "areal",
+    "AReaL trajectories",
+    by_row(_entry),
+    has("task_id", "sample_idx", "tail_version", "prompt", "completion", "reward"),
+    re.compile(r"(^|/)((?P<run>[^/]+)/)?rollout/(?P<step>\d+)/\d+\.jsonl$"),
+    synchronous=False,
+)
