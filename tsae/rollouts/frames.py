@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import read_log
+from tsae.rollouts.parquet import read_info
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def read_frame(
                 fix="Make texts, numbers, flags or lists of them of every column, or leave that column out.",
             ) from error
         try:
-            return read_log(file, checkpoint, config)
+            table = read_log(file, checkpoint, config)
+            return Rollouts(table, read_info(table), str(file))
         except TsaeError as error:
             where = str(error.where).replace(str(file), "read_frame")
             raise TsaeError(error.what.replace(str(file), "read_frame"), where=where, fix=error.fix) from error

@@ -20,11 +20,11 @@ from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 
 _EVERY = 0.2
-"""Seconds between two words on how far it is."""
+"""Seconds between two reports of progress."""
 
 
 def main() -> None:
-    # What others print, a verifier perhaps, must not come between the answers.
+    # Other output, such as a verifier's, must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     lines: queue.Queue[str] = queue.Queue()
@@ -58,17 +58,16 @@ def main() -> None:
 
 
 def _listen(lines: queue.Queue[str]) -> None:
-    """Pass lines on; where the process that writes them is gone, end at once."""
+    """Pass lines on; end at once if the process that writes them is gone."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(1)
 
 
 def _config(found: dict[str, Any]) -> ImportConfig:
-    """The configuration that was written as JSON, which has no tuples."""
+    """The configuration from JSON, which has no tuples."""
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    values["columns"] = ColumnNames(**found["columns"])
-    return ImportConfig(**values)
+    return ImportConfig(**{**values, "columns": ColumnNames(**found["columns"])})
 
 
 if __name__ == "__main__":

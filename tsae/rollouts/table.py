@@ -107,7 +107,8 @@ class Rollouts(parts.Parts):
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
             from tsae.rollouts.importing import read_log
 
-            return read_log(path, checkpoint, config)
+            table = read_log(path, checkpoint, config)
+            return cls(table, read_info(table), str(path))
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
         where = origin or str(path)

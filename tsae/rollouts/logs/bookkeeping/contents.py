@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,8 @@ class Contents:
         reward = self.verdicts.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
+        if reward is not None and not isfinite(reward):
+            raise TsaeError(f"its rewards add up to {reward}", where=entry.where, fix="Correct or drop that row.")
         problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
         assumed += [*prompt.assumed, *told(found, entry.sampled)]

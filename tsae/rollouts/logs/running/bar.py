@@ -1,8 +1,9 @@
-"""The progress bar of an import: bytes of the log, and how many trajectories were read of them."""
+"""The progress bar of an import: bytes of the log, and how many trajectories were read."""
 
 from __future__ import annotations
 
 import sys
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ class Bar:
         self.total, self.shown = total, shown
         self.trajectories = self._found = 0
         self._so_far: dict[int, tuple[int, int]] = {}
+        self._lock = RLock()
 
     def __enter__(self) -> Bar:
         from tqdm.auto import tqdm
@@ -34,12 +36,13 @@ class Bar:
         self._bar.close()
 
     def say(self, part: int, n_bytes: int, trajectories: int) -> None:
-        """So much was read of a part."""
-        bytes_before, before = self._so_far.get(part, (0, 0))
-        self._so_far[part] = (n_bytes, trajectories)
-        self.trajectories += trajectories - before
-        if self.shown and self._bar.update(n_bytes - bytes_before):
-            self._tell()
+        """Show how much was read of a part; any thread may call it."""
+        with self._lock:
+            bytes_before, before = self._so_far.get(part, (0, 0))
+            self._so_far[part] = (n_bytes, trajectories)
+            self.trajectories += trajectories - before
+            if self.shown and self._bar.update(n_bytes - bytes_before):
+                self._tell()
 
     def _tell(self) -> None:
         seconds = self._bar.format_dict["elapsed"]
@@ -47,14 +50,15 @@ class Bar:
         self._bar.set_postfix_str(f"{self.trajectories:,} trajectories, {rate:,.0f}/s", refresh=False)
 
     def end(self, part: int, n_bytes: int, trajectories: int, *, found: bool) -> None:
-        """A part is read; `found` where an earlier import did it, which counts for no rate."""
-        if found and self.shown:
-            self._bar.initial += n_bytes
-            self._found += trajectories
-        self.say(part, n_bytes, trajectories)
-        self._so_far.pop(part)
+        """A part is read; `found` if an earlier import did it, which does not count for the speed."""
+        with self._lock:
+            if found and self.shown:
+                self._bar.initial += n_bytes
+                self._found += trajectories
+            self.say(part, n_bytes, trajectories)
+            self._so_far.pop(part)
 
     def write(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self.shown:
             self._bar.write(line, file=sys.stderr)

@@ -1,8 +1,8 @@
-"""The parts of a log that an import has read, in a hidden folder beside its target, so that it can be stopped.
+"""Journal: finished parts of an import, in a hidden folder beside its target, so that it can be stopped and resumed.
 
-A part lies there under a name that follows from its files (paths, sizes, times of writing), from how they are read,
-and from the tokenizer. An import that is run again takes what it finds under the names of its own parts. The folder
-goes when the import ends, or fails before several parts were read.
+The name of a part's folder follows from its files (paths, sizes, times of writing), from how they are read, and from
+the tokenizer. An import that is run again uses the parts that it finds under these names. The folder is deleted when
+the import ends, or fails before several parts were read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
     part: Part
     folder: Path
-    """Where it is to lie."""
+    """For what is read."""
     done: bool
 
 
@@ -47,14 +47,14 @@ class Journal:
     Args:
         to: its target.
         settings: see `settings`.
-        skip: kinds of trajectories that are left out. A part that was read with others is taken where it has none of
-            a kind that now is to be an error.
+        skip: kinds of trajectories that are left out. A part that was read with other kinds is used if it has no
+            trajectory that is an error now.
     """
 
     def __init__(self, to: Path, settings: Mapping[str, Any], skip: Sequence[str]) -> None:
         self.to, self.folder, self.skip = to, to.with_name(f".{to.name}.parts"), set(skip)
-        self.found = self._taken = self._read = 0
-        """Parts that were there before, those of them that were taken, and those that were read since."""
+        self.found = self._used = self._read = 0
+        """Parts that were there before, those of them that were used, and those that were read since."""
         self._settings = json.dumps(settings, sort_keys=True)
         self._lock: TextIO | None = None
 
@@ -83,13 +83,13 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        several = max(self._taken + self._read, len(list(self.folder.glob(f"*/{_STATE}")))) > 1
+        several = max(self._used + self._read, len(list(self.folder.glob(f"*/{_STATE}")))) > 1
         if error is None or not several:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     def job(self, part: Part) -> Job:
-        """A part, with the folder that it is to lie in, and whether it is there."""
+        """A part, its folder, and whether it was read before."""
         text = self._settings + json.dumps(part.as_dict())
         folder = self.folder / hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
         if not (folder / _STATE).is_file():
@@ -100,24 +100,22 @@ class Journal:
         return Job(part, folder, done=done)
 
     def take(self, job: Job) -> dict[str, Any]:
-        """What is to be known of a part that is finished."""
-        if job.done:
-            self._taken += 1
-        else:
-            self._read += 1
+        """The state of a finished part."""
+        self._used += job.done
+        self._read += not job.done
         return _state(job.folder)
 
     def told(self) -> str:
-        """How much of an import that was stopped was used."""
-        others = self.found - self._taken
+        """How much of an earlier import was used."""
+        others = self.found - self._used
         changed = f"; {others:,} others were of another log or other settings, and were not used" if others else ""
-        return f"{self._taken:,} of {self._taken + self._read:,} parts had been read before{changed}"
+        return f"{self._used:,} of {self._used + self._read:,} parts had been read before{changed}"
 
 
 def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: ImportConfig) -> dict[str, Any]:
-    """What the parts of a log depend on beside their files, as JSON has it."""
+    """What the parts of a log depend on beside their files, for JSON."""
     read, tokenizer = asdict(config), tokens.tokenizer
-    for name in ("skip", "noisy_rewards", "strict"):  # They say whether what was found is an error.
+    for name in ("skip", "noisy_rewards", "strict"):  # They only decide what is an error.
         del read[name]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {
@@ -128,7 +126,7 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
         "template": tokenizer.chat_template,
         "model": [tokens.context, sorted(tokens.ends)],
         "versions": [version(name) for name in ("tsae", "transformers", "tokenizers")],
-        # What a function of the user's depends on is not known: nothing that it judged is taken again.
+        # A user's function may have changed: no part that it judged is used again.
         "verifier": None if config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
     }
 
@@ -139,13 +137,13 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def begin(folder: Path) -> Path:
-    """A new folder to write a part to, until it is finished."""
+    """A temporary folder for a part, until it is finished."""
     folder = folder.with_name(f"{folder.name}.{os.getpid()}")
     folder.mkdir()
     return folder
 
 
 def finish(begun: Path, state: Mapping[str, Any]) -> None:
-    """Put a part that was written where it belongs."""
+    """Give a finished part its own folder."""
     (begun / _STATE).write_text(json.dumps(state))
     os.replace(begun, begun.with_suffix(""))

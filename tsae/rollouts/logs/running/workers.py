@@ -1,23 +1,25 @@
-"""Worker processes of an import: each reads parts of the log, one after another, into folders.
+"""Worker processes of an import. Each reads one part of the log after another into folders.
 
-A worker is started anew, not forked, and gets a line of JSON with what all parts need, then one for every part. It
-answers with lines of JSON: how far it is, that a part is done, or what is wrong with it. Nothing else goes through its
-pipes, and what it loads of the program that started it is tsae alone.
+A worker is started fresh, not forked. It gets a line of JSON with what all parts need, then a line for every part. It
+answers with lines of JSON: its progress, that a part is done, or what is wrong with it. It loads tsae, and nothing else
+of the program that started it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from queue import SimpleQueue
+from typing import Any, NoReturn
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -26,138 +28,127 @@ from tsae.rollouts.logs.entries.log_format import Format
 from tsae.rollouts.logs.running.journal import Job
 
 PARALLEL_FROM = 1 << 25
-"""Bytes of a log; a worker takes seconds to start, in which a smaller one is read."""
+"""Bytes of a log. A worker takes seconds to start; a smaller log is read in that time."""
 _MOST = 4
 _PROGRAM = ("-P", "-m", "tsae.rollouts.import_worker")
 
+Say = Callable[[int, int, int], None]
+"""Gets a job's number, and the bytes and trajectories that were read of it."""
+
 
 def default_workers(n_bytes: int) -> int:
-    """Worker processes for a log of so many bytes."""
+    """Number of worker processes for a log of so many bytes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST) if n_bytes >= PARALLEL_FROM else 1
 
 
 def setup(form: Format, series: CheckpointSeries, config: ImportConfig) -> dict[str, Any]:
-    """What a worker needs to know, as JSON has it."""
-    left_out = ("noise", "base")  # of the weights, which no one reads
+    """What a worker needs to know, for JSON."""
+    left_out = ("noise", "base")  # of the weights, which are not read
     checkpoints = [{name: value for name, value in asdict(c).items() if name not in left_out} for c in series]
     return {"form": form.name, "config": asdict(config), "checkpoints": checkpoints}
 
 
-def read_in_workers(
-    jobs: Iterable[Job], n: int, common: Mapping[str, Any], say: Callable[[int, int, int], None]
-) -> Generator[Job]:
+def read_in_workers(jobs: Iterable[Job], n: int, common: Mapping[str, Any], say: Say) -> Generator[Job]:
     """Jobs in their order, each when it is done.
 
     Args:
         jobs: what is to be read.
         n: processes.
         common: see `setup`.
-        say: gets a job's number, and the bytes and trajectories that were read of it.
+        say: is told the progress, from several threads.
 
     Raises:
         TsaeError: what is wrong with the first part that has an error.
     """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(common)) for _ in range(n)]
-        selector = stack.enter_context(selectors.DefaultSelector())
+        idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in workers:
-            selector.register(worker.output, selectors.EVENT_READ, worker)
+            idle.put(worker)
+        pool = ThreadPoolExecutor(n)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        # First of all, so that no thread waits for an answer.
+        stack.callback(lambda: [worker.kill() for worker in workers])
+
+        def read(number: int, job: Job) -> None:
+            worker = idle.get()
+            try:
+                worker.read(number, job, say)
+            finally:
+                idle.put(worker)
+
+        begun: deque[tuple[Job, Future[None] | None]] = deque()
         waiting = enumerate(jobs)
-        begun: dict[int, Job] = {}
-        errors: dict[int, TsaeError] = {}
-        ended: set[int] = set()
-        following = 0
         while True:
-            while following in ended:
-                if following in errors:
-                    raise errors[following]
-                yield begun.pop(following)
-                following += 1
-            for worker in workers:
-                while worker.job is None and not errors and (job := next(waiting, None)) is not None:
-                    begun[job[0]] = job[1]
-                    if job[1].done:
-                        ended.add(job[0])
-                    else:
-                        worker.give(*job)
-            if following in ended:
-                continue
+            # Two a worker, so that none waits.
+            while len(begun) < 2 * n and (following := next(waiting, None)) is not None:
+                begun.append((following[1], None if following[1].done else pool.submit(read, *following)))
             if not begun:
                 return
-            for key, _ in selector.select():
-                for number, answer in key.data.answers():
-                    if "read" in answer:
-                        say(number, answer["read"], answer["trajectories"])
-                        continue
-                    ended.add(number)
-                    if "error" in answer:
-                        what, where, fix = answer["error"]
-                        errors[number] = TsaeError(what, where=where, fix=fix)
+            job, reading = begun.popleft()
+            if reading is not None:
+                reading.result()
+            yield job
 
 
 class _Worker:
     """One process."""
 
     def __init__(self, common: Mapping[str, Any]) -> None:
-        self.job: int | None = None
         self._common = common
-        self._rest = b""
-        """The beginning of a line that is still to come."""
 
     def __enter__(self) -> _Worker:
         self._said = tempfile.TemporaryFile()
-        # As this process finds modules, so does the worker: a verifier may lie anywhere.
+        # A worker finds modules as this process does: a verifier may lie anywhere.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         self._process = subprocess.Popen(
             [sys.executable, *_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
+            text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the process that ends its workers.
+            start_new_session=True,  # Ctrl-C goes to this process, which ends its workers.
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self.output: IO[bytes] = self._process.stdout
+        self._to, self._from = self._process.stdin, self._process.stdout
         self._write(self._common)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        for stream in (self._process.stdin, self.output, self._said):
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        for stream in (self._to, self._from, self._said):
             with suppress(BrokenPipeError):
                 stream.close()
 
-    def give(self, number: int, job: Job) -> None:
-        """Give it a part to read."""
-        self.job = number
-        self._write({"part": job.part.as_dict(), "folder": str(job.folder)})
-
-    def answers(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(the number of its job, what it says), of what it has said by now; after its last word it has no job.
+    def read(self, number: int, job: Job, say: Say) -> None:
+        """Let it read a part.
 
         Raises:
-            TsaeError: where the process has ended.
+            TsaeError: what is wrong with the part, or that the process has ended.
         """
-        # Past any buffer: lines that wait in one would not be waited for.
-        found = os.read(self.output.fileno(), 1 << 16)
-        if not found:
-            self._ended()
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        for line in lines:
-            number, answer = self.job, json.loads(line)
-            assert number is not None
-            if "read" not in answer:
-                self.job = None
-            yield number, answer
+        self._write({"part": job.part.as_dict(), "folder": str(job.folder)})
+        for line in self._from:
+            answer = json.loads(line)
+            if "read" in answer:
+                say(number, answer["read"], answer["trajectories"])
+            elif "error" in answer:
+                what, where, fix = answer["error"]
+                raise TsaeError(what, where=where, fix=fix)
+            else:
+                return
+        self._ended()
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            self._to.write(json.dumps(message) + "\n")
+            self._to.flush()
         except BrokenPipeError:
             self._ended()
 
