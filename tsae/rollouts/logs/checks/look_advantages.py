@@ -1,14 +1,14 @@
-"""Do the logged advantages follow from the logged rewards? Every group, by the formulas that trainers use.
+"""Do the logged advantages follow from the logged rewards? Every group is compared with the formulas of trainers.
 
-1. Of every group of two or more, advantages are computed from the rewards by each formula of `FORMULAS`, and compared
-   within 0.4 % of the largest, which is what bfloat16 keeps. Batch-normalised ones are a line in reward and group mean
+1. For every group of two or more, each of `FORMULAS` computes advantages from the rewards. They agree if they differ by
+   at most 0.4 % of the largest, the precision of bfloat16. Batch-normalised ones are a line in reward and group mean
    that a whole step shares; it is fitted to steps with groups of different means.
 2. A problem that a step asks twice makes one group of two: equal parts of a group, in the order of the log, may each
    follow a formula.
 3. Nearly all of these formulas give equal advantages for equal rewards, and larger ones for larger rewards, on a line.
    A group that follows no formula but such a line may lack members, which the log or the import left out: it cannot
-   be compared. Nor can one of a single member, or advantages that are means over tokens that had different ones.
-4. What is left contradicts its rewards.
+   be compared. Neither can a single member, nor means over tokens with different advantages.
+4. Any other group contradicts its rewards.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ FORMULAS = (
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What was found of a log's groups."""
+    """How the groups of a log compare."""
 
     follow: int
     """Groups that follow a formula."""
     contradict: int
-    """Groups of which no formula, and no line, gives the advantages."""
+    """Groups whose advantages no formula, and no line, gives."""
     unclear: int
     """Groups that cannot be compared."""
     formulas: dict[str, int] = field(default_factory=dict)
-    """Groups that follow a formula, by formula, those with equal rewards left out; the most frequent first."""
+    """Groups that follow a formula, by formula, without those of equal rewards; the most frequent first."""
     constant: int = 0
-    """Groups that follow a formula since all of their rewards are equal."""
+    """Groups that follow a formula because all of their rewards are equal."""
     first: int | None = None
     """Row of the first trajectory of the first group that contradicts."""
 
@@ -59,10 +59,10 @@ def recompute(rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, s
     """Compare logged advantages with what the rewards give.
 
     Args:
-        rewards: (n,) that were trained on; NaN where not known.
-        advantages: (n,) as logged; NaN where not known.
+        rewards: (n,) that were trained on; NaN if unknown.
+        advantages: (n,) as logged; NaN if unknown.
         groups: (n,) labels.
-        steps: (n,) labels of the steps, of which each has whole groups.
+        steps: (n,) labels of steps; a group lies in one step.
     """
     rows = np.flatnonzero(np.isfinite(rewards) & np.isfinite(advantages))
     told = np.unique(groups[np.isfinite(advantages)])
@@ -76,7 +76,7 @@ def recompute(rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, s
     open_ = ~follow & (found.size > 1)
     follow |= _follow_in_parts(found, open_)
     line = found.on_a_line()
-    # Twice as many as groups have: two groups that are mixed up.
+    # A multiple of the usual size: several groups under one label.
     usual = int(np.bincount(found.size).argmax())
     mixed = (found.size > usual) & (found.size % usual == 0) & (usual > 1)
     follow &= found.size > 1
@@ -112,12 +112,12 @@ class _Groups:
         self.quiet = self.constant & (self.largest <= _NO_ADVANTAGE)
 
     def within(self, expected: np.ndarray) -> np.ndarray:
-        """(n_groups,) whether the advantages are the expected ones; never where there are none to be expected."""
+        """(n_groups,) whether the advantages are the expected ones; never for groups of equal rewards."""
         off = np.maximum.reduceat(np.abs(self.advantage - expected), self.starts)
         return np.asarray(~self.constant & (off <= self._allowed(self.largest)))
 
     def on_a_line(self) -> np.ndarray:
-        """(n_groups,) whether the advantages are a line in the rewards that does not fall."""
+        """(n_groups,) whether the advantages are a non-decreasing line in the rewards."""
         n = self.size
         mean = [np.add.reduceat(values, self.starts) / n for values in (self.reward, self.advantage)]
         reward, advantage = self.reward - mean[0][self.group], self.advantage - mean[1][self.group]
@@ -129,7 +129,7 @@ class _Groups:
         return (slope >= 0) & (off <= allowed) | (self.largest <= allowed)
 
     def expected(self) -> list[np.ndarray]:
-        """(n,) the advantages by each of `FORMULAS`; of several small ε the one that fits better."""
+        """(n,) the advantages by each of `FORMULAS`, with the small ε that fits better."""
         reward, group = self.reward, self.group
         mean = (np.add.reduceat(reward, self.starts) / self.size)[group]
         found = []
@@ -151,7 +151,7 @@ class _Groups:
         return np.asarray((self.reward - mean) / scale)
 
     def _over_a_step(self, x: np.ndarray) -> np.ndarray:
-        """The line in `x` that fits a step's advantages; NaN for steps whose groups are too much alike to tell."""
+        """The line in `x` that fits a step's advantages; NaN for steps whose groups are too similar to tell."""
         n = np.bincount(self.step)
         mean_x, mean_a = (np.bincount(self.step, values) / n for values in (x, self.advantage))
         dx, da = x - mean_x[self.step], self.advantage - mean_a[self.step]
@@ -164,7 +164,7 @@ class _Groups:
         return np.where(tells[self.step], mean_a[self.step] + slope[self.step] * dx, np.nan)
 
     def _closest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
-        """Of each group the candidate that is closest to its advantages."""
+        """For each group, the candidate that is closest to its advantages."""
         off = np.stack([np.maximum.reduceat(np.abs(self.advantage - c), self.starts) for c in candidates])
         best = np.where(np.isnan(off), np.inf, off).argmin(axis=0)[self.group]
         return np.choose(best, list(candidates))
@@ -174,7 +174,7 @@ class _Groups:
 
 
 def _follow_in_parts(found: _Groups, which: np.ndarray) -> np.ndarray:
-    """(n_groups,) whether a group is made of equal parts, each of which follows a formula."""
+    """(n_groups,) whether a group consists of equal parts, each of which follows a formula."""
     follow = np.zeros(len(found.size), dtype=bool)
     place = np.arange(len(found.group)) - found.starts[found.group]
     sizes = np.unique(found.size[which])
@@ -184,28 +184,20 @@ def _follow_in_parts(found: _Groups, which: np.ndarray) -> np.ndarray:
         rows = np.flatnonzero(tried[found.group])
         if not len(rows):
             continue
-        labels = found.group[rows] * (int(found.size.max()) + 1) + place[rows] // length
-        part = _Groups(found.reward, found.advantage, _spread(labels, rows, len(found.group)), found.step, rows)
-        # Parts of one group share a line of their step as it is.
+        labels = np.full(len(found.group), -1)
+        labels[rows] = found.group[rows] * (int(found.size.max()) + 1) + place[rows] // length
+        part = _Groups(found.reward, found.advantage, labels, found.step, rows)
+        # The last formula, a line for a whole step, says nothing about parts of one group.
         agrees = np.stack([part.within(expected) for expected in part.expected()[:-1]]).any(axis=0) | part.quiet
-        # A part where all rewards are equal says little: some other has to follow by its numbers.
+        # A part with equal rewards says little: some other part has to follow by its numbers.
         whole = found.group[part.rows[part.starts]]
-        good, numbers = (
-            np.bincount(whole, agrees, len(follow)),
-            np.bincount(whole, agrees & ~part.constant, len(follow)),
-        )
+        good, numbers = (np.bincount(whole, votes, len(follow)) for votes in (agrees, agrees & ~part.constant))
         follow |= tried & (good == found.size // length) & (numbers > 0)
     return follow
 
 
-def _spread(labels: np.ndarray, rows: np.ndarray, n: int) -> np.ndarray:
-    full = np.full(n, -1)
-    full[rows] = labels
-    return full
-
-
 def check_sum(groups: Mapping[str, Sequence[tuple[float, float]]], rewards: Sequence[str], where: str | Path) -> None:
-    """Check that logged advantages may follow from the sum of several reward columns.
+    """Check that logged advantages can follow from the sum of several reward columns.
 
     Args:
         groups: (sum of the rewards, advantage) of the trajectories, by group.
@@ -213,7 +205,7 @@ def check_sum(groups: Mapping[str, Sequence[tuple[float, float]]], rewards: Sequ
         where: file and line.
 
     Raises:
-        TsaeError: where in some group they do not: a column is no reward, or has a weight.
+        TsaeError: if they do not in some group: a column is no reward, or has a weight.
     """
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
     pairs = np.array([pair for group in groups.values() for pair in group], dtype=float).reshape(-1, 2)

@@ -1,7 +1,6 @@
-"""Log files that hold neither lines of JSON nor a table: slime's ``.pt``, Inspect's ``.eval``, rLLM's ``.json``.
+"""Log files that are neither JSON lines nor a table: slime's ``.pt``, Inspect's ``.eval``, rLLM's ``.json``.
 
-Nothing here runs code that a file brings: ``.pt`` files are read as tensors and plain containers alone, and pickles
-are refused.
+No code in a file is run: ``.pt`` files are loaded as tensors and plain containers only, and pickles are refused.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from tsae.rollouts.logs.on_disk.packed import unpacked
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of a file that slime saved with ``torch.save``, each with the ``rollout_id`` of the file.
 
-    The file is one object, and is in memory as long as it is read.
+    The file is one object, and stays in memory while it is read.
 
     Raises:
-        TsaeError: where it holds more than tensors and plain containers, or no samples.
+        TsaeError: if it holds more than tensors and plain containers, or no samples.
     """
     import torch
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle's protocol, which decides nothing here
+            warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise TsaeError(
@@ -59,7 +58,7 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
     """The one object of a JSON file.
 
     Raises:
-        TsaeError: where it is none, or has more than `most` bytes.
+        TsaeError: if it is no object, or has more than `most` bytes.
     """
     try:
         with unpacked(path) as (file, _):
@@ -86,7 +85,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of an Inspect log, each with the ``model`` and ``task`` of the log, one in memory at a time.
 
     Raises:
-        TsaeError: where inspect_ai is not installed, or does not read the file.
+        TsaeError: if inspect_ai is not installed, or cannot read the file.
     """
     try:
         from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
@@ -99,7 +98,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
     try:
         log = read_eval_log(str(path), header_only=True)
         head = {"model": log.eval.model, "task": log.eval.task}
-        # Logs of runs that were stopped have fewer samples than their header says: the summaries are of those there.
+        # A run that was stopped has fewer samples than the header says; summaries exist only for these.
         for summary in read_eval_log_sample_summaries(str(path)):
             sample = read_eval_log_sample(str(path), summary.id, summary.epoch, resolve_attachments=True)
             yield head | sample.model_dump(
@@ -112,7 +111,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def refuse_pickle(path: Path) -> Iterator[dict[str, Any]]:
-    """Raise for a pickle."""
+    """Refuse a pickle."""
     raise TsaeError(
         "is a pickle, which can run code where it is opened, and is never read",
         where=path,
@@ -122,6 +121,6 @@ def refuse_pickle(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _cause(error: Exception) -> str:
-    """The line of an error that says most: torch's names what it refused below its advice."""
+    """The most telling line of an error: torch names what it refused below its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "nsupported" in line), lines[0])[:200]

@@ -11,7 +11,7 @@ from tsae.rollouts.logs.on_disk.log_files import LogFile
 
 
 def refuse_copies(files: Sequence[LogFile]) -> None:
-    """Of a step, or where no step is known, a file that is another one over again would count twice.
+    """Refuse a file that is a copy of another of the same step, or of no known step: it would count twice.
 
     Raises:
         TsaeError: naming both.
@@ -35,9 +35,9 @@ def refuse_copies(files: Sequence[LogFile]) -> None:
 
 
 def leftovers(files: Sequence[LogFile]) -> list[str]:
-    """A note for every run whose files get older at a later step, as where a resumed run has not come as far again.
+    """A note for every step whose file is older than that of an earlier step: a resumed run has not come so far again.
 
-    Files that were copied without their times differ by seconds; a minute is more.
+    Files that were copied without their times differ by seconds, so a minute is allowed.
     """
     notes: list[str] = []
     times: dict[str, tuple[int, float]] = {}

@@ -1,7 +1,6 @@
-"""Files of a log: finding them below a folder, and reading them row by row in bounded memory.
+"""Files of a log: found below a folder, and read row by row in bounded memory.
 
-A file, or a range of its lines or row groups, is read as it was when the import began: what is written to it meanwhile
-is not looked at.
+A file, or a range of its lines or row groups, is read as it was when the import began: later additions are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tsae.rollouts.logs.on_disk import containers
 from tsae.rollouts.logs.on_disk.packed import bare, is_packed, unpacked
 
 _A_LOG = re.compile(
-    # Folders of checkpoints are full of .pt and .json files: of these only what is called as slime's and rLLM's.
+    # Folders of checkpoints are full of .pt and .json files: only names as slime and rLLM give them are logs.
     r"\.(jsonl(\.gz|\.zst)?|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|"
     r"^episode_hash[^/]*\.json(\.gz|\.zst)?$"
 )
@@ -47,15 +46,15 @@ _MARK = b"\xef\xbb\xbf"
 
 
 class HalfLine(TsaeError):
-    """A last line that has no end, and is no JSON."""
+    """A last line that has no line break, and is no JSON."""
 
 
 @dataclass
 class Seen:
-    """How far the reading of a file has come."""
+    """How much of a file was read."""
 
     bytes: int = 0
-    """Of the file as it lies on the disk."""
+    """Of the file on disk."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ class LogFile:
 
     path: Path
     run: str
-    """Name of the run: the folder that it lies in, below which trainers make folders of their own."""
+    """Name of the run: its folder, below which trainers make folders of their own."""
     step: int | None = None
-    """The trainer's step, where the file's name says it."""
+    """The trainer's step, if the file's name says it."""
     start: int = 0
-    """Where the piece begins: a byte, of a Parquet file a row group."""
+    """Where the piece begins: a byte, or a row group of a Parquet file."""
     stop: int | None = None
     """Where it ends; None for the end of the file."""
     before: int = 0
@@ -77,17 +76,17 @@ class LogFile:
 
     @property
     def name(self) -> str:
-        """The path by which a trainer's files are known, however they are compressed."""
+        """The path that identifies a trainer's file, however it is compressed."""
         return bare(self.path).as_posix()
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(number, row) of every row: lines are counted from 1, rows of other files from 0.
 
         Raises:
-            TsaeError: naming the line, for what is no JSON object in UTF-8; and for files that are no Parquet.
+            TsaeError: naming the line, for a line that is no JSON object in UTF-8; and for an unreadable file.
         """
         kind, self.seen.bytes = kind_of(self.path), 0
-        if not self.path.stat().st_size:  # A step that is being written may be empty still.
+        if not self.path.stat().st_size:  # The file of a step may still be empty.
             return
         if is_packed(self.path) and kind not in (".jsonl", ".json"):
             raise TsaeError(
@@ -114,13 +113,13 @@ def run_folder(path: Path) -> Path:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files that may be logs, sorted: those of a folder and of its subfolders, or the one file.
+    """The files that may be logs, sorted: those of a folder and its subfolders, or the one file.
 
-    Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are passed over, since what
-    they lead to is read where it lies.
+    Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are ignored, since their
+    targets are read where they lie.
 
     Raises:
-        TsaeError: where there is nothing, or a link leaves the folder.
+        TsaeError: if there is none, or a link leaves the folder.
     """
     if path.is_file():
         return [path]
@@ -151,7 +150,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how a file is read: .parquet, .pt, .eval, .json or .pkl, and for any other .jsonl."""
+    """The suffix that decides how a file is read: .parquet, .pt, .eval, .json or .pkl; .jsonl for any other."""
     suffix = bare(path).suffix
     return suffix if suffix in (".parquet", *_CONTAINERS) else ".jsonl"
 
@@ -175,7 +174,7 @@ def _read_lines(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not line:
                     break
                 position += len(line)
-                if file.stop is not None and position > file.stop:  # It has grown since.
+                if file.stop is not None and position > file.stop:  # The file has grown.
                     line = line[: file.stop - position]
                 number += 1
                 row = _row_of(line, number, f"{file.path}:{number}")
@@ -191,7 +190,7 @@ def _read_lines(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
-    """The row of a line; None of an empty one."""
+    """The row of a line; None for an empty line."""
     if len(line) > LONGEST_LINE:
         raise TsaeError(
             f"a line of more than {LONGEST_LINE >> 20} MiB", where=where, fix="Give JSON lines, one trajectory a line."
@@ -216,7 +215,7 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
 def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
     number = file.before
     try:
-        # Otherwise whole columns of a row group are read at once, still packed.
+        # Buffered: otherwise whole columns of a row group are read at once.
         with pq.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as table:
             sizes, size = group_bytes(table), file.path.stat().st_size
             for group in range(file.start, len(sizes) if file.stop is None else file.stop):
@@ -236,7 +235,7 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def group_bytes(table: pq.ParquetFile) -> list[int]:
-    """Packed bytes of every row group."""
+    """Compressed bytes of every row group."""
     groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
     return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
 

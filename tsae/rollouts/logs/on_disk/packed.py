@@ -1,4 +1,4 @@
-"""Files of text that may be compressed (.gz, .zst): opened so that they are unpacked while they are read."""
+"""Files of text that may be compressed (.gz, .zst), unpacked while they are read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def is_packed(path: Path) -> bool:
 
 
 def bare(path: Path) -> Path:
-    """A path without the suffix that says how the file is compressed: what it is, the name before tells."""
+    """A path without the suffix that says how the file is compressed."""
     return path.with_suffix("") if is_packed(path) else path
 
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The bytes of a file, and a function that says how many bytes of the file itself were read for them.
+    """The uncompressed bytes of a file, and a function that counts the bytes that were read of the file itself.
 
-    Reading raises OSError where the file is damaged or ends too early.
+    Reading raises OSError if the file is damaged or ends too early.
     """
     if not is_packed(path):
         with path.open("rb", buffering=_BUFFER) as plain:

@@ -1,7 +1,7 @@
-"""Parts of a log: what one process reads at a time, and what of an import is done once and not again.
+"""Parts of a log. One process reads one part at a time, and a finished part is not read again.
 
-A part is some small files, or one file, or a piece of a large one: of JSON lines from one line's end to another's, of
-Parquet some row groups. Where parts begin depends on the log alone, never on who reads them.
+A part is some small files, one file, or a piece of a large file: JSON lines from one line's end to another's, or some
+row groups of Parquet. Where parts begin depends only on the log, never on who reads them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Part:
     first: int
     """Number of its first file among the log's; the others follow it."""
     bytes: int
-    """On the disk, about."""
+    """On disk, about."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For another process, or to be compared: paths, ranges, and when the files were last written."""
+        """For another process, and to compare: paths, ranges, and when the files were last written."""
         rows = [
             (str(f.path), f.run, f.step, f.start, f.stop, f.before, (stat := f.path.stat()).st_size, stat.st_mtime_ns)
             for f in self.files
@@ -42,22 +42,22 @@ class Part:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Part:
-        """The part of `as_dict`."""
+        """The part that `as_dict` described."""
         files = (LogFile(Path(path), *others) for path, *others, _, _ in found["files"])
         return cls(tuple(files), found["first"], found["bytes"])
 
 
 def total_bytes(files: Sequence[LogFile]) -> int:
-    """Bytes of a log on the disk."""
+    """Bytes of a log on disk."""
     return sum(file.path.stat().st_size for file in files)
 
 
 def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
-    """The parts of a log, in order; line ends are looked for as parts are asked for.
+    """The parts of a log, in order; each part's line ends are searched when it is asked for.
 
     Args:
         files: the log's.
-        cut: whether a piece of a file can be read without what stands before it.
+        cut: whether a piece of a file can be read without what comes before it.
     """
     pending: list[LogFile] = []
     first = n_bytes = 0
@@ -80,7 +80,7 @@ def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
 
 
 def _pieces(file: LogFile, size: int, *, cut: bool) -> Iterator[tuple[LogFile, int]]:
-    """Pieces of a file, and how many bytes each has."""
+    """(piece, bytes) of every piece of a file."""
     kind = kind_of(file.path)
     if cut and size > PART_BYTES and kind == ".parquet":
         yield from _row_groups(file, size)

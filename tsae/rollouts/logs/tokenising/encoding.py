@@ -1,6 +1,6 @@
-"""Texts to token ids, in less time than a tokenizer takes that also says where in the text every token stands.
+"""Texts to token ids, a third faster: without the positions of tokens in the text, which tokenizers compute as well.
 
-An import of text spends most of its time here. What is left out is a third of it.
+An import of text spends most of its time here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SAMPLE = " So  x² = 12,345.5\n\n\n<think>\tнет, 汉字 🙂 don't</think>\r
 
 
 class Encoder:
-    """Encodes texts as a tokenizer does, without adding special tokens."""
+    """Encodes texts exactly as a tokenizer does, without adding special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         special = "".join(str(token) for token in tokenizer.added_tokens_decoder.values())
         try:
-            # Some classes of tokenizers do more than what lies behind them, which shows in the ids.
+            # Some tokenizer classes do more than their backend, which shows in the ids.
             if self._fast(_SAMPLE + special) != tokenize(tokenizer, _SAMPLE + special, add_special_tokens=False):
                 self._backend = None
         except Exception:  # an alphabet of its own, or an older library
@@ -33,12 +33,12 @@ class Encoder:
         """Token ids of a text.
 
         Raises:
-            TsaeError: where the tokenizer refuses it.
+            TsaeError: if the tokenizer refuses it.
         """
         if self._backend is not None:
             try:
                 return self._fast(text)
-            except Exception:  # the tokenizers library raises no narrower class; said below
+            except Exception:  # the tokenizers library raises no narrower class; tokenize reports it
                 pass
         return tokenize(self.tokenizer, text, add_special_tokens=False, where=where)
 

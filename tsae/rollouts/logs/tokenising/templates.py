@@ -1,12 +1,12 @@
-"""Chat templates and logs: prompts that lost their special tokens are put back, and turns of others are noticed.
+"""Chat templates and logs: reconstructs prompts that lost their special tokens, and notices turns of others.
 
-1. A trainer that decodes prompts without special tokens logs, of a conversation, the text that its template writes
-   between them. The template is rendered around messages, and where the text without special tokens has the same
-   beginning, seams and end, the messages are what stands between. A text that fits in several ways is said to.
-2. Arguments of the template (``enable_thinking``, a date) show in that text; where nobody named them, those that give
-   the logged text are taken.
-3. A response that was decoded the same way may hold the turns of a tool: the header of another's turn, and after it
-   the header that asks the assistant to go on.
+1. A trainer that decodes prompts without special tokens logs, for a conversation, the text of its template without
+   them. The template is rendered around placeholders; if the text without special tokens has the same beginning,
+   seams and end, the messages are what stands between. A text that fits in several ways is reported.
+2. Arguments of the template (``enable_thinking``, a date) show in that text. If the user did not give them, those that
+   give the logged text are used.
+3. A response that was decoded the same way may contain the turns of a tool: the header of another's turn, and after it
+   the header that asks the assistant to continue.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DATE = re.compile(r"\b\d{1,2} [A-Z][a-z]{2,8} \d{4}\b|\b\d{4}-\d{2}-\d{2}\b")
 
 
 class Restored(NamedTuple):
-    """A prompt that was put back."""
+    """A prompt that was reconstructed."""
 
     ids: list[int]
     arguments: Mapping[str, Any]
-    """Of the template, beyond those that were given: those without which it does not give the text."""
+    """Arguments of the template, beside those that were given, without which it does not give the text."""
     several: bool
     """Whether other conversations give the same text."""
 
@@ -53,12 +53,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        # The longest first, as one may be part of another.
+        # The longest first: one may be part of another.
         self._special = sorted(special | {str(token) for token in tokenizer.all_special_tokens}, key=len, reverse=True)
         self._rendered: dict[str, list[str]] = {}
 
     def render(self, messages: Sequence[Message], *, goes_on: bool = False, **arguments: Any) -> str:
-        """The text that the model reads; `goes_on` where the last message is the beginning of the response."""
+        """The text that the model reads; `goes_on` if the last message is the beginning of the response."""
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     @cached_property
     def open_arguments(self) -> tuple[str, ...]:
-        """What the template reads and nobody has given, such as enable_thinking."""
+        """Arguments that the template reads and that were not given, such as enable_thinking."""
         from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self.tokenizer.get_chat_template())
@@ -78,7 +78,7 @@ class ChatTemplate:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         except TemplateSyntaxError:
             return ()
-        # What it sets itself in some branch is its own, unless it asks whether it was given.
+        # A variable that the template sets itself is no argument, unless it asks whether it was given.
         own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
         asked = {
             node.node.name
@@ -90,7 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def own_system(self) -> bool:
-        """Whether it writes a system message of its own where there is none."""
+        """Whether it writes a system message of its own if there is none."""
         try:
             again = self._skeleton(("user", "assistant", "user"), {})[2]
             first = self._skeleton(("user",), {})[0]
@@ -99,14 +99,14 @@ class ChatTemplate:
         return bool(re.search(r"\w", first.removesuffix(again.lstrip())))
 
     def keeps_special(self, text: str) -> bool:
-        """Whether special tokens stand in a text."""
+        """Whether a text contains special tokens."""
         return any(token in text for token in self._special)
 
     def restore(self, stripped: str) -> Restored | None:
-        """Token ids of a prompt of which only the text without special tokens is known.
+        """Reconstruct a prompt from its text without special tokens.
 
         Returns:
-            None where no rendering decodes to `stripped`.
+            None if no rendering decodes to `stripped`.
         """
         for arguments in self.variants(stripped):
             found = list(dict.fromkeys(self._fits(stripped, arguments)))
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @cached_property
     def _hides_turns(self) -> bool:
-        """Whether nothing but special tokens stands between some messages."""
+        """Whether only special tokens separate some messages."""
         for roles in (("system", "user"), ("user", "assistant", "user")):
             try:
                 seams = self._parts(roles, {})[1:-1]
@@ -127,7 +127,7 @@ class ChatTemplate:
         return False
 
     def begins_or_ends(self, stripped: str) -> bool:
-        """Whether a text has the beginning or end that the template gives to a conversation without special tokens."""
+        """Whether a text begins or ends as the template's conversations do without special tokens."""
         edges = []
         for roles in (("user",), ("system", "user")):
             try:
@@ -138,26 +138,26 @@ class ChatTemplate:
         return any(re.search(r"\w", edge) and there(edge) for edge, there in edges)
 
     def another_wrote(self, response: str) -> bool:
-        """Whether a response without special tokens holds another's turn, after which the assistant goes on."""
-        # To look for the end alone first takes a tenth of the time.
+        """Whether a response without special tokens contains another's turn, after which the assistant continues."""
+        # Searching for the end first takes a tenth of the time.
         return any(end in response and pattern.search(response) for end, pattern in self._turns)
 
     @cached_property
     def _turns(self) -> list[tuple[str, re.Pattern[str]]]:
-        """How another's turn ends, and all of one, for every role."""
+        """The end of another's turn, and a pattern of the whole turn, for every role."""
         patterns = {}
         for role in ("user", "tool", "ipython"):
             try:
                 *_, opening, closing = self._parts(("user", "assistant", role), {})
             except Exception:  # a template may know no tools
                 continue
-            # A model writes headers of plain text by itself; behind special tokens it would have ended.
+            # A model may write headers of plain text itself; after special tokens it would have ended.
             if not all(self.keeps_special(part) for part in (opening, closing)):
                 continue
             headers = [self._stripped(part) for part in (opening, closing)]
-            # Of headers that are special tokens alone nothing is left to see; a bare word is no header to go by.
+            # A header of special tokens only leaves nothing behind, and a bare word is too common.
             if all(re.search(r"\w\W+$", _header(header)) for header in headers):
-                # Where a header begins a line, tools' turns may still stand right behind the call.
+                # A header may begin a line, and a tool's turn still follow the call directly.
                 first, second = (
                     (r"(?<!\w)" if header[:1] in ("\n", " ") else "") + re.escape(_header(header)) for header in headers
                 )
@@ -165,7 +165,7 @@ class ChatTemplate:
         return list(patterns.values())
 
     def variants(self, stripped: str) -> Iterator[dict[str, Any]]:
-        """Arguments that may have been given beside those that are known: none; thinking or not; a date in the text."""
+        """Further arguments that may have been given: none; thinking or not; a date in the text."""
         yield {}
         if "enable_thinking" in self.open_arguments:
             yield from ({"enable_thinking": value} for value in (False, True))
@@ -173,7 +173,7 @@ class ChatTemplate:
             yield from ({"date_string": date} for date in dict.fromkeys(_DATE.findall(stripped[:2000])))
 
     def _fits(self, stripped: str, arguments: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-        """Token ids of the conversations that give the text, those with the most turns first."""
+        """Token ids of the conversations that give the text, the most turns first."""
         turns = 1
         try:
             answer = _header(self._skeleton(("user", "assistant", "user"), arguments)[1])
@@ -197,7 +197,7 @@ class ChatTemplate:
                     continue
 
     def _skeleton(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
-        """What stands before, between and after the messages once special tokens are gone."""
+        """What the template writes before, between and after the messages, without special tokens."""
         return [self._stripped(part) for part in self._parts(roles, arguments)]
 
     def _parts(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -225,13 +225,13 @@ class ChatTemplate:
 
 
 def _header(part: str) -> str:
-    """The first line of what the template writes before a message, which names its author, and the line breaks."""
+    """The first line that the template writes before a message, which names the author, and its line breaks."""
     found = re.match(r"[^\n]*\n*", part.lstrip("\n "))
     return found[0] if found else ""
 
 
 def _between(skeleton: Sequence[str], text: str) -> Iterator[list[str]]:
-    """All that may stand in `text` between the parts of `skeleton`, those with the shortest first messages first."""
+    """All possible messages of `text` between the parts of `skeleton`, the shortest first messages first."""
     first, *middle, last = skeleton
     if not text.startswith(first) or not text.endswith(last) or len(text) < len(first) + len(last):
         return
@@ -242,7 +242,7 @@ def _splits(text: str, middle: Sequence[str]) -> Iterator[list[str]]:
     if not middle:
         yield [text]
         return
-    if not middle[0]:  # Nothing says where the message ends.
+    if not middle[0]:  # The end of the message cannot be found.
         return
     at = text.find(middle[0])
     while at >= 0:

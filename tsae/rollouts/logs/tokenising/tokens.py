@@ -1,9 +1,9 @@
 """Token ids of a log's trajectories: as logged, or from text with the checkpoint's tokenizer and chat template.
 
-Text gives back what the policy read and wrote only as far as the tokenizer goes: a response whose tokens decode to
-another text is counted, one that decodes to the same text may still have been sampled as other tokens; both are marked
-(``round_trip`` is false). Nothing is made up: an end token is put at the end of a text only where the log says that the
-response ended by itself, and what was assumed of a prompt is said.
+Text gives back the tokens only approximately. A response whose tokens decode to another text is counted; one that
+decodes to the same text may still have been sampled as other tokens. Both are marked (``round_trip`` is false). Nothing
+is invented: a text gets an end token only if the log says that the response ended by itself, and every assumption about
+a prompt is reported.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.files import folder_of, has_tokenizer, is_adapter, is_gguf
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.errors import TsaeError
@@ -28,7 +29,7 @@ from tsae.rollouts.spans import Spans
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_KEPT_PROMPTS = 256  # A group's trajectories stand together, so that few prompts need to be remembered.
+_KEPT_PROMPTS = 256  # A group's trajectories follow one another, so that few prompts need to be remembered.
 
 
 class Prompt(NamedTuple):
@@ -38,7 +39,7 @@ class Prompt(NamedTuple):
     """(n,) int32."""
     text: str
     assumed: tuple[str, ...] = ()
-    """What the log does not say of it, to be printed after how many trajectories it concerns."""
+    """What the log does not say about it, to be printed after the number of trajectories."""
 
 
 class Response(NamedTuple):
@@ -47,16 +48,16 @@ class Response(NamedTuple):
     ids: np.ndarray
     """(n,) int32."""
     text: str
-    """Of several turns, those of the policy."""
+    """Only the policy's turns."""
     finish_reason: Literal["stop", "length", "unknown"]
     same_text: bool | None
-    """Whether the ids decode to the log's text; None where the log has no text."""
+    """Whether the ids decode to the log's text; None if the log has no text."""
     logged: bool
-    """Whether the log has the ids; others were made from the text, and may not be those that were sampled."""
+    """Whether the log has the ids; otherwise they were made from the text, and may not be those that were sampled."""
 
     @property
     def round_trip(self) -> bool | None:
-        """Whether the ids are those that were sampled, and the log's text theirs; None where it has no text."""
+        """Whether the ids are those that were sampled and decode to the log's text; None if it has no text."""
         return self.same_text if self.logged else False
 
 
@@ -64,7 +65,7 @@ class Tokens:
     """Encodes the entries of one log.
 
     Args:
-        checkpoint: whose tokenizer, chat template, end tokens and context length count.
+        checkpoint: has the tokenizer, chat template, end tokens and context length.
         config: of the import.
     """
 
@@ -79,17 +80,17 @@ class Tokens:
         self._encode = Encoder(self.tokenizer)
         self.spans = Spans(self.tokenizer)
         self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
-        """Markers of thinking that texts without special tokens lack."""
+        """Markers of thinking that are lost in texts without special tokens."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self.template: ChatTemplate | None = None
         if self.tokenizer.chat_template is not None:
             self.template = ChatTemplate(self.tokenizer, json.loads(config.template_arguments))
 
     def prompt(self, entry: Entry) -> Prompt:
-        """Token ids of what was read before the response, and its text.
+        """Token ids and text of what was read before the response.
 
         Raises:
-            TsaeError: where the template does not give the logged text again, or ids are not the tokenizer's.
+            TsaeError: if the template does not reproduce the logged text, or ids are not the tokenizer's.
         """
         if entry.prompt_ids is not None:
             ids = self._checked(entry.prompt_ids, "prompt", entry.where)
@@ -111,8 +112,8 @@ class Tokens:
         """Token ids of the response, its text, and how it ended.
 
         Raises:
-            Unusable: where it is empty, or text that others wrote stands in it.
-            TsaeError: where ids are not the tokenizer's.
+            Unusable: if it is empty, or contains text that others wrote.
+            TsaeError: if ids are not the tokenizer's.
         """
         if entry.response_ids is not None:
             ids = self._checked(entry.response_ids, "response", entry.where)
@@ -135,13 +136,13 @@ class Tokens:
             )
         tokens = self._encode(entry.response, entry.where)
         same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
-        # Equal text of another number of tokens was sampled as other tokens.
+        # If the number of tokens differs, other tokens were sampled.
         same = same and entry.response_length in (None, len(tokens))
         reason = entry.finish_reason or ("length" if entry.response_rendered else None)
         limit = self.config.max_response_tokens
         if reason is None and limit is not None:
             reason = "stop" if len(tokens) < limit else "length"
-        if tokens and tokens[-1] in self.ends:  # A log may keep special tokens in its texts.
+        if tokens and tokens[-1] in self.ends:  # The log keeps special tokens in its texts.
             reason = "stop"
         elif reason == "stop" and self.end is not None and not entry.response_rendered:
             tokens.append(self.end)
@@ -151,7 +152,7 @@ class Tokens:
         return Response(np.asarray(tokens, dtype=np.int32), text, reason or "unknown", same, logged=False)
 
     def check_length(self, prompt: Prompt, response: Response, where: str) -> None:
-        """Raise `Unusable` for a trajectory that is longer than the model's context."""
+        """Refuse a trajectory that is longer than the model's context, as `Unusable`."""
         total = len(prompt.ids) + len(response.ids)
         if self.context is not None and total > self.context:
             raise Unusable(
@@ -163,7 +164,7 @@ class Tokens:
             )
 
     def encodes(self, entry: Entry, ids: np.ndarray) -> tuple[bool | None, str]:
-        """Whether the logged prompt, encoded anew, gives the logged token ids.
+        """Whether the logged prompt, encoded again, gives the logged token ids.
 
         A text may be the question, or what the template made of it, with or without special tokens.
 
@@ -172,8 +173,8 @@ class Tokens:
             ids: (n,) logged.
 
         Returns:
-            that, None where the template renders no such prompt; and as JSON what the template has to be given beside
-            what is known, "" for nothing.
+            whether it does (None if the template renders no such prompt), and as JSON the arguments that the template
+            needs beside those that are known ("" for none).
         """
         prompt, logged, rendered = entry.prompt, ids.tolist(), False
         if isinstance(prompt, str):
@@ -199,19 +200,19 @@ class Tokens:
             if self._gives(text, logged, special=False):
                 return True, json.dumps(more) if more else ""
         if isinstance(prompt, str):
-            # A text without special tokens, as some logs keep beside the ids.
+            # Some logs keep a text without special tokens beside the ids.
             return prompt == shown, ""
         return (False if rendered else None), ""
 
     def _gives(self, text: str, ids: list[int], *, special: bool) -> bool:
-        """Whether a text is encoded to these ids; one in letters that the tokenizer has not is not."""
+        """Whether a text is encoded to these ids; a text that cannot be encoded is not."""
         try:
             return tokenize(self.tokenizer, text, add_special_tokens=special) == ids
         except TsaeError:
             return False
 
     def _encode_prompt(self, entry: Entry) -> tuple[Any, ...]:
-        """(token ids, what was assumed …)."""
+        """(token ids, assumption, …)."""
         prompt, style = entry.prompt, self.config.prompt_format
         if isinstance(prompt, list):
             return self._encode_conversation(prompt, entry.where)
@@ -219,7 +220,7 @@ class Tokens:
         if entry.prompt_is == "rendered" and style == "auto":
             return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
         if style == "plain" or self.template is None:
-            # Says what is wrong where a template was asked for.
+            # Reports what is wrong if a template was asked for.
             return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
         if style == "chat" or entry.prompt_is == "question":
             return self._encode_question(prompt, entry.where)
@@ -258,7 +259,7 @@ class Tokens:
         )
 
     def _encode_question(self, question: str, where: str) -> tuple[Any, ...]:
-        """The chat template around a question of which the log does not say what else stood in the conversation."""
+        """(token ids, assumption, …) of a question: the log does not say what else was in the conversation."""
         assert self.template is not None
         messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
         assumed = "prompts are questions alone, which the chat template was put around"
@@ -302,12 +303,12 @@ class Tokens:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _decode_sampled(self, ids: np.ndarray, sampled: np.ndarray) -> str:
-        """What the policy wrote, a line break in place of what others did, so that words do not run together."""
+        """What the policy wrote; a line break replaces what others wrote, to keep words apart."""
         turns = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)
         return "\n".join(self._decode(turn) for turn in turns[0 if sampled[0] else 1 :: 2])
 
     def _as_logged(self, ids: np.ndarray, text: str) -> tuple[str, ...]:
-        """Texts that stand for the same tokens: without special tokens, with them, and without the end token alone."""
+        """Ways to log these tokens: without special tokens, with them, and without only the end token."""
         body = ids[:-1] if int(ids[-1]) in self.ends else ids
         return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
@@ -325,7 +326,7 @@ class Tokens:
 
 
 def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
-    """A folder with a tokenizer and no model, which is all that an import reads of a checkpoint."""
+    """A folder with a tokenizer and no model as a series; an import needs no more. None for any other folder."""
     others = ("series.json", "config.json", "adapter_config.json")
     if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
         return None
@@ -337,10 +338,10 @@ def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
 
 
 def _check_content(message: dict[str, Any], where: str) -> None:
-    """A message's text, as far as the template will read it.
+    """Refuse a message with anything but text that the template would read.
 
     Raises:
-        TsaeError: for what is no text, such as images.
+        TsaeError: for such a message, for example with an image.
     """
     content = message.get("content", "" if "tool_calls" in message else None)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -356,7 +357,7 @@ def _check_content(message: dict[str, Any], where: str) -> None:
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt's text: of a conversation, what its messages say."""
+    """A prompt's text; for a conversation, the texts of its messages."""
     if isinstance(prompt, str):
         return prompt
     contents = [message.get("content") for message in prompt]
@@ -364,15 +365,13 @@ def _shown(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
-    """(context length, end tokens) of a checkpoint, of an adapter its base's; a GGUF file has no config.json."""
+    """(context length, end tokens) of a checkpoint, or of an adapter's base; unknown without a config.json."""
     from transformers import AutoConfig, GenerationConfig
 
     folder = folder_of(checkpoint, needs="tokenizer")
     if is_gguf(folder):
         return None, set()
     if is_adapter(folder):
-        from tsae.checkpoints.adapters import base_of
-
         return _limits(base_of(checkpoint))
     if not (folder / "config.json").is_file():
         return None, set()

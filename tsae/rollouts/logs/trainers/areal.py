@@ -2,14 +2,6 @@
 
 After the source of AReaL 1.0 (``infra/workflow_executor.py``). A line has task_id, sample_idx, seqlen, prompt_len,
 head_version, tail_version, reward, prompt and completion. Evaluations go to ``eval-rollout``, which is not read.
-
-- Texts are decoded with their special tokens: a completion without an end token was cut off. seqlen and prompt_len
-  count tokens, which reveals a text that was sampled as another number of tokens.
-- A version is the number of updates of the weights. If they were updated while a response was sampled, the folder is
-  that of the newest.
-- Trajectories of several turns are cut at the number of sampled tokens, not at their first: the log does not tell.
-- Files are appended to. Lines that a resumed run wrote twice count once.
-- There is no reference answer, and a task_id is a number of one process: problems are identified by their prompts.
 """
 
 from __future__ import annotations
@@ -19,8 +11,7 @@ import re
 
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 
 def _entry(row: Fields) -> Entry:

@@ -2,11 +2,6 @@
 
 After the source of inspect_ai 0.3 (``log/_log.py``). A sample has id, epoch, input, target, messages, output and
 scores; the model is the log's.
-
-- The prompt is the conversation before the answer, as solvers made it, through the checkpoint's chat template; token
-  ids are not logged. A sample with several turns, calls of tools or separate reasoning cannot be reconstructed.
-- A score is a number, a flag, or C, P, I or N (correct, partly, incorrect, no answer: 1, 0.5, 0, 0).
-- All responses are from one policy, the model: name it with ``--run`` if the checkpoint has another name.
 """
 
 from __future__ import annotations
@@ -18,8 +13,7 @@ from typing import Any, Literal
 from tsae.rollouts.logs.entries.conversations import asked, is_conversation, only_answer
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 _ENDS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "max_tokens": "length", "model_length": "length"}

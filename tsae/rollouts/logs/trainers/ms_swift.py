@@ -4,18 +4,6 @@ After the source of ms-swift 4.6 (``rlhf_trainers/grpo_trainer.py``, ``megatron/
 ``ray/megatron/base_trainer.py``). A line is an object of columns: step (as text), prompt, completion, one column a
 reward function, advantages, and then what else was gathered (solution, num_turns, entropy). With Megatron it has a
 gen_step instead of the step; with Ray lines are single trajectories with gen_step and a reward.
-
-- prompt is decoded, with its special tokens, from the token ids that the template gave. completion is the engine's
-  text: whether a response ended by itself is not in the log.
-- step is logged after the optimiser step, gen_step before it. A line holds the last generation batch only.
-- If several steps train on one batch, each logs it. An evaluation logs a line of its own under the step before it,
-  and is left out too. A run that resumed from an older checkpoint appends its steps a second time.
-- Until 3.3 messages stood there instead of the prompt, and the step was logged before the update; until 3.7 there were
-  no advantages.
-- The log does not hold the weights of several rewards. ms-swift's default of 1 is assumed, and the logged advantages
-  have to follow from that sum.
-- Of several turns, completion is the last, and prompt holds those before it.
-- An image stands in the prompt as ``[id * count]``, from which it cannot be reconstructed.
 """
 
 from __future__ import annotations
@@ -30,8 +18,7 @@ from tsae.rollouts.logs.checks.look_advantages import check_sum
 from tsae.rollouts.logs.entries.conversations import asked, is_conversation, only_answer
 from tsae.rollouts.logs.entries.entry import Entry, Unusable, total
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
-from tsae.rollouts.logs.entries.parsing import each_of_a_batch, each_row
+from tsae.rollouts.logs.entries.log_format import Format, each_of_a_batch, each_row
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 
 _PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")

@@ -3,14 +3,6 @@
 After the source of NVIDIA-NeMo/RL (``algorithms/grpo.py`` and ``utils/logger.py``, main, 2026). A row has content,
 rewards, input_lengths, token_ids, token_loss_mask, sample_loss_mask, advantages, generation_logprobs, prev_logprobs and
 idx; the batch axis is kept, so that every value but idx is a list of one.
-
-- token_ids are padded to the batch's width; input_lengths says where they end. The masked tokens are the response.
-  What the environment said after it is dropped, and what it said in between is marked. The mask covers every turn of
-  the assistant, also those of the prompt, whose generation_logprobs are 0.
-- With dynamic sampling ``rewards`` is that of the batch before filtering and does not belong to its row;
-  ``filtered_rewards`` does, and is read instead.
-- idx is the row's number, not a problem's: problems are identified by prompt tokens. There is no reference answer.
-- Steps are counted from 1, and responses are sampled before the step's update.
 """
 
 from __future__ import annotations
@@ -22,9 +14,8 @@ import numpy as np
 
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 from tsae.rollouts.logs.entries.masks import masked_entry
-from tsae.rollouts.logs.entries.parsing import by_row
 
 
 def _entry(row: Fields) -> Entry:

@@ -4,12 +4,6 @@ After the source of allenai/open-instruct (``rl_utils.RolloutRecord``, pull requ
 ``{rollouts_save_path}/{run}_rollouts_{shard:06d}.jsonl`` has step, sample_idx, prompt_idx, prompt_tokens,
 response_tokens, reward, advantage, finish_reason, dataset, ground_truth, request_info and, later, logprobs; a
 ``{run}_metadata.jsonl`` stands beside the shards.
-
-- prompt_idx counts within a step: problems are identified by prompt tokens and ground truth.
-- Shards are appended to: a run that resumed from an older checkpoint logs its steps a second time.
-- If a tool was called, its output stands among the response tokens, and no mask says where.
-- Steps are counted from 0 (the loop of ``DataPreparationActor``), so that step N follows N updates. Sampling is
-  asynchronous: the weights are those, or older ones.
 """
 
 from __future__ import annotations
@@ -18,9 +12,8 @@ import re
 
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 from tsae.rollouts.logs.entries.masks import logprobs_of
-from tsae.rollouts.logs.entries.parsing import by_row
 
 
 def _entry(row: Fields) -> Entry:

@@ -2,9 +2,7 @@
 
 After the source of huggingface/open-r1 (``scripts/pass_rate_filtering/compute_pass_rate.py``: prompt,
 pass_rate_generations, pass_rate_rewards beside the columns of the source) and OpenR1-Math-220k (problem, answer,
-solution, generations, correctness_math_verify, finish_reasons, uuid). There are texts only, decoded without special
-tokens. Prompts are questions, and the run's system prompt is not in the data set. There is no training step, and all
-generations are from one policy: name it with ``--run``.
+solution, generations, correctness_math_verify, finish_reasons, uuid).
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row
 
 _GENERATIONS = ("pass_rate_generations", "generations")
 _TOLD = ("pass_rate_rewards", "correctness_math_verify", "finish_reasons")

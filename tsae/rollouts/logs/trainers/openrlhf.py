@@ -3,11 +3,6 @@
 After the source of OpenRLHF up to 0.10 (``cli/batch_inference.py``). Its PPO keeps one rollout a step, in Weights &
 Biases or TensorBoard. To keep all, write them as JSON lines in the run's reward function or agent, which get the texts,
 and name the columns.
-
-- input is the prompt as the engine got it, after the chat template if one was applied.
-- With vLLM, output has its special tokens, and so the end token of a response that ended by itself; without vLLM, it
-  has none.
-- There is no step, and all responses are from one policy: name it with ``--run``.
 """
 
 from __future__ import annotations
@@ -15,8 +10,7 @@ from __future__ import annotations
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row
 
 
 def _fits(row: Row, config: ImportConfig) -> bool:

@@ -8,9 +8,8 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.entries.log_format import Format, by_row
 from tsae.rollouts.logs.entries.masks import split_by_mask
-from tsae.rollouts.logs.entries.parsing import by_row
 
 _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"}
 

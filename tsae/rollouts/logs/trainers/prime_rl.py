@@ -10,11 +10,6 @@ After the source of PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to
 - ``token_exports/step_N/rank_R.jsonl``: per-token arrays of what the trainer trained on, schema 1. First an object a
   token (id, loss_mask, advantage, reward), then arrays with export_step, run_id and rewards; later with step only and
   without rewards, so that outcomes are unknown.
-
-A trace is a graph of messages whose nodes hold the token ids that they add, and which of them were sampled. Rewards
-are named and weighted; their sum is the reward. Problems are identified by the task's key or content; a group_id names
-a group of one step. The policy version, in the trace, its info or the episode, is the number of optimiser steps of the
-weights.
 """
 
 from __future__ import annotations
@@ -32,9 +27,8 @@ import numpy as np
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, total
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.entries.log_format import Format, by_row
 from tsae.rollouts.logs.entries.masks import logprobs_of, masked_entry, split_by_mask
-from tsae.rollouts.logs.entries.parsing import by_row
 
 _TRACES = re.compile(
     r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"

@@ -4,12 +4,6 @@ After the source of rllm-org/rllm (``utils/episode_logger.py``, main, 2026). A f
 epoch, episode_id, task, task_hash, is_correct, termination_reason, metrics and trajectories, each with name, uid,
 reward and steps; a step has chat_completions, which are the messages of its model call and the answer, and
 model_response.
-
-- Messages go through the checkpoint's chat template; token ids are not logged. A trajectory of several steps cannot be
-  reconstructed.
-- An episode of several trajectories (a solver's and a judge's) gives one for each, with the trajectory's own reward;
-  is_correct is about episodes, and counts if there is one trajectory.
-- Steps are counted from 1, and sampled before the step's update. Validation (``val_step_…``) is not read.
 """
 
 from __future__ import annotations
@@ -23,8 +17,7 @@ from typing import Any
 from tsae.rollouts.logs.entries.conversations import asked, is_conversation, only_answer
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 _CUT_OFF = "max_response_length_exceeded"
 _FAILED = ("error", "timeout")

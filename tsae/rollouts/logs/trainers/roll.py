@@ -3,12 +3,6 @@
 After the source of alibaba/ROLL (``pipeline/rlvr/utils.py``, main, 2026). A file is one line, an object of columns:
 global_step, id, prompt, messages (JSON), ground_truth, domain, tag, responses, scores, sampling_params and, by domain,
 others.
-
-- The policy reads the messages through the chat template if there are any, and otherwise the prompt as it stands. A
-  template of ROLL's own (other than native) is not in the log.
-- responses are decoded without special tokens: whether one ended by itself is not in the log.
-- Steps are counted from 0, so that step N samples with the weights of N updates; with ``async_generation_ratio`` above
-  0 they may be older.
 """
 
 from __future__ import annotations
@@ -21,8 +15,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
-from tsae.rollouts.logs.entries.parsing import by_row, each_of_a_batch
+from tsae.rollouts.logs.entries.log_format import Format, by_row, each_of_a_batch
 
 
 def _fits(row: Row, config: ImportConfig) -> bool:

@@ -3,11 +3,6 @@
 After the source of SkyRL 0.3 (``train/evaluate.py`` and ``train/utils/trainer_utils.py``). A line has input_prompt,
 output_response, score, stop_reason, env_class, env_extras and data_source. Training batches are pickles
 (``dump_data_batch``), which are not read.
-
-- Texts are decoded with their special tokens. In an environment of several turns, its words stand in the response
-  and no mask says where.
-- score is a number, or one a token, whose sum is the score.
-- Step N is evaluated after N updates; ``eval_only`` has no step.
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ import re
 
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 
 def _entry(row: Fields) -> Entry:

@@ -4,14 +4,6 @@ After the source of THUDM/slime (``observability/rollout_data_utils.py`` and ``u
 a ``torch.save`` of rollout_id and samples, with tokens (prompt and response), response_length, response, prompt, label,
 reward, loss_mask, status, weight_versions, group_index and index. Files that hold more than tensors and plain
 containers are refused.
-
-- A rollout_id counts from 0, and is the number of rollouts that were trained on before it. weight_versions counts the
-  updates of the engine's weights; the first is the weights before training. A sample that has one says which weights
-  sampled it.
-- loss_mask marks, among the response tokens, those that the policy sampled.
-- reward is a number, or a table of them of which ``--reward-key`` names the one that is trained on; the log does not
-  hold that name. A score is taken for the total if there is one, and an acc says what is right.
-- ``eval_{rollout_id}.pt`` holds evaluations, and is read if that file is given.
 """
 
 from __future__ import annotations
@@ -25,9 +17,8 @@ import numpy as np
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 from tsae.rollouts.logs.entries.masks import Split, logprobs_of, split_by_mask
-from tsae.rollouts.logs.entries.parsing import by_row
 
 _FILE = re.compile(r"(^|/)(?![^/]*eval)([^/]*_)?(?P<step>\d+)\.pt$")
 _ENDS: dict[str, Literal["stop", "length"]] = {"completed": "stop", "truncated": "length"}

@@ -3,18 +3,6 @@
 After the sources of TRL 1.0 to 1.16. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this
 order: step, prompt, completion, one float column a reward function, the columns that reward functions passed to
 ``log_extra``, and advantage. A file holds the last generation batch of its step only.
-
-- If several steps train on one batch (num_iterations, steps_per_generation), each logs it. An evaluation
-  logs into the same file, over the training batch: log without one.
-- Until 1.14 or so, prompt is what the model read, decoded without special tokens. For a conversation this is the text
-  of its template, which is reconstructed. Later it is what the data set has: a text, tokenised as it is, or the
-  messages of a conversation, which go through the chat template; the run's chat_template_kwargs and tools are not in
-  the log.
-- completion is decoded without special tokens: whether a response ended by itself is lost, unless
-  ``log_extra("completion_ids", completion_ids)`` kept the token ids.
-- A null reward means that the function did not score that completion.
-- Names do not tell rewards from extras. The first float columns are taken as rewards. If there are several,
-  the logged advantages have to follow from their sum, or the user has to name them.
 """
 
 from __future__ import annotations
@@ -34,8 +22,7 @@ from tsae.rollouts.logs.checks.look_advantages import check_sum
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry, Unusable, total
 from tsae.rollouts.logs.entries.fields import Fields
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import each_row
+from tsae.rollouts.logs.entries.log_format import Format, each_row, has
 from tsae.rollouts.logs.on_disk.log_files import LogFile, first_row
 
 _COMPLETION_IDS = "completion_ids"

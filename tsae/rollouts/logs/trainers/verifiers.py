@@ -4,14 +4,6 @@ After the source of verifiers 0.1.14 (``utils/save_utils.py``) and of prime-rl 0
 ``rollouts/step_{N}/train_rollouts.jsonl``, an evaluation of verifiers ``results.jsonl``. A line has example_id, task,
 prompt, completion, answer, info, reward, error, is_truncated, stop_condition and metrics, and each metric again as a
 column; prime-rl adds env_name, policy_version, off_policy_steps, advantage and is_filtered.
-
-- Messages go through the checkpoint's chat template; the tokens themselves are not logged. A rollout of several turns,
-  or with tools, cannot be reconstructed.
-- Every reward function is a metric, and reward is their weighted sum; metrics without a weight look the same.
-  Without metrics, the reward has no name, and gets the one that is asked for (``--outcome``).
-- A policy version counts the updates of the weights. If they were updated while it sampled (off_policy_steps), only
-  the version that is logged is known.
-- is_filtered marks what did not reach the trainer: ``--subset`` train/all keeps it.
 """
 
 from __future__ import annotations
@@ -22,8 +14,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import asked_or_text, only_answer
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.entries.log_format import Format
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row
 
 _NO_METRICS = {
     *("id", "example_id", "reward", "advantage", "policy_version", "off_policy_steps"),

@@ -3,17 +3,6 @@
 After the source of verl 0.8 (``RayPPOTrainer``, main, 2026). ``{dir}/{global_steps}.jsonl`` has input, output, gts,
 score, step, and whatever the reward function returned beside the score (``acc``, ``pred``, …); older versions have no
 gts, newer ones a request_id.
-
-- input is the prompt *after* the chat template, decoded without special tokens. It is reconstructed: the checkpoint's
-  template is rendered around the question, and has to give the logged text again.
-- There is no problem id (a uid names a group of one step or, later, a trajectory): equal input and gts are one problem.
-- score is the sum of the token-level scores, including shaping such as DAPO's length penalty. But a value that the
-  reward function returned under the name score replaces it, and lacks the penalty, which is added here. If there
-  is an ``acc``, that says what is right. Other numbers that the function returned are kept if they are finite.
-- A validation dump has a column reward, the true total, whatever score is. It is sampled *after* the step's
-  update, by weights of N updates; training samples for step N are sampled before it.
-- output is decoded without special tokens, and no finish reason is logged. The words of tools stand in it, and no mask
-  says where: with more than two turns (num_turns), or another's header in the text, it is no single response.
 """
 
 from __future__ import annotations
@@ -24,8 +13,7 @@ from typing import Any
 
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, is_finite
-from tsae.rollouts.logs.entries.log_format import Format, has
-from tsae.rollouts.logs.entries.parsing import by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 _OWN = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
 
