@@ -127,13 +127,13 @@ class Verdicts:
 
     def _add_up(self, names: Iterable[str], where: str | None) -> None:
         """Check that all totals are sums of the same rewards."""
-        parts = frozenset(names)
-        if self._summed[0] is None:
+        parts, before = frozenset(names), self._summed[0]
+        if before is None:
             self._summed = parts, where
-        if parts != self._summed[0]:
+        elif parts != before:
             raise TsaeError(
                 f"its rewards are {', '.join(sorted(parts))}; those of the rows before are "
-                f"{', '.join(sorted(self._summed[0]))}: their sums are not the same quantity",
+                f"{', '.join(sorted(before))}: their sums are not the same quantity",
                 where=where,
                 fix="Name the rewards that all rows have (--rewards), or import such files apart.",
             )

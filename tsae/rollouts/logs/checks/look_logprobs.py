@@ -78,8 +78,8 @@ class LogProbs:
         self.logged += state["logged"]
         self._placeholders.update(state["placeholders"])
         for id, some in state["kept"].items():
-            for *arrays, where in some:
-                self._keep(id, Told(*map(np.array, arrays), where))
+            for prompt, response, logprobs, where in some:
+                self._keep(id, Told(np.array(prompt), np.array(response), np.array(logprobs), where))
 
     def _keep(self, policy: str, told: Told) -> None:
         """Keep those whose places have the smallest hashes, so that parts of a log can be read one by one."""

@@ -41,7 +41,7 @@ class Entry:
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By name; None if a function did not score this trajectory."""
     reward: float | None = None
-    """The trainer's own total."""
+    """The trainer's own total; by default the only reward."""
     unscored: bool | None = None
     """Whether the log has rewards, but none for this trajectory; by default whether there are rewards and no total."""
     correct: bool | None = None
@@ -80,6 +80,8 @@ class Entry:
     """What its parser assumed, to be counted and printed: "were sampled by …"."""
 
     def __post_init__(self) -> None:
+        if len(self.rewards) == 1 and self.reward is None:
+            (self.reward,) = self.rewards.values()
         if self.unscored is None:
             self.unscored = bool(self.rewards) and self.reward is None
 

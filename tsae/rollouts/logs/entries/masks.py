@@ -71,7 +71,6 @@ def masked_entry(
         response_ids=response,
         sampled=inside,
         rewards=rewards,
-        reward=rewards.get("reward"),
         step=step,
         updates=updates,
         advantage=advantage,

@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.rollouts import parts
 from tsae.rollouts.parquet import write_table
+from tsae.rollouts.parts import COLUMN, FIELD, check_parts
 from tsae.rollouts.table import SCHEMA
 
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _OTHERS = "others"
 """Rewards and extra columns of a row as one JSON object: their names are known at the end."""
 _STEP, _ROUND_TRIP = pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_())
-_SPOOLED = pa.schema([*SCHEMA, parts.FIELD, _STEP, _ROUND_TRIP, pa.field(_OTHERS, pa.string())])
+_SPOOLED = pa.schema([*SCHEMA, FIELD, _STEP, _ROUND_TRIP, pa.field(_OTHERS, pa.string())])
 _KINDS = {bool: "flag", int: "whole", float: "number"}
 """By type of a value in an extra column; any other is text."""
 _TYPES = ((pa.bool_(), {"flag"}), (pa.int64(), {"whole"}), (pa.float64(), {"whole", "number"}))
@@ -45,7 +45,7 @@ class Spool:
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one row."""
         others = {name: value for name, value in record.items() if name.startswith(("reward/", "extra/"))}
-        has_parts = record[parts.COLUMN] is not None
+        has_parts = record[COLUMN] is not None
         if others.keys() - self._rewards.keys() - self._extras.keys() or (has_parts and not self._parts_known):
             self._flush()  # A new column begins a new row group.
         for name, value in others.items():
@@ -72,7 +72,7 @@ class Spool:
         if self._pending:
             arrays = [pa.array([row.get(field.name) for row in self._pending], field.type) for field in _SPOOLED]
             table = pa.table(arrays, schema=_SPOOLED)
-            parts.check_parts(table, "rollouts")
+            check_parts(table, "rollouts")
             self._writer.write_table(table)
         self._pending, self._tokens = [], 0
 
@@ -105,7 +105,7 @@ class Spools:
         for name, kinds in self._extras.items():
             types[name] = next((kind for kind, fitting in _TYPES if kinds <= fitting), pa.string())
         others = [pa.field(name, kind) for name, kind in types.items()]
-        schema = pa.schema([*SCHEMA, *[parts.FIELD] * self._parts_known, _STEP, _ROUND_TRIP, *others])
+        schema = pa.schema([*SCHEMA, *[FIELD] * self._parts_known, _STEP, _ROUND_TRIP, *others])
         write_table(to, schema, self._batches(schema, others, kept, policies), info)
 
     def _batches(

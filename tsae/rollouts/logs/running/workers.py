@@ -68,8 +68,9 @@ def read_in_workers(jobs: Iterable[Job], n: int, common: Mapping[str, Any], say:
             idle.put(worker)
         pool = ThreadPoolExecutor(n)
         stack.callback(pool.shutdown, cancel_futures=True)
-        # First of all, so that no thread waits for an answer.
-        stack.callback(lambda: [worker.kill() for worker in workers])
+        # They are killed before the pool is shut down, so that no thread waits for an answer.
+        for worker in workers:
+            stack.callback(worker.kill)
 
         def read(number: int, job: Job) -> None:
             worker = idle.get()

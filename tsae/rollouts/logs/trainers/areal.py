@@ -18,7 +18,6 @@ def _entry(row: Fields) -> Entry:
     tail = row.whole("tail_version", needed=True)
     head = row.whole("head_version") if "head_version" in row else tail
     total, asked = row.whole("seqlen"), row.whole("prompt_len")
-    reward = row.score("reward")
     return Entry(
         row.where,
         prompt=row.text("prompt"),
@@ -26,8 +25,7 @@ def _entry(row: Fields) -> Entry:
         response=row.text("completion"),
         response_rendered=True,
         response_length=None if total is None or asked is None else total - asked,
-        rewards={"reward": reward},
-        reward=reward,
+        rewards={"reward": row.score("reward")},
         step=tail,
         updates=tail,
         # The number of a task is one process's, and several write into one folder.

@@ -36,7 +36,6 @@ def _entry(row: Fields) -> Entry:
         prompt=asked(messages[:first], row),
         response=only_answer(messages[first:], row),
         rewards=dict(scores),
-        reward=next(iter(scores.values())) if len(scores) == 1 else None,
         unscored=not scores,
         answer=row.answer("target"),
         problem_id=f"{task}/{row.row['id']}",

@@ -21,15 +21,13 @@ def _entry(row: Fields) -> Entry:
     request = row.get("request_info")
     if isinstance(request, dict) and request.get("tool_calleds"):
         raise row.unusable("multi-turn", "the response holds a tool's output, and no mask says where")
-    reward = row.logged_score("reward")
     response = row.ids("response_tokens")
     return Entry(
         row.where,
         prompt_ids=row.ids("prompt_tokens"),
         response_ids=response,
         logprobs=logprobs_of(row.get("logprobs"), response),
-        rewards={"reward": reward},
-        reward=reward,
+        rewards={"reward": row.logged_score("reward")},
         answer=row.answer("ground_truth"),
         step=step,
         updates=step,

@@ -48,7 +48,6 @@ def _entry(row: Fields) -> Entry:
         prompt=row.get(names.prompt, "problem", "question"),
         response=row.text("generation"),
         rewards={} if value is None else {name: value},
-        reward=value,
         unscored=row.source is not None and name in row.source and value is None,
         correct=row.truth(_TOLD[1]),
         answer=row.answer(names.answer, "solution"),

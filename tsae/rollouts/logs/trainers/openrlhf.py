@@ -18,14 +18,12 @@ def _fits(row: Row, config: ImportConfig) -> bool:
 
 
 def _entry(row: Fields) -> Entry:
-    reward = row.score("reward")
     return Entry(
         row.where,
         prompt=row.text("input"),
         prompt_is="verbatim",
         response=row.text("output"),
-        rewards={} if "reward" not in row else {"reward": reward},
-        reward=reward,
+        rewards={"reward": row.score("reward")} if "reward" in row else {},
     )
 
 

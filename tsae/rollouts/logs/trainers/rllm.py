@@ -39,8 +39,8 @@ def _entry(row: Fields) -> Entry:
     trajectory = row.inside(row.row["trajectory"])
     steps = trajectory.get("steps") or []
     if len(steps) != 1:
-        kind, n = "multi-turn" if steps else "empty", len(steps)
-        raise row.unusable(kind, f"a trajectory of {n} steps, which text does not give back as tokens")
+        what = f"a trajectory of {len(steps)} steps, which text does not give back as tokens"
+        raise row.unusable("multi-turn" if steps else "empty", what)
     messages = steps[0].get("chat_completions")
     if not is_conversation(messages) or len(messages) < 2:
         raise row.unusable("empty", "its step has no chat_completions: no prompt and no answer")
@@ -52,7 +52,6 @@ def _entry(row: Fields) -> Entry:
         prompt=asked(messages[:-1], row),
         response=_answer(messages, steps[0].get("model_response"), row),
         rewards={"reward": reward},
-        reward=reward,
         unscored=reward is None and row.get("is_correct") is None,
         correct=row.truth("is_correct") if row.row["alone"] else None,
         answer=row.inside(task).answer(row.config.columns.answer, "ground_truth") if isinstance(task, dict) else "",

@@ -23,15 +23,14 @@ def _fits(row: Row, config: ImportConfig) -> bool:
 
 
 def _entry(row: Fields) -> Entry:
-    step, reward = row.whole("global_step", needed=True), row.score("scores")
+    step = row.whole("global_step", needed=True)
     level, problem = row.row.get("difficulty", row.get(row.config.columns.level)), row.label("id")
     return Entry(
         row.where,
         prompt=_messages(row.get("messages")) or row.text("prompt"),
         prompt_is="verbatim",
         response=row.text("responses"),
-        rewards={"scores": reward},
-        reward=reward,
+        rewards={"scores": row.score("scores")},
         answer=row.answer("ground_truth"),
         level=row.inside({"level": level}).label("level"),
         # Ids are those of one data set, and a domain may have several.

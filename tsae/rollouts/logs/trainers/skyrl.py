@@ -15,7 +15,7 @@ from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 
 def _entry(row: Fields) -> Entry:
-    score, extras = _score(row), row.object("env_extras")
+    extras = row.object("env_extras")
     index = extras.object("extra_info").label("index")
     return Entry(
         row.where,
@@ -23,8 +23,7 @@ def _entry(row: Fields) -> Entry:
         prompt_is="rendered",
         response=row.text("output_response"),
         response_rendered=True,
-        rewards={"score": score},
-        reward=score,
+        rewards={"score": _score(row)},
         answer=extras.object("reward_spec").answer("ground_truth"),
         problem_id=None if index is None else f"{row.get('data_source')}/{index}",
         step=row.file.step,

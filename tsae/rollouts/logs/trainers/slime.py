@@ -45,7 +45,7 @@ def _entry(row: Fields) -> Entry:
         # The text includes what others wrote after the last sampled token.
         response=str(row.row["response"]) if row.get("response") and len(response) == length else None,
         rewards=rewards,
-        reward=rewards.get("score") if len(rewards) > 1 else next(iter(rewards.values()), None),
+        reward=rewards.get("score"),
         unscored=all(value is None for value in rewards.values()),
         correct=None if right is None else right > 0,
         answer=row.answer("label"),
