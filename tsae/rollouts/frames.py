@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.importing import read_log
-from tsae.rollouts.parquet import read_info
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -58,8 +56,7 @@ def read_frame(
                 fix="Make texts, numbers, flags or lists of them of every column, or leave that column out.",
             ) from error
         try:
-            table = read_log(file, checkpoint, config)
-            return Rollouts(table, read_info(table), str(file))
+            return Rollouts.read(file, checkpoint, config)
         except TsaeError as error:
             where = str(error.where).replace(str(file), "read_frame")
             raise TsaeError(error.what.replace(str(file), "read_frame"), where=where, fix=error.fix) from error

@@ -15,15 +15,12 @@ order of the log, so the file does not depend on who read them; finished parts a
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
@@ -42,7 +39,6 @@ from tsae.rollouts.logs.running.spool import Spool, Spools
 from tsae.rollouts.logs.running.workers import default_workers, read_in_workers, setup
 from tsae.rollouts.logs.tokenising.template_settings import find_settings
 from tsae.rollouts.logs.tokenising.tokens import Tokens, tokenizer_alone
-from tsae.rollouts.parquet import mapped, read_pieces
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
 _SPOOL = "rows.parquet"
@@ -106,18 +102,6 @@ def import_log(
         info = {"tokenizer": tokenizer_fingerprint(tokens.tokenizer), "log": log}
         spools.write(to, run.kept, info, run.policies.renamed)
     return summary
-
-
-def read_log(
-    path: str | Path,
-    checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
-    config: ImportConfig | None = None,
-) -> pa.Table:
-    """Like `import_log`, as a table in a mapped temporary file; its metadata holds what was assumed and left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rollouts.parquet"
-        import_log(path, file, checkpoint, config, progress=False)
-        return mapped(read_pieces(file))
 
 
 def read_part(

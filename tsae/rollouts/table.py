@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -105,10 +106,12 @@ class Rollouts(parts.Parts):
         """
         path = Path(path)
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
-            from tsae.rollouts.importing import read_log
+            from tsae.rollouts.importing import import_log
 
-            table = read_log(path, checkpoint, config)
-            return cls(table, read_info(table), str(path))
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "rollouts.parquet"
+                import_log(path, file, checkpoint, config, progress=False)
+                return cls.read(file, origin=str(path))
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
         where = origin or str(path)
