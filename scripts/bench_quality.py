@@ -35,7 +35,8 @@ import torch
 import tyro
 
 import tsae
-from tsae.demo import DemoConfig, demo_rollouts
+from tsae.config import DemoConfig
+from tsae.demo import demo_rollouts
 from tsae.sae.calibration import calibrate
 from tsae.sae.separation import separation
 from tsae.sae.smoothness import SlowVariance

@@ -14,7 +14,8 @@ from builders import EOS, feature_table
 from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.writing import write_shard
 from tsae.base.provenance import write_json
-from tsae.commands.analysis import Causal
+from tsae.commands.actions.causal import opposed_features
+from tsae.commands.options.causal import Causal
 from tsae.diff.baselines import baselines
 from tsae.diff.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
@@ -329,7 +330,7 @@ def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch:
 
     def chosen(**more: Any) -> list[int]:
         unused = {"series": (), "checkpoint": "up", "sae": tmp_path, "features": tmp_path, "to": tmp_path}
-        return Causal(**{**unused, "diff": folder, **more})._family()
+        return opposed_features(Causal(**{**unused, "diff": folder, **more}))
 
     assert chosen(raised="up", lowered="down") == [0]
     assert chosen(raised="down", lowered="up") == [1]

@@ -11,7 +11,7 @@ from scipy.stats import beta
 
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig
-from tsae.rl.sampling import Curriculum, CurriculumSampler
+from tsae.rl.curriculum import Curriculum, CurriculumSampler
 
 PLAIN = {"explore": 0.0}
 

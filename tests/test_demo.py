@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 import tsae
-from tsae.demo import DemoConfig, demo
+from tsae.config import DemoConfig
+from tsae.demo import demo
 
 ROOT = Path(__file__).parents[1]
 SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl"

@@ -10,11 +10,11 @@ import pytest
 
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rl.chains import reformulate_backward, reformulate_chains, reformulate_operands
 from tsae.rl.reformulation import read_reformulations
 from tsae.rl.word_problems import calculations, reformulate_words
 from tsae.rollouts.problems import Problem, read_problems, write_problems
-from tsae.testbed.problems import evaluate, generate_problems, in_split, parse_prompt
+from tsae.testbed.backward import reformulate_backward, reformulate_chains, reformulate_operands
+from tsae.testbed.chains import evaluate, generate_problems, in_split, parse_prompt
 
 
 def chain(prompt: str) -> Problem:

@@ -72,7 +72,7 @@ def test_the_table_has_means_and_spreads(script: ModuleType, tmp_path: Path) -> 
 
 
 def test_reformulated_problems_are_easier_and_belong_to_the_training_split(script: ModuleType) -> None:
-    from tsae.testbed.problems import in_split, parse_prompt
+    from tsae.testbed.chains import in_split, parse_prompt
 
     problems = script.problems_of("reformulation+guided", 40, 0)
     sizes = [parse_prompt(problem.prompt).n_ops for problem in problems]

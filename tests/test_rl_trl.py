@@ -13,18 +13,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from organism.pretraining import ModelConfig, llama_config
 
 import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
 from tsae.rl.credit import Credit
+from tsae.rl.curriculum import Curriculum
 from tsae.rl.exporting import read_logprob, stored_logprob
-from tsae.rl.sampling import Curriculum
 from tsae.rl.shaping import shape_advantages, thresholded, token_weights
-from tsae.testbed.base import ModelConfig, llama_config
+from tsae.testbed.grpo import data_set, grpo_on_cpu
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
-from tsae.testbed.training import data_set, grpo_on_cpu
 
 if TYPE_CHECKING:  # Every process of pytest-xdist collects this file, and one runs it: TRL takes seconds to import.
     from tsae.rl.trl import FeatureCredit

@@ -29,6 +29,7 @@ from test_finding import cached
 
 import tsae
 from tsae.cli import main
+from tsae.config import RunConfig
 from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.report.findings import findings
@@ -38,7 +39,7 @@ from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollout
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.table import problem_bands
-from tsae.run import RunConfig, analyze_run, choose_sae, find_series
+from tsae.run import analyze_run, choose_sae, find_series
 
 SHIPPED = tsae.testbed.series_path()
 TINY = RunConfig(
@@ -650,7 +651,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from tsae.testbed import make_tokenizer, verify
-from tsae.testbed.problems import generate_problems
+from tsae.testbed.chains import generate_problems
 
 base, out, kind = sys.argv[1:]
 problems = generate_problems("medium", 16, 0, "train")

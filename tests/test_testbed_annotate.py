@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from organism.corpus import direct_response, scratchpad_response
 
 from tsae.errors import TsaeError
 from tsae.testbed import (
@@ -16,7 +17,6 @@ from tsae.testbed import (
     parse_prompt,
     verify,
 )
-from tsae.testbed.corpus import direct_response, scratchpad_response
 from tsae.testbed.tokenizer import split_tokens
 
 PROMPT = "3+5*2-7?"  # 3+5=8, 8*2=6, 6-7=9

@@ -173,9 +173,8 @@ def test_the_written_table_is_the_measured_one() -> None:
 
 def test_shipped_medium_model_solves_medium_chains() -> None:
     import torch
+    from organism.measuring import sample_responses
     from transformers import AutoTokenizer, LlamaForCausalLM
-
-    from tsae.testbed.measure import sample_responses
 
     folder = series_path()
     series = json.loads((folder / "series.json").read_text())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from organism.corpus import CorpusConfig, Document, sample_document
+from organism.measuring import mean_interval, measure, sample_responses, summarise, to_markdown, wilson
+from organism.pretraining import BaseConfig, ModelConfig, llama_config, pad_batch, train_base
 
 from tsae.errors import TsaeError
 from tsae.testbed import describe_response, generate_problems, make_tokenizer
-from tsae.testbed.base import BaseConfig, ModelConfig, llama_config, pad_batch, train_base
-from tsae.testbed.corpus import CorpusConfig, Document, sample_document
-from tsae.testbed.measure import mean_interval, measure, sample_responses, summarise, to_markdown, wilson
 
 TINY = BaseConfig(model=ModelConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16), steps=3, batch=8, warmup=1)
 

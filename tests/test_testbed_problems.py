@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from organism.corpus import CorpusConfig, sample_document
 
 from tsae.errors import TsaeError
 from tsae.testbed import eval_problems, evaluate, generate_problems, parse_prompt
-from tsae.testbed.corpus import CorpusConfig, sample_document
-from tsae.testbed.problems import LEVELS, Chain, in_split
+from tsae.testbed.chains import LEVELS, Chain, in_split
 
 
 @pytest.mark.parametrize(

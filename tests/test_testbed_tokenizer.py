@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from organism.corpus import scratchpad_response
 
 from tsae.testbed import VOCABULARY, generate_problems, make_tokenizer, parse_prompt, split_tokens
-from tsae.testbed.corpus import scratchpad_response
 from tsae.testbed.tokenizer import BOS, EOS, MAX_TOKENS, PAD, TOKEN_IDS
 
 

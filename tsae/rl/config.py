@@ -73,7 +73,7 @@ class ShapingConfig:
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """How problems are drawn by the current model's pass rate; see `tsae.rl.sampling`."""
+    """How problems are drawn by the current model's pass rate; see `tsae.rl.curriculum`."""
 
     outcome: str | None = None
     """Reward function that says what is right; by default the only one, or the only one whose name says accuracy or

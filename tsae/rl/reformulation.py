@@ -1,7 +1,7 @@
 """Reformulations: a hard problem with a known answer becomes easier ones whose answers are known too.
 
 The answer is given, one quantity is hidden, and it is asked for. A `Reformulation` keeps where it came from, so that a
-solved one can vouch for its parent (`tsae.rl.sampling`). `tsae.rl.chains` makes them of the testbed's chains,
+solved one can vouch for its parent (`tsae.rl.curriculum`). `tsae.testbed.backward` makes them of the testbed's chains,
 `tsae.rl.word_problems` of questions in English.
 """
 

@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
-from tsae.rl.sampling import Curriculum, CurriculumSampler
+from tsae.rl.curriculum import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
 from tsae.rollouts.outcomes import outcome_reward
 from tsae.sae.model import TemporalSAE

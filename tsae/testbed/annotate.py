@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tsae.testbed.problems import OPERATORS, Chain, apply_operator, parse_prompt
+from tsae.testbed.chains import OPERATORS, Chain, apply_operator, parse_prompt
 from tsae.testbed.tokenizer import EOS, PAD, split_tokens
 from tsae.testbed.verifier import given_answer, verify
 

@@ -1,16 +1,13 @@
-"""Commands of the room rl: reformulate, credit."""
+"""Options of the commands for training: reformulate, credit."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-import tsae
-from tsae.commands.common import load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 
@@ -39,34 +36,6 @@ class Reformulate:
     show: int = 0
     """Print this many of the reformulations, evenly spread, and of the numbers that were left out."""
 
-    def run(self) -> None:
-        from tsae.rl.chains import is_chain, reformulate_chains
-        from tsae.rl.reformulation import write_reformulations
-        from tsae.rl.word_problems import read_word_problems, reformulate_words
-
-        problems, solutions = read_word_problems(self.problems)
-        kind = self.kind if self.kind != "auto" else "backward" if is_chain(problems[0]) else "number"
-        if kind == "number":
-            made, left_out = reformulate_words(problems, solutions)
-            reasons = Counter(item.reason for item in left_out)
-            print(f"left out: {', '.join(f'{n:,} {reason}' for reason, n in reasons.most_common()) or 'nothing'}")
-            for item in _spread(left_out, self.show):
-                print(f"  {item.problem_id} {item.text!r}: {item.reason}")
-        else:
-            split: Literal["train"] | None = None if self.evaluation else "train"
-            made = reformulate_chains(problems, kind=kind, ambiguous=self.ambiguous, n_ops=self.n_ops, split=split)
-        if not made:
-            raise TsaeError("no problem could be reformulated", where=self.problems, fix="See the reasons above.")
-        for reformulation in _spread(made, self.show):
-            print(f"\n{reformulation.problem.prompt}\n  {' or '.join(reformulation.accepted)}")
-        write_reformulations(made, self.to)
-        parents = len({item.parent for item in made})
-        say_wrote(self.to, f"{len(made):,} reformulations of {parents:,} of {len(problems):,} problems")
-
-
-def _spread(items: list[Any], n: int) -> list[Any]:
-    return [items[i * len(items) // n] for i in range(min(n, len(items)))] if n else []
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -77,12 +46,6 @@ class Fit:
     to: Path
     """Folder of the credit."""
     config: OmitArgPrefixes[CreditConfig] = field(default_factory=CreditConfig)
-
-    def run(self) -> None:
-        from tsae.rl.learning import fit_credit
-
-        credit = fit_credit(self.features, self.config)
-        say_wrote(credit.save(self.to), credit)
 
 
 @dataclass(frozen=True)
@@ -119,21 +82,6 @@ class Weights:
                 fix="Give --store or --series, one of them.",
             )
 
-    def run(self) -> None:
-        from tsae.rl.credit import Credit
-        from tsae.rl.exporting import read_logprob, stored_logprob, write_credit
-
-        credit, features = Credit.load(self.credit), tsae.FeatureTable.load(self.features)
-        if not credit.significant:
-            print(f"note: {credit.info['note']}")
-        reader = credit.info["reader"]
-        if self.store is not None:
-            logprob = stored_logprob(features, reader, self.store)
-        else:
-            reference = load_series(*self.series)[reader]
-            logprob = read_logprob(features, reference, device=self.device, batch_tokens=self.batch_tokens)
-        say_wrote(write_credit(credit, features, self.to, self.config, logprob=logprob))
-
 
 @dataclass(frozen=True)
 class CreditCommand:
@@ -143,6 +91,3 @@ class CreditCommand:
         Annotated[Fit, subcommand("fit", prefix_name=False)]
         | Annotated[Weights, subcommand("weights", prefix_name=False)]
     ]
-
-    def run(self) -> None:
-        self.command.run()

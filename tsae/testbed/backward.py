@@ -21,7 +21,7 @@ from typing import Literal
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem
-from tsae.testbed.problems import Chain, apply_operator, in_split, parse_prompt
+from tsae.testbed.chains import Chain, apply_operator, in_split, parse_prompt
 
 Ambiguous = Literal["drop", "accept"]
 

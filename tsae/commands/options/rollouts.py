@@ -1,19 +1,14 @@
-"""Commands on rollouts: sample, import, bands, difficulty, behaviours."""
+"""Options of `tsae rollouts`: sample, import, formats, bands, difficulty, behaviours."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-import tsae
-from tsae.checkpoints.loading import ModelLoader
-from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig, ImportConfig, SamplingConfig
-from tsae.rollouts.logs.known import formats_text
+from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -32,18 +27,6 @@ class Sample:
     checkpoints: tuple[str, ...] = ()
     """Ids to sample from; by default the base and the last step of every run."""
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
-
-    def run(self) -> None:
-        from tsae.rollouts.checking import find_verifier
-        from tsae.rollouts.problems import read_problems
-
-        series = load_series(*self.series)
-        chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
-        problems, verify = read_problems(self.problems), find_verifier(self.verifier)
-        loader = ModelLoader(device=self.sampling.device)
-        parts = [tsae.sample(c, problems, self.sampling, verify=verify, loader=loader) for c in chosen]
-        rollouts = tsae.Rollouts.concat(parts).with_advantages()
-        say_wrote(rollouts.write(self.to), rollouts)
 
 
 @dataclass(frozen=True)
@@ -68,12 +51,6 @@ class Import:
     """Processes that read; by default one a core and at most four, and one for logs of less than 32 MiB."""
     config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
 
-    def run(self) -> None:
-        from tsae.rollouts.importing import import_log
-
-        print(import_log(self.log, self.to, self.checkpoint, self.config, workers=self.workers))
-        say_wrote(self.to)
-
 
 @dataclass(frozen=True)
 class Bands:
@@ -91,18 +68,6 @@ class Bands:
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
-
-    def run(self) -> None:
-        from tsae.rollouts.difficulty import band_counts, found_how
-        from tsae.rollouts.table import problem_bands
-
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
-        cutoffs = self.cutoffs if self.shares is None else BandQuantiles(*self.shares)
-        banded = rollouts.with_bands(self.reference, cutoffs=cutoffs, measured_on=measured_on)
-        say_wrote(banded.write(self.to), banded)
-        print(f"problems: {band_counts(problem_bands(banded.frame))}")
-        print(found_how(banded.info["bands"]))
 
 
 @dataclass(frozen=True)
@@ -124,21 +89,6 @@ class Difficulty:
     """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
     config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
 
-    def run(self) -> None:
-        found = tsae.difficulty(
-            tsae.Rollouts.read(self.rollouts),
-            self.config,
-            series=load_series(*self.series) if self.series else None,
-            reference=self.reference,
-            cutoffs=self.cutoffs if self.shares is None else BandQuantiles(*self.shares),
-        )
-        with as_json(self.json) as write:
-            print(found)
-            if self.to is not None:
-                say_wrote(found.save(self.to))
-            tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
-            write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
-
 
 @dataclass(frozen=True)
 class Behaviours:
@@ -155,32 +105,10 @@ class Behaviours:
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
-    def run(self) -> None:
-        from tsae.base.plugins import find_function
-        from tsae.report.terminal import behaviour_text, format_text
-        from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
-
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        reference = self.reference or rollouts.policies[0]
-        fix = "Give module:function for your own (prompt, answer) -> number of operations."
-        name = self.required_steps
-        required = None if name is None else find_function(name, where="required_steps", fix=fix)
-        found = with_behaviours(rollouts, required_steps=required, reference=reference)
-        behaviours, formats = (table(found, reference=reference) for table in (behaviour_table, format_table))
-        with as_json(self.json) as write:
-            print(behaviour_text(behaviours))
-            print(f"\n{format_text(formats)}")
-            if self.to is not None:
-                say_wrote(found.write(self.to), found)
-            write({"behaviours": behaviours, "formats": formats})
-
 
 @dataclass(frozen=True)
 class Formats:
     """Say whose logs are read, in which versions, what to switch on there, and what each log cannot tell."""
-
-    def run(self) -> None:
-        print(formats_text(shutil.get_terminal_size().columns))
 
 
 @dataclass(frozen=True)
@@ -195,6 +123,3 @@ class RolloutsCommand:
         | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
         | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)]
     ]
-
-    def run(self) -> None:
-        self.command.run()

@@ -1,4 +1,4 @@
-"""The base model of the testbed: a three-layer Llama, trained on `tsae.testbed.corpus` by next-token
+"""The base model of the testbed: a three-layer Llama, trained on `organism.corpus` by next-token
 prediction.
 
 1. Draw a batch of texts ``<bos> prompt response <eos>``, split into a short and a long half by length, so
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tsae.testbed.corpus import CorpusConfig, Document, sample_document
+from organism.corpus import CorpusConfig, Document, sample_document
 from tsae.testbed.tokenizer import BOS, EOS, MAX_TOKENS, PAD, TOKEN_IDS, VOCABULARY
 
 if TYPE_CHECKING:

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, describe_response
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-MAX_RESPONSE_TOKENS = 96
-"""Limit of sampling: a full scratchpad of 14 operations takes 87 tokens with its <eos>."""
 
 
 @dataclass(frozen=True)

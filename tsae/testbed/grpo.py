@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.rollouts.problems import Problem
-from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 from tsae.testbed.verifier import verify
 
 if TYPE_CHECKING:

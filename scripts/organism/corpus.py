@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 from tsae.errors import TsaeError
-from tsae.testbed.problems import Chain, apply_operator, sample_chain
+from tsae.testbed.chains import Chain, apply_operator, sample_chain
 
 
 @dataclass(frozen=True)
