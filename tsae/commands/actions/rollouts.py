@@ -1,20 +1,17 @@
-"""`tsae rollouts`: sample, import, formats, bands, difficulty, behaviours."""
+"""`tsae rollouts`: sample, import, bands, difficulty, behaviours."""
 
 from __future__ import annotations
-
-import shutil
 
 import tsae
 from tsae.base.plugins import find_function
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Formats, Import, Sample
+from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
 from tsae.report.terminal import behaviour_text, format_text
 from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 from tsae.rollouts.checking import find_verifier
 from tsae.rollouts.difficulty import band_counts, found_how
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.known import formats_text
 from tsae.rollouts.problems import read_problems
 from tsae.rollouts.table import problem_bands
 
@@ -32,10 +29,6 @@ def run_sample(options: Sample) -> None:
 def run_import(options: Import) -> None:
     print(import_log(options.log, options.to, options.checkpoint, options.config, workers=options.workers))
     say_wrote(options.to)
-
-
-def run_formats(options: Formats) -> None:
-    print(formats_text(shutil.get_terminal_size().columns))
 
 
 def run_bands(options: Bands) -> None:

@@ -1,4 +1,4 @@
-"""Options of `tsae rollouts`: sample, import, formats, bands, difficulty, behaviours."""
+"""Options of `tsae rollouts`: sample, import, bands, difficulty, behaviours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+from tsae.commands.options.formats import Formats
 from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig
 
 
@@ -104,11 +105,6 @@ class Behaviours:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Say whose logs are read, in which versions, what to switch on there, and what each log cannot tell."""
 
 
 @dataclass(frozen=True)
