@@ -1,20 +1,19 @@
 """Difficulty-adaptive sampling: problems drawn by the current model's pass rate.
 
-Every problem has a Beta estimate of its pass rate, (a, b), from `CurriculumConfig.prior`. A group with s successes of n
-updates it with forgetting γ, since the model moves: a ← γ a + s, b ← γ b + n − s. Problems are many and tries few, so
-that the recent pass rate of a problem's level, kept in the same way, counts for `level_responses` more. A problem's
-weight is what its rewards can teach,
+Every problem has a Beta estimate of its pass rate, (a, b), which starts at `CurriculumConfig.prior`. A group with s
+successes of n updates it with forgetting γ, because the model moves: a ← γ a + s, b ← γ b + n − s. There are many
+problems and few tries. So the recent pass rate of a problem's level, kept in the same way, counts as `level_responses`
+further responses. A problem's weight is what its rewards can teach,
 
     E[(p − g) (1 − p)], or 0 where that is negative,     p ~ Beta(a, b)
 
-p (1 − p) is the variance of its rewards. A share g of the responses is right by guessing, and success that is guessed
-says nothing about how: with g > 0, problems on which the model does no better than that are left for later, where
-without it their lucky groups would be drawn as often as telling ones. A share `explore` of the draws is uniform, which
-finds out when they are within reach. A problem whose group agreed is put aside for as many batches as its groups have
-agreed in a row. Problems with reformulations among the problems are admitted when the mean estimate of these is at
-least `admit_above`.
+p (1 − p) is the variance of its rewards. A share g of the responses is right by guessing, and a lucky guess teaches
+nothing. With g > 0, problems that the model only guesses wait; without it their lucky groups would be drawn as often as
+useful ones. A share `explore` of the draws is uniform, which finds out when they come within reach. A problem whose
+group agreed rests for as many batches as its groups have agreed in a row. A problem with reformulations in the set is
+admitted when the mean estimate of these reaches `admit_above`.
 
-In TRL the data loader asks for a batch before the one before it is scored: estimates are one batch old.
+TRL's data loader asks for a batch before the last one is scored: estimates are one batch old.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Group:
-    """What one group of responses told."""
+    """One group of responses."""
 
     step: int
     problem: int
     successes: int
     n: int
     estimate: float
-    """Pass rate that was expected when it came in."""
+    """Expected pass rate before it."""
 
 
 class Curriculum:
-    """The estimates, and who is drawn next.
+    """Estimates of pass rates, and the choice of the problems to draw next.
 
     Args:
         problem_ids: of all problems that may be drawn.
         group_size: responses per problem, G.
         config: defaults of `CurriculumConfig`.
-        levels: by problem id, a name such as "hard"; for the log, the figure and pooled estimates.
-        parents: by id of a reformulation, that of the problem it was made of.
+        levels: name of a problem's level by its id, such as "hard"; for the log, the figure and pooled estimates.
+        parents: id of the original problem by the id of its reformulation.
 
     Raises:
         TsaeError: where an id comes twice or there are none.
@@ -95,11 +94,11 @@ class Curriculum:
 
     def estimates(self) -> np.ndarray:
         """(n_problems,) expected pass rates."""
-        own = self._pooled()
-        return own[0] / (own[0] + own[1])
+        a, b = self._pooled()
+        return a / (a + b)
 
     def _pooled(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each problem's (a, b), with what its level says."""
+        """Each problem's (a, b), with the evidence from its level."""
         rate = (self.of_level[:, 0] / self.of_level.sum(1))[self.level]
         share = self.config.level_responses if self._has_levels else 0.0
         return self.successes + share * rate, self.failures + share * (1 - rate)
@@ -125,7 +124,7 @@ class Curriculum:
         return admitted
 
     def draw(self, n: int) -> list[int]:
-        """Numbers of n problems; different ones where there are enough."""
+        """Indices of n problems, all different where there are enough."""
         weights = self.weights()
         replace = int((weights > 0).sum()) < n
         return [int(i) for i in self._rng.choice(len(self.ids), size=n, replace=replace, p=weights)]
@@ -135,17 +134,17 @@ class Curriculum:
 
         Args:
             problem_ids: (n,) of the responses.
-            rewards: (n,) of the one reward function that says what is right; above `success_above` it is a success. A
-                sum with others would make well-formed wrong answers successes.
+            rewards: (n,) of the one reward function that says what is right; above `success_above` is a success. A
+                sum with other rewards would count well-formed wrong answers as successes.
 
         Raises:
             TsaeError: where a reward is not finite or a problem unknown.
         """
-        if not np.isfinite(np.asarray(rewards, dtype=float)).all():
+        values = np.asarray(rewards, dtype=float)
+        if not np.isfinite(values).all():
             raise TsaeError("a reward is not finite", where="Curriculum.update", fix="Verify every response.")
         estimates = self.estimates()
-        right = np.asarray(rewards, dtype=float) > self.config.success_above
-        frame = pd.DataFrame({"id": list(problem_ids), "success": right})
+        frame = pd.DataFrame({"id": list(problem_ids), "success": values > self.config.success_above})
         keep = self.config.forgetting
         for problem_id, found in frame.groupby("id", sort=False).success:
             if problem_id not in self.index:
@@ -161,7 +160,7 @@ class Curriculum:
         self.step += 1
 
     def history(self) -> pd.DataFrame:
-        """One row a group drawn: step, problem_id, level, successes, n, estimate (before), mixed."""
+        """One row per group: step, problem_id, level, successes, n, estimate (before it), mixed (both outcomes)."""
         table = pd.DataFrame(self.groups, columns=["step", "problem", "successes", "n", "estimate"])
         table.insert(1, "problem_id", [self.ids[i] for i in table.problem])
         table.insert(2, "level", [str(self.level_names[self.level[i]]) for i in table.problem])
@@ -169,11 +168,11 @@ class Curriculum:
         return table.drop(columns="problem")
 
     def plot(self, window: int = 10) -> go.Figure:
-        """How the drawn band drifts: share of the draws by level above, pass rate and mixed groups below."""
+        """Figure of what was drawn: share of the draws by level above, pass rate and mixed groups below."""
         return draw_history(self.history(), window)
 
     def check(self, dataset: Any) -> None:
-        """That a TRL data set has these problems.
+        """Check that a TRL data set has these problems.
 
         Raises:
             TsaeError: where the column problem_id is missing or an id is unknown.
@@ -191,15 +190,15 @@ class Curriculum:
 
 
 class CurriculumSampler:
-    """In place of TRL's RepeatSampler: the order of rows, decided a batch at a time.
+    """Takes the place of TRL's RepeatSampler: chooses rows one batch at a time.
 
     Args:
-        curriculum: whose `draw` decides.
-        dataset: with the column problem_id.
-        group_size: times that each row is repeated within a batch.
-        groups: problems a batch.
-        repeats: times that each batch is repeated, as TRL needs it for reuse of generations.
-        batches: how many; None for one pass over as many problems as there are.
+        curriculum: its `draw` chooses.
+        dataset: a data set with the column problem_id.
+        group_size: repeats of each row within a batch.
+        groups: problems in a batch.
+        repeats: repeats of each batch; TRL needs them to reuse generations.
+        batches: number of batches; None for as many draws as there are problems.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class CurriculumSampler:
 
 
 def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
-    """The figure of `Curriculum.plot`, from a table that `history` gave."""
+    """The figure of `Curriculum.plot`, from a table of `Curriculum.history`; lines are means of `window` steps."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
     from plotly.subplots import make_subplots
@@ -240,15 +239,8 @@ def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
     # Levels are in order, and may be many.
     colours = sample_colorscale("Viridis", len(shares.columns), low=0.95, high=0.05)
     for level, colour in zip(shares.columns, colours, strict=True):
-        area = go.Scatter(
-            x=shares.index,
-            y=shares[level],
-            name=str(level),
-            stackgroup="levels",
-            fillcolor=colour,
-            line={"color": "white", "width": 0.5},
-        )
-        figure.add_trace(area, row=1, col=1)
+        look = {"stackgroup": "levels", "fillcolor": colour, "line": {"color": "white", "width": 0.5}}
+        figure.add_trace(go.Scatter(x=shares.index, y=shares[level], name=str(level), **look), row=1, col=1)
     by_step = history.groupby("step").agg(s=("successes", "sum"), n=("n", "sum"), mixed=("mixed", "mean"))
     lines = {"pass rate": by_step.s / by_step.n, "groups with both outcomes": by_step.mixed}
     for name, line in lines.items():
@@ -262,7 +254,7 @@ def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
 
 
 def write_history(curriculum: Curriculum, path: str | Path) -> Path:
-    """The log as Parquet."""
+    """Write `Curriculum.history` as Parquet."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     curriculum.history().to_parquet(path, index=False)

@@ -28,10 +28,12 @@ A question whose answer is no number is left out altogether. What the rules cann
 
 from __future__ import annotations
 
+import ast
 import json
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -59,25 +61,39 @@ _UNSETTLED = re.compile(
     re.IGNORECASE,
 )
 _SPELLED = {
-    **dict(zip(("zero", "one", "two", "three", "four", "five", "six"), map(Fraction, range(7)), strict=True)),
-    **dict(zip(("seven", "eight", "nine", "ten", "eleven", "twelve"), map(Fraction, range(7, 13)), strict=True)),
-    "fifteen": Fraction(15),
-    "twenty": Fraction(20),
-    "once": Fraction(1),
-    "twice": Fraction(2),
-    "double": Fraction(2),
-    "doubled": Fraction(2),
-    "pair": Fraction(2),
-    "thrice": Fraction(3),
-    "triple": Fraction(3),
-    "tripled": Fraction(3),
-    "dozen": Fraction(12),
-    "half": Fraction(1, 2),
-    "thirty": Fraction(30),
-    "forty": Fraction(40),
-    "fifty": Fraction(50),
-    "hundred": Fraction(100),
-    "thousand": Fraction(1000),
+    word: Fraction(value)
+    for value, words in {
+        "1/2": "half",
+        "1": "one once",
+        "2": "two twice double doubled pair",
+        "3": "three thrice triple tripled",
+        "12": "twelve dozen",
+        **dict(
+            zip(
+                ["0", "4", "5", "6", "7", "8", "9"],
+                ["zero", "four", "five", "six", "seven", "eight", "nine"],
+                strict=True,
+            )
+        ),
+        **dict(
+            zip(
+                ["10", "11", "15", "20", "30", "40"],
+                ["ten", "eleven", "fifteen", "twenty", "thirty", "forty"],
+                strict=True,
+            )
+        ),
+        "50": "fifty",
+        "100": "hundred",
+        "1000": "thousand",
+    }.items()
+    for word in words.split()
+}
+"""Values of numbers in words."""
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _TERM = re.compile(r"\d+(?:\.\d+)?|\.\d+|[-+*/()]")
@@ -187,45 +203,22 @@ def calculations(solution: str) -> list[tuple[list[str], Fraction]]:
 
 
 def evaluate_terms(terms: list[str]) -> Fraction | None:
-    """The value of an expression of numbers, + - * / and brackets, exactly; None where it is none."""
-    position = 0
+    """The exact value of an expression of numbers, + - * / and brackets; None where it is no such expression."""
+    # Python refuses leading zeros.
+    text = " ".join((term.lstrip("0") or "0") if term[0].isdigit() else term for term in terms)
 
-    def peek() -> str:
-        return terms[position] if position < len(terms) else ""
-
-    def take() -> str:
-        nonlocal position
-        position += 1
-        return terms[position - 1]
-
-    def factor() -> Fraction:
-        token = take()
-        if token == "-":
-            return -factor()
-        if token == "(":
-            value = total()
-            if take() != ")":
-                raise ValueError
-            return value
-        return Fraction(token)
-
-    def product() -> Fraction:
-        value = factor()
-        while peek() in ("*", "/"):
-            value = value * factor() if take() == "*" else value / factor()
-        return value
-
-    def total() -> Fraction:
-        value = product()
-        while peek() in ("+", "-"):
-            value = value + product() if take() == "+" else value - product()
-        return value
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left, sign, right):
+                return _OPERATIONS[type(sign)](value(left), value(right))
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+        return Fraction(ast.get_source_segment(text, node) or "")
 
     try:
-        value = total()
-    except (ValueError, ZeroDivisionError, IndexError):
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
         return None
-    return value if position == len(terms) else None
 
 
 def _fault(
