@@ -15,13 +15,13 @@ class CreditConfig:
     """How features score tokens, and which rollouts teach the scores."""
 
     estimator: Estimator = "action"
-    """What a token's score is. "action": how much better the token is than its state. "value": how much the success that
-    features promise changes at the token. "effects": the outcome effects of the features active at the token."""
+    """What a token's score is. "action": how much better the token is than its state. "value": how much the success
+    that features promise changes at the token. "effects": the outcome effects of the features active at the token."""
     reader: str | None = None
     """The reference: reader and policy whose rollouts count; by default the base."""
     pass_rates: tuple[float, float] = (0.25, 0.99)
-    """Lowest and highest pass rate of the reference on the problems that count. Lucky guesses on harder problems then do
-    not define what is good."""
+    """Lowest and highest pass rate of the reference on the problems that count. Lucky guesses on harder problems then
+    do not define what is good."""
     min_problems: int = 5
     """A feature, or a pair of feature and token, counts if it occurs in at least this many problems."""
     ridge: float = 30.0

@@ -1,9 +1,9 @@
 """From token scores to the advantages of a policy-gradient step.
 
 A_i is the group's advantage of trajectory i. z_it are the scores of its n_i tokens times 1 − the reference's
-probability of the token (`Credit.token_credit`). c_it is what the threshold θ leaves of them: c = sign(z) max(|z| − θ, 0).
-Most tokens have small scores. Their differences mean little, but there are many of them, and on problems beyond the
-reference's reach they are biased.
+probability of the token (`Credit.token_credit`). c_it is what the threshold θ leaves of them:
+c = sign(z) max(|z| − θ, 0). Most tokens have small scores. Their differences mean little, but there are many of them,
+and on problems beyond the reference's reach they are biased.
 
 1. *Token weights*, of mean 1 over a trajectory: credit moves within it and neither grows nor shrinks.
 

@@ -60,35 +60,12 @@ _UNSETTLED = re.compile(
     r"far apart)\b",
     re.IGNORECASE,
 )
-_SPELLED = {
-    word: Fraction(value)
-    for value, words in {
-        "1/2": "half",
-        "1": "one once",
-        "2": "two twice double doubled pair",
-        "3": "three thrice triple tripled",
-        "12": "twelve dozen",
-        **dict(
-            zip(
-                ["0", "4", "5", "6", "7", "8", "9"],
-                ["zero", "four", "five", "six", "seven", "eight", "nine"],
-                strict=True,
-            )
-        ),
-        **dict(
-            zip(
-                ["10", "11", "15", "20", "30", "40"],
-                ["ten", "eleven", "fifteen", "twenty", "thirty", "forty"],
-                strict=True,
-            )
-        ),
-        "50": "fifty",
-        "100": "hundred",
-        "1000": "thousand",
-    }.items()
-    for word in words.split()
-}
-"""Values of numbers in words."""
+_IN_WORDS = """
+    0 zero; 1/2 half; 1 one once; 2 two twice double doubled pair; 3 three thrice triple tripled; 4 four; 5 five; 6 six;
+    7 seven; 8 eight; 9 nine; 10 ten; 11 eleven; 12 twelve dozen; 15 fifteen; 20 twenty; 30 thirty; 40 forty; 50 fifty;
+    100 hundred; 1000 thousand
+"""
+_SPELLED = {word: Fraction(value) for value, *words in map(str.split, _IN_WORDS.split(";")) for word in words}
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
