@@ -104,7 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script.
 
     Exit status: 0 done; 2 a `TsaeError`, printed in one paragraph, or options that do not parse; 130 interrupted; 141
-    the reader of the output went away; 1 anything else, with its traceback.
+    the output was closed; 1 anything else, with its traceback.
     """
     if not sys.stderr.isatty():
         # A log keeps every state of a bar; tqdm reads this when it is imported.
@@ -121,10 +121,10 @@ def main(args: Sequence[str] | None = None) -> None:
             status = 130
         except SystemExit as said:  # of --help, and of options that do not parse
             status = said.code or 0
-        # The interpreter would do it after all handlers, and print that the reader went away.
+        # Else the interpreter flushes after all handlers, and prints an error for a closed pipe.
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough (`tsae … | head`); nothing is left to be flushed at exit.
+        # The output's other end was closed (`tsae … | head`): leave nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = status or 141
     if status is not None:
@@ -133,10 +133,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. All of them
-run on the folder of a training run with `tsae run`, and on shipped checkpoints with `tsae demo`. What a diff found is
-tested by `tsae causal`, and put to use in training by `tsae credit` and `tsae reformulate`; `tsae drift` needs none of
-the stages.
+The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
+runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae causal` tests what a diff
+found; `tsae credit` and `tsae reformulate` use it in training. `tsae drift` needs none of the stages.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
-goes on; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""
+resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

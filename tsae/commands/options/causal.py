@@ -32,31 +32,31 @@ class Causal:
     choose: tuple[int, ...] = ()
     """Features by number."""
     diff: Path | None = None
-    """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. Those
-    of them that are not chosen are no random features either."""
+    """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. All
+    of them are kept out of the random features."""
     raised: str | None = None
     """With --diff: id of the checkpoint that raised the features."""
     lowered: str | None = None
     """With --diff: id of the checkpoint that lowered them."""
     top: int | None = None
-    """With --diff: only this many of them, the clearest."""
+    """With --diff: only this many of them, the clearest first."""
     store: Path | None = None
     """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised."""
     problems: Path | None = None
-    """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default those that
-    the features were encoded on. Fresh ones are the fairer test."""
+    """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default the
+    problems that the features were encoded on. Fresh problems are the fairer test."""
     verifier: str = "last_number"
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     describe: str | None = None
     """module:function of your own Rollouts -> Rollouts that adds columns and names them as behaviours."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Which training samples push a feature: the exact first order of one policy-gradient step, for small models."""
+    """Find training samples that push a feature: exact first order of one policy-gradient step, for small models."""
 
     series: tuple[str, ...]
     """Folder of checkpoints (series.json or checkpoint-N folders), or one checkpoint."""
@@ -67,11 +67,11 @@ class Influence:
     features: tuple[int, ...]
     """Indices of the features."""
     checkpoint: str | None = None
-    """Id of the checkpoint at which the step is taken, whose rollouts are its batch; by default the base."""
+    """Id of the checkpoint that takes the step, with its own rollouts as the batch; by default the base."""
     on: Path | None = None
-    """Other rollouts of that checkpoint, over which features are averaged; by default the batch."""
+    """Other rollouts of that checkpoint to average features over; by default the batch."""
     to: Path | None = None
-    """Folder for influence.parquet, one row a sample and feature."""
+    """Folder for influence.parquet, one row per sample and feature."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)

@@ -12,7 +12,7 @@ from tsae.activations.config import CaptureConfig
 
 @dataclass(frozen=True)
 class Capture:
-    """Record residual-stream activations while checkpoints read trajectories; a capture that was killed goes on.
+    """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
 
     On several processes: torchrun --nproc-per-node 2 -m tsae capture …
     """
@@ -33,7 +33,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Drift:
-    """Where training wrote: how far every weight is from the base's, by layer and module."""
+    """Measure where training wrote: how far every weight is from the base's, by layer and module."""
 
     series: tuple[str, ...]
     """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
@@ -41,8 +41,8 @@ class Drift:
     checkpoints: tuple[str, ...] = ()
     """Ids to measure; by default all."""
     spectral: bool = True
-    """Spectral norm and stable rank of the updates too, which takes most of the time."""
+    """Also measure spectral norm and stable rank of the updates. This takes most of the time."""
     to: Path | None = None
-    """Folder for drift.parquet, one row a checkpoint and tensor, and the page drift.html."""
+    """Folder for drift.parquet, one row per checkpoint and tensor, and the page drift.html."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""

@@ -19,41 +19,41 @@ class Diff:
     to: Path
     """Folder of the diff."""
     tokenizer: Path | None = None
-    """Checkpoint whose tokenizer names the tokens; without it they are shown by id."""
+    """Checkpoint whose tokenizer names the tokens; without it tokens are shown by id."""
     annotator: str | None = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, such as
     tsae.features.mathematics:math_classes."""
     families: bool = False
-    """Group features by the FAMILIES of the annotator's module and test their shifts."""
+    """Group features by the FAMILIES of the annotator's module, and test the shifts of the groups."""
     store: Path | None = None
-    """The store that was encoded: set plain directions and a probe beside the best features."""
+    """The store that was encoded: compares the best features with plain directions and a probe."""
     steps: Path | None = None
-    """Features of more steps of the runs, of the same SAE: follows features along steps; by default those of
-    --features, where a run has two steps there."""
+    """Features of more steps of the runs, by the same SAE, to follow features along steps; by default --features, where
+    a run has two steps there."""
     compare: Path | None = None
-    """Folder of another diff of the same SAE: say which effects both found."""
+    """Folder of another diff by the same SAE: prints which effects both found."""
     insertion: int = 0
-    """Of every checkpoint and of the base's outcome effects this many of the clearest discoveries: does inserting a
-    feature's top tokens elsewhere fire it? Runs the models: give --series and --sae."""
+    """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
+    feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
     series: tuple[str, ...] = ()
-    """Folder of checkpoints, or several checkpoints, the base first. With --sae, noise as large as each update is read
-    too (--noise-draws): what moves where nothing was learnt. --insertion needs both."""
+    """Folder of checkpoints, or several checkpoints, the base first. With --sae also reads noise as large as each
+    update (--noise-draws): what moves where nothing was learned. --insertion needs both."""
     device: str = "cpu"
-    """Torch device that reads with noise: cpu, cuda, cuda:1, …"""
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
     markdown: Path | None = None
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
-    """The SAE's folder, where `tsae evaluate --seeds` ran after `tsae encode`; else found beside the features."""
+    """The SAE's folder, if `tsae evaluate --seeds` ran after `tsae encode`; by default found beside the features."""
     sae: Path | None = None
-    """The SAE's folder, for --series; with --tokenizer's checkpoint it says which next tokens features promote."""
+    """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
 
 @dataclass(frozen=True)
 class Reinforcement:
-    """Which features the base's rollouts reinforce, by band and kind of group, and whether the runs then moved so."""
+    """Find the features that the base's rollouts reinforce, by band and kind of group, and compare with the runs."""
 
     features: Path
     """Folder that `tsae encode` wrote; its rollouts carry advantages."""
@@ -62,14 +62,14 @@ class Reinforcement:
     to: Path | None = None
     """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
     policy: str | None = None
-    """Whose rollouts count; by default the base's."""
+    """Policy whose rollouts count; by default the base."""
     series: tuple[str, ...] = ()
-    """Folder of checkpoints, or several checkpoints, for the vanilla gradient: they read the responses that they
-    sampled once more. Not needed where the rollouts have a column logprob."""
+    """Folder of checkpoints, or several checkpoints, for the vanilla gradient: they read their own responses again. Not
+    needed if the rollouts have a column logprob."""
     device: str = "cpu"
-    """A torch device, for --series."""
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
 
@@ -86,6 +86,6 @@ class Report:
     title: str | None = None
     """Title of the page."""
     causal: tuple[Path, ...] = ()
-    """Folders that `tsae causal` wrote, with features of this diff: the report says what was tested."""
+    """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested."""
     reinforcement: Path | None = None
     """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""

@@ -7,4 +7,4 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Formats:
-    """Say whose logs are read, in which versions, what to switch on there, and what each log cannot tell."""
+    """List the trainers whose logs are read, in which versions, what to switch on there, and what each log lacks."""

@@ -13,19 +13,19 @@ from tsae.config import DemoConfig, RunConfig
 
 @dataclass(frozen=True)
 class Run:
-    """The whole pipeline on what a trainer left: from the checkpoints and the rollout log of a run to a report.
+    """Run the whole pipeline on a training run: from its checkpoints and rollout log to a report.
 
-    Every stage is a folder and says what it decided; the same command goes on where it was interrupted.
+    Every stage writes a folder and prints what it chose. Run the same command again to resume.
     """
 
     config: Annotated[RunConfig, arg(name="")]
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The whole pipeline on the shipped arithmetic checkpoints: a findings table and a report."""
+    """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
 
     config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
     open: bool = False

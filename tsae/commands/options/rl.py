@@ -20,7 +20,7 @@ class Reformulate:
     """
 
     problems: Positional[Path]
-    """JSON lines of id, prompt, answer, or of GSM8K's question and answer, whose worked solutions are used."""
+    """JSON lines of id, prompt, answer, or of question and answer as in GSM8K, whose worked solutions are used."""
     to: Path
     """The .jsonl file to write; `tsae rollouts sample` reads it."""
     kind: Literal["auto", "backward", "operand", "number"] = "auto"
@@ -30,19 +30,19 @@ class Reformulate:
     n_ops: tuple[int, int] = (1, 9)
     """Fewest and most operations of "backward"."""
     ambiguous: Literal["drop", "accept"] = "drop"
-    """Whether operands that the answer does not settle are left out, or kept with all their answers."""
+    """Leave out operands that the answer does not settle, or accept all their answers."""
     evaluation: bool = False
-    """Keep chains that the testbed evaluates on; never train on these."""
+    """Keep the testbed's evaluation chains; never train on these."""
     show: int = 0
-    """Print this many of the reformulations, evenly spread, and of the numbers that were left out."""
+    """Print this many reformulations, evenly spread, and as many of the numbers left out."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Learn from a reference's rollouts which features, in which tokens, go with success; gives token scores."""
+    """Learn from a reference's rollouts which features, in which tokens, go with success, to score tokens."""
 
     features: Path
-    """Folder that `tsae encode` wrote of rollouts that the reference sampled and read, with outcomes."""
+    """Folder that `tsae encode` wrote of rollouts with outcomes that the reference sampled and read."""
     to: Path
     """Folder of the credit."""
     config: OmitArgPrefixes[CreditConfig] = field(default_factory=CreditConfig)
@@ -50,10 +50,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class Weights:
-    """Write scores, weights and advantages of every response token as Parquet, a row a trajectory, for any trainer.
+    """Write scores, weights and advantages of every response token as Parquet for any trainer, one row per trajectory.
 
-    Scores are multiplied by 1 - the reference's probability of the token, as in training with TRL: give --store or
-    --series.
+    Scores are multiplied by 1 - the reference's probability of the token, as in training with TRL. Give --store or
+    --series for these probabilities.
     """
 
     credit: Path
@@ -63,11 +63,11 @@ class Weights:
     to: Path
     """The .parquet file."""
     store: Path | None = None
-    """Folder that `tsae capture --token-statistics` wrote, from which the features were encoded: it has the reference's
+    """Folder that `tsae capture --token-statistics` wrote, from which the features were encoded. It has the reference's
     probabilities."""
     series: tuple[str, ...] = ()
-    """Or a folder of checkpoints, or several checkpoints, the base first: the reference reads the trajectories once
-    more."""
+    """Or a folder of checkpoints, or several checkpoints, the base first: the reference reads the trajectories
+    again."""
     device: str = "cpu"
     """Torch device for --series."""
     batch_tokens: int = 16384
@@ -85,7 +85,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class CreditCommand:
-    """Credit for single tokens, read from features: learn it, and write it for trainers."""
+    """Learn credit for single tokens from features, and write it for trainers."""
 
     command: OmitArgPrefixes[
         Annotated[Fit, subcommand("fit", prefix_name=False)]

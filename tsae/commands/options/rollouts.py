@@ -32,22 +32,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Import:
-    """Read a trainer's rollout log, tokenise it where it has text alone, and say what was read and assumed.
+    """Read a trainer's rollout log, tokenise it if it has text only, and print what was read and assumed.
 
     Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces),
     NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
     slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
     rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and
     columns; of any other JSON lines or Parquet the columns are named below (--column). Text may be
-    compressed (.gz, .zst). An import of a long log that was stopped goes on where it was when it is run again.
+    compressed (.gz, .zst). Run a stopped import of a long log again to resume it.
     """
 
     log: Positional[Path]
-    """The file, or the folder that the trainer fills with them, which is read whole."""
+    """The log file, or the folder with the log's files, which are all read."""
     to: Path
     """Parquet file of rollouts to write."""
     checkpoint: Path | None = None
-    """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default what lies beside the log."""
+    """Folder, .gguf file or series: tokenizer, chat template, ids of policies. By default the one beside the log."""
     workers: int | None = None
     """Processes that read; by default one a core and at most four, and one for logs of less than 32 MiB."""
     config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
@@ -55,7 +55,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Bands:
-    """Put every problem into easy, medium or hard by a policy's pass rate."""
+    """Sort problems into easy, medium and hard by a policy's pass rate."""
 
     rollouts: Path
     """Parquet file of rollouts."""
@@ -65,7 +65,7 @@ class Bands:
     """Policy whose pass rate counts; by default all policies together."""
     measured_on: Path | None = None
     """Separate rollouts of the same problems to measure on. By default a response's band is measured on the other half
-    of its problem's responses, so that problems are not called hard for bad luck."""
+    of its problem's responses, so that bad luck does not make a problem hard."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
@@ -73,18 +73,18 @@ class Bands:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """How difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups have to teach."""
+    """Measure how difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups can teach."""
 
     rollouts: Path
     """Parquet file with rollouts of several checkpoints."""
     series: tuple[str, ...] = ()
-    """Folder of the checkpoints, which names runs and steps; without it all policies are one run, in their order."""
+    """Folder of the checkpoints, which names runs and steps; without it all policies form one run, in their order."""
     reference: str | None = None
-    """Policy that sets shares and bands, and that others are compared with; by default the base, or the first."""
+    """Policy that defines shares and bands, and the others are compared with; by default the base, or the first."""
     to: Path | None = None
     """Folder for the tables and the page difficulty.html."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
@@ -93,16 +93,17 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class Behaviours:
-    """What responses do: loops, repeated answers, skipped computation, formats; by band, with paired changes."""
+    """Measure what responses do: loops, repeated answers, skipped computation, formats; by band, with paired
+    changes."""
 
     rollouts: Path
     """Parquet file with the texts of the responses."""
     to: Path | None = None
     """Parquet file to write with a column for every behaviour; may be the same."""
     reference: str | None = None
-    """Policy that others are compared with, and whose successes set a problem's usual length; by default the first."""
+    """Policy to compare the others with; its successes define a problem's usual length. By default the first."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 

@@ -14,10 +14,10 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class Live:
-    """Activations straight from the checkpoints in place of a store: no disk, a forward pass in every epoch."""
+    """Activations straight from the checkpoints instead of a store: no disk, but a forward pass in every epoch."""
 
     series: Path | None = None
-    """Folder of checkpoints, as of `tsae capture`."""
+    """Folder of checkpoints, as for `tsae capture`."""
     rollouts: Path | None = None
     """Parquet file of rollouts, which the checkpoints read."""
     checkpoints: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Train:
-    """Train temporal SAEs on an activation store; a run that was killed goes on.
+    """Train temporal SAEs on an activation store. Resumes an unfinished training.
 
     Fine-tune one with --start; train several in one pass with --seeds and --sites.
 
@@ -39,16 +39,16 @@ class Train:
     to: Path
     """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
     start: Path | None = None
-    """SAE to fine-tune in place of random weights, ours or of sae_lens; SAE options then default to its own."""
+    """SAE to fine-tune instead of random weights, ours or of sae_lens. SAE options then default to its config."""
     seeds: tuple[int, ...] = ()
-    """One SAE per seed of the initial weights, all from the same batches, which are read once."""
+    """One SAE per seed of the initial weights, all trained on the same batches, which are read once."""
     sites: tuple[str, ...] = ()
-    """TransformerLens names: SAEs for each, one site after another."""
+    """TransformerLens names: SAEs for each site, one after another."""
     store: Path | None = None
     """Folder that `tsae capture` wrote."""
     live: Live = field(default_factory=Live)
     tokenizer: Path | None = None
-    """Checkpoint whose tokenizer says which tokens end a step, for partner "step": those that contain step_text."""
+    """Checkpoint whose tokenizer finds the tokens that end a step, for partner "step": those that contain step_text."""
     step_text: str | None = None
     """Text that ends a reasoning step; by default a newline."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
@@ -70,27 +70,28 @@ class Evaluate:
     """Folder that `tsae capture` wrote."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
-    """Which tokens count; special tokens never do, nor tokens of a response that the policy did not sample."""
+    """Tokens that count. Special tokens never do, nor response tokens that the policy did not sample."""
     max_norm: float | None = None
-    """Tokens whose norm exceeds this multiple of the median are left out; by default those beyond the limit that
-    training stored, or 10 times the median where it stored none."""
+    """Leave out tokens whose norm exceeds this multiple of the median; by default beyond the limit that training
+    stored, or 10 times the median where it stored none."""
     all_problems: bool = False
-    """Measure on all problems, not only on those that training held out."""
+    """Measure on all problems, not only on those held out of training."""
     series: tuple[str, ...] = ()
-    """The readers' checkpoints, as for capture: measure loss and KL with the reconstruction spliced in."""
+    """The readers' checkpoints, as for capture: measures loss and KL with the reconstruction spliced in."""
     baseline: Path | None = None
-    """Another SAE, such as a plain Matryoshka of the same data: probe how far each separates trajectory from token."""
+    """Another SAE, such as a plain Matryoshka of the same data: probes how far each separates trajectory from token."""
     annotator: str | None = None
-    """module:function of an annotator (prompt, response tokens) -> one class per token, to probe too; needs series."""
+    """module:function of an annotator (prompt, response tokens) -> one class per token, to probe as well; needs
+    --series."""
     seeds: tuple[Path, ...] = ()
-    """The same training with other seeds: match latents into stability.json, which `tsae encode` takes along."""
+    """SAEs of the same training with other seeds: matches latents into stability.json, which `tsae encode` copies."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a temporal SAE as sae_lens reads SAEs: it gives the same codes there, bit for bit."""
+    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit."""
 
     sae: Path
     """Folder that `tsae train` wrote."""

@@ -13,31 +13,31 @@ from tsae.activations.config import Subset
 
 @dataclass(frozen=True)
 class Show:
-    """Say what an activation store holds."""
+    """Show what an activation store holds."""
 
     store: Positional[Path]
     """Folder that `tsae capture` wrote."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Compare every shard of an activation store with its checksum; status 2 where any is damaged."""
+    """Compare every shard of an activation store with its checksum. Exit status 2 if any is damaged."""
 
     store: Positional[Path]
     """Folder that `tsae capture` wrote."""
     repair: bool = False
-    """Capture the damaged shards again; needs the series."""
+    """Capture damaged shards again; needs --series."""
     series: Path | None = None
     """Folder of the checkpoints that the store was captured from."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Tabulate entropy, choice points, log-probabilities and KL from the base, a row a reader and trajectory.
+    """Tabulate entropy, choice points, log-probabilities and KL from the base, one row per reader and trajectory.
 
     Needs a store captured with --token-statistics.
     """
@@ -47,13 +47,13 @@ class Statistics:
     to: Path
     """Parquet file to write."""
     quantile: float = 0.8
-    """Response tokens whose entropy is above this quantile of their run's are choice points."""
+    """Response tokens with an entropy above this quantile of their run are choice points."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
 
 
 @dataclass(frozen=True)
 class StoreCommand:
-    """Say what an activation store holds, find and repair its damaged shards, or tabulate what readers predicted."""
+    """Show what an activation store holds, find and repair damaged shards, or tabulate what readers predicted."""
 
     command: OmitArgPrefixes[
         Annotated[Show, subcommand("show", prefix_name=False)]
