@@ -1,29 +1,29 @@
 """Backward reformulations of word problems in English, such as GSM8K's.
 
-Each number of the question is hidden in turn: an X stands in its place, the known answer is stated, X is asked for.
+Each number of the question is hidden in turn: an X takes its place, the known answer is stated, and X is asked for.
 
     A pen costs $3. How much do 4 pens cost?   (12)
     A pen costs $3. How much do X pens cost? The answer to this question is 12. What number does X stand for?   (4)
 
-Which numbers are hidden: those in digits ("1,200", "2.5", "$3", "20%"). Words such as "two", "twice" and "half" stay.
-A number is left out, with the reason, where
+Only numbers in digits are hidden ("1,200", "2.5", "$3", "20%"). Words such as "two", "twice" and "half" stay. A number
+is left out, with the reason, where
 
 1. *part of something*: it belongs to a fraction, a ratio, a time, a date, a range, an ordinal, a mixed number or a code
    ("1/2", "3:30", "5-10", "2nd", "2 1/2", "B12", "24-hour"): alone it is no quantity;
 2. *year*: it is a whole number from 1900 to 2099 without a unit sign;
 3. *label*: it names something ("Room 5", "page 12", "#3", "Grade 4"): nothing is computed from it;
-4. *twice*: its value stands in the question again, in digits or in words, so that X is given away or unclear;
+4. *twice*: the question has its value again, in digits or in words, so that X is given away or unclear;
 5. *trivial*: it equals the answer, which is stated;
 6. *unused*: a solution with calculations is given (GSM8K's ``<<48/2=24>>``) and none of them uses the value: X cannot
-   be found from the answer, or not in the way of the solution;
-7. *cancels*: replayed with another value in its place, the solution's calculations give the same answer, or cannot be
-   replayed without a doubt about where the value stands in them;
+   be found from the answer, or not by the solution's way;
+7. *cancels*: with another value in its place, the solution's calculations give the same answer, or it is not clear
+   where they use the value;
 8. *not settled*: the question asks for something rounded, bounded or without a direction ("at least", "how many full",
    "maximum", "left over", "difference"): several values of X have the same answer;
 9. *singular*: it is 1, which the singular after it gives away;
 10. *has an X*: the question has an X of its own.
 
-A question whose answer is no number is left out altogether. What the rules cannot see is listed in docs/measured.md.
+A question whose answer is no number is left out. docs/measured.md lists what the rules cannot see.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Chains of digits and operators are answered by a three-layer Llama, either at once or by a scratchpad. Three
 GRPO runs from one base, on easy, medium and hard chains, ship as a checkpoint series. data/README.md has the
-measured table; scripts/build_testbed.py makes everything anew.
+measured table; scripts/build_testbed.py builds everything again.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Of the chain d₀ ∘₁ d₁ … ∘ₙ dₙ with the known answer a:
 
-- *operand*: one digit is hidden, the answer stated, the digit asked for: ``3+5*2-7?`` with its 9 becomes
-  ``3+?*2-7=9?``, answer 5. The base of the testbed was never trained on a ``?`` or ``=`` within a prompt: to it this is
-  another task, which it has to learn first.
-- *backward*: all but the last m operations are hidden, the answer stated, the value before these m is asked for. It is
-  posed as the chain that undoes them from the answer, ``9+7?`` for m = 1, answer 6: each operation is turned round,
-  + to −, − to +, and times d to times the inverse of d modulo 10, which only 1, 3, 7 and 9 have. These are ordinary,
-  shorter chains, of the kind that the base was trained on, and need no more than the answer to be made.
+- *operand*: one digit is hidden, the answer stated, and the digit asked for. ``3+5*2-7?`` with its answer 9 becomes
+  ``3+?*2-7=9?``, answer 5. The testbed's base never saw a ``?`` or ``=`` within a prompt: this is another task, which it
+  must learn first.
+- *backward*: all but the last m operations are hidden, the answer is stated, and the value before these m is asked for.
+  The question is the chain that undoes them from the answer, for m = 1 ``9+7?``, answer 6. Each operation is reversed:
+  + to −, − to +, times d to times the inverse of d modulo 10, which only 1, 3, 7 and 9 have. These are ordinary, shorter
+  chains, as the base was trained on, and the answer is enough to make them.
 
 A digit that the answer does not settle (2 · x = 4 has x = 2 and 7) is left out, or comes with all right answers.
 """
@@ -29,11 +29,11 @@ _INVERSE = {1: 1, 3: 7, 7: 3, 9: 9}  # of multiplication modulo 10
 
 
 def reformulate_operands(problem: Problem, *, ambiguous: Ambiguous = "drop") -> list[Reformulation]:
-    """Every digit of a chain hidden in turn.
+    """Hide every digit of a chain in turn.
 
     Args:
         problem: a chain with its right answer.
-        ambiguous: what becomes of a digit that the answer does not settle: left out, or kept with all right answers.
+        ambiguous: leave out a digit that the answer does not settle, or keep it with all right answers.
 
     Raises:
         TsaeError: where the prompt is no chain, or the answer is not the chain's.
@@ -58,12 +58,12 @@ def reformulate_operands(problem: Problem, *, ambiguous: Ambiguous = "drop") -> 
 def reformulate_backward(
     problem: Problem, *, n_ops: tuple[int, int] = (1, 9), split: Literal["train", "eval"] | None = "train"
 ) -> list[Reformulation]:
-    """The last m operations of a chain undone from its answer, for every m that is asked for and can be undone.
+    """Undo the last m operations of a chain from its answer, for every m in the range that can be undone.
 
     Args:
         problem: a chain with its right answer.
         n_ops: fewest and most operations m to undo; at most all but one of the chain's.
-        split: only chains of this side of the testbed's split, so that no evaluation chain is trained on; None keeps
+        split: only chains of this side of the testbed's split, so that nothing trains on evaluation chains; None keeps
             all.
 
     Raises:
@@ -111,9 +111,9 @@ def _checked(problem: Problem) -> Chain:
 
 
 def _solutions(chain: Chain) -> list[tuple[str, ...]]:
-    """For every digit of a chain, which digits in its place give the chain's answer.
+    """For every digit of a chain, the digits that give the chain's answer in its place.
 
-    What follows a digit is affine modulo 10, answer = slope · value + offset, so that one pass from the end serves all.
+    What follows a digit is affine modulo 10, answer = slope · value + offset: one pass from the end serves all digits.
     """
     results = (chain.digits[0], *chain.results)
     found: list[tuple[str, ...]] = []
@@ -138,7 +138,7 @@ def reformulate_chains(
     n_ops: tuple[int, int] = (1, 9),
     split: Literal["train", "eval"] | None = "train",
 ) -> list[Reformulation]:
-    """`reformulate_operands` or `reformulate_backward` of every problem; each posed chain comes once."""
+    """`reformulate_operands` or `reformulate_backward` of every problem, without posing a chain twice."""
     found: dict[str, Reformulation] = {}
     for problem in problems:
         if kind == "operand":

@@ -4,10 +4,9 @@ A chain is a digit followed by pairs of operator and digit, evaluated from left 
 modulo 10: ``3+5*2-7?`` is ((3 + 5) * 2 - 7) mod 10 = 9. Every intermediate result is one digit, so that every
 chain of n operations takes n steps of the same kind, whatever its length.
 
-Training and evaluation chains are kept apart by a checksum of the chain itself, and not by a list: whoever
-samples chains for training, with whatever seed, cannot meet an evaluation chain. Chains of one operation are
-the exception: there are only 300 of them, both sides draw from all 300, and accuracy on them says nothing
-about generalisation.
+A checksum of the chain itself keeps training and evaluation chains apart: no seed makes training sample an evaluation
+chain. Chains of one operation are the exception. There are only 300, both sides draw from all of them, and accuracy on
+them says nothing about generalisation.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
-    # Who trains keeps what is to be kept, and shows a bar.
+    # The caller saves what it needs, and shows a bar.
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
@@ -28,13 +28,13 @@ _SETTINGS: dict[str, Any] = {
 
 
 def grpo_on_cpu(folder: str | Path, *, prompts: int, samples: int, **options: Any) -> GRPOConfig:
-    """Settings in which nothing is written but to `folder`, and nothing needs a GPU; all others are TRL's defaults.
+    """Settings that write only to `folder` and need no GPU; all others are TRL's defaults.
 
     Args:
         folder: the trainer's output_dir.
         prompts: problems in a step.
         samples: responses to each.
-        options: further arguments of GRPOConfig, which go before these settings.
+        options: further arguments of GRPOConfig, which override these settings.
     """
     from trl import GRPOConfig
 
