@@ -3,12 +3,12 @@
 Of the chain d₀ ∘₁ d₁ … ∘ₙ dₙ with the known answer a:
 
 - *operand*: one digit is hidden, the answer stated, and the digit asked for. ``3+5*2-7?`` with its answer 9 becomes
-  ``3+?*2-7=9?``, answer 5. The testbed's base never saw a ``?`` or ``=`` within a prompt: this is another task, which it
-  must learn first.
+  ``3+?*2-7=9?``, answer 5. The testbed's base never saw a ``?`` or ``=`` within a prompt: this is another task, which
+  it must learn first.
 - *backward*: all but the last m operations are hidden, the answer is stated, and the value before these m is asked for.
   The question is the chain that undoes them from the answer, for m = 1 ``9+7?``, answer 6. Each operation is reversed:
-  + to −, − to +, times d to times the inverse of d modulo 10, which only 1, 3, 7 and 9 have. These are ordinary, shorter
-  chains, as the base was trained on, and the answer is enough to make them.
+  + to −, − to +, times d to times the inverse of d modulo 10, which only 1, 3, 7 and 9 have. These are ordinary,
+  shorter chains, as the base was trained on, and the answer is enough to make them.
 
 A digit that the answer does not settle (2 · x = 4 has x = 2 and 7) is left out, or comes with all right answers.
 """
