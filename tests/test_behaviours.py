@@ -16,7 +16,7 @@ from statements.changes import WORLDS
 import tsae
 from tsae.base.intervals import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
-from tsae.report.terminal import behaviour_text
+from tsae.report.printed.findings import behaviour_text
 from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.rollouts.texts import Answer, final_answers, loop_share, operations, repeated_ngrams, response_format

@@ -24,8 +24,8 @@ from tsae.diff.null import null_counts, null_of
 from tsae.diff.rows import Rows
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.report.page import render
-from tsae.report.terminal import print_findings
+from tsae.report.pages.report import render
+from tsae.report.printed.findings import print_findings
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=200, n_permutations=1000)

@@ -19,7 +19,7 @@ from tsae.diff.families import Families, assign_families, find_families
 from tsae.errors import TsaeError
 from tsae.features.annotations import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
-from tsae.report.terminal import family_text
+from tsae.report.printed.findings import family_text
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import classes as testbed
 

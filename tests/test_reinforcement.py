@@ -20,7 +20,7 @@ from tsae.diff.covariance import relative_probabilities
 from tsae.diff.probabilities import response_logprobs
 from tsae.diff.realised import spearman
 from tsae.diff.rows import Rows
-from tsae.report.reinforcement import reinforcement_text
+from tsae.report.printed.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
 

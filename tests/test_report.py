@@ -21,16 +21,17 @@ from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.report import figures, views, write_report
-from tsae.report.contexts import AFTER, BEFORE, contexts, histograms
-from tsae.report.explorer import contrasts_shown
-from tsae.report.findings import findings, lead
+from tsae.report import figures, write_report
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
-from tsae.report.page import render
+from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
+from tsae.report.pages.explorer import contrasts_shown
+from tsae.report.pages.report import render
+from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.sections import linked
+from tsae.report.story import facts
+from tsae.report.story.findings import findings, lead
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
-from tsae.report.terminal import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -263,8 +264,8 @@ def test_a_change_within_its_interval_is_not_called_one() -> None:
     # The intervals of the two means overlap, but that of the paired change leaves out 0.
     after = pd.Series(behaviour("a", "all", "x", 0.45, 0.06, -0.05, 0.02))
     assert after.high > 0.5 - 0.06
-    assert views.direction(after) == -1
-    assert views.direction(pd.Series(behaviour("a", "all", "x", 0.45, 0.06))) == 0
+    assert facts.direction(after) == -1
+    assert facts.direction(pd.Series(behaviour("a", "all", "x", 0.45, 0.06))) == 0
 
 
 def test_runs_in_opposition_and_the_gates() -> None:
@@ -287,7 +288,7 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
 
 
 def test_tokens_that_are_left_out_are_said() -> None:
-    from tsae.report.terminal import gates_text
+    from tsae.report.printed.findings import gates_text
 
     made = make()
     assert "norm limit" not in gates_text(made, None)
@@ -637,7 +638,7 @@ def test_many_runs_are_cut_to_a_readable_picture() -> None:
 def test_the_last_step_of_every_run_is_told() -> None:
     made = make()
     made.info["readers"].insert(1, reader("up-early", "up-run") | {"step": 5})
-    assert views.final_checkpoints(made) == ["up-run", "down-run"]
+    assert facts.final_checkpoints(made) == ["up-run", "down-run"]
 
 
 def test_numbers_as_people_read_them() -> None:
@@ -675,7 +676,7 @@ def test_hard_against_medium_comes_first() -> None:
     refined = [made.contrasts[made.contrasts.checkpoint == "up-run"].replace(more), made.contrasts]
     made = replace(made, shifts=pd.concat(doubled), contrasts=pd.concat(refined))
     made.info["readers"].insert(1, reader("easy-run", "easy"))
-    pairs = [(up, down) for up, down, _ in views.opposed_pairs(made)]
+    pairs = [(up, down) for up, down, _ in facts.opposed_pairs(made)]
     assert pairs[:2] == [("up-run", "down-run"), ("down-run", "up-run")]
     assert set(pairs[2:]) == {("easy-run", "down-run"), ("down-run", "easy-run")}
 

@@ -31,8 +31,8 @@ import tsae
 from tsae.cli import main
 from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
-from tsae.report.findings import findings
 from tsae.report.sections import gates
+from tsae.report.story.findings import findings
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens

@@ -21,7 +21,9 @@ from test_report import INVISIBLE, MARKUP, make, source
 
 import tsae
 from tsae.errors import TsaeError
-from tsae.report import cards, plots, views
+from tsae.report import plots
+from tsae.report.notebook import cards
+from tsae.report.story import facts
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
@@ -123,7 +125,7 @@ def test_rollout_text_stays_text(
     hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("tsae.report.passages.show", lambda html, text: shown.extend([html, text]))
+    monkeypatch.setattr("tsae.report.notebook.passages.show", lambda html, text: shown.extend([html, text]))
     # Arrow holds no lone surrogates; they can still come from a tokenizer.
     text = hostile.encode("utf-8", "ignore").decode()
     rollouts = make_rollouts(("base",))
@@ -210,9 +212,9 @@ def test_figures_have_titles_and_hover(diff: tsae.FeatureDiff) -> None:
 
 def test_a_volcano_shows_every_tested_feature(diff: tsae.FeatureDiff) -> None:
     figure = diff.plot.volcano()
-    runs = views.final_checkpoints(diff)
+    runs = facts.final_checkpoints(diff)
     points = [(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)]
-    wanted = [(d, q) for run in runs for d, q in views.main_shift(diff, run)[["delta", "q"]].itertuples(index=False)]
+    wanted = [(d, q) for run in runs for d, q in facts.main_shift(diff, run)[["delta", "q"]].itertuples(index=False)]
     assert sorted(points) == sorted(wanted)
     raised = [x for trace in figure.data if trace.name == "raised" for x in trace.x]
     assert raised
@@ -221,8 +223,8 @@ def test_a_volcano_shows_every_tested_feature(diff: tsae.FeatureDiff) -> None:
 
 def test_a_feature_is_drawn_where_it_was_measured(diff: tsae.FeatureDiff) -> None:
     figure = diff.plot.feature(1)
-    run = views.final_checkpoints(diff)[0]
-    row = views.main_shift(diff, run).loc[1]
+    run = facts.final_checkpoints(diff)[0]
+    row = facts.main_shift(diff, run).loc[1]
     everything = next(trace for trace in figure.data if trace.name == "all problems")
     assert everything.x[0] == pytest.approx(row.delta)
     assert everything.error_x.array[0] == pytest.approx(row.delta_high - row.delta)

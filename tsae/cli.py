@@ -39,8 +39,8 @@ class Run:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        from tsae.report.findings import findings_content
-        from tsae.report.terminal import print_findings
+        from tsae.report.printed.findings import print_findings
+        from tsae.report.story.findings import findings_content
         from tsae.run import analyze_run
 
         with as_json(self.json) as write:

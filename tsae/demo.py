@@ -49,7 +49,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     import tsae
     from tsae.base.provenance import versions
     from tsae.pipeline import Choice, analyse, claim
-    from tsae.report.terminal import print_findings
+    from tsae.report.printed.findings import print_findings
     from tsae.testbed.classes import FAMILIES, token_classes
 
     config = config or DemoConfig()

@@ -65,9 +65,9 @@ class Diff:
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
         from tsae.features.logits import logit_effects
-        from tsae.report.findings import findings_content
         from tsae.report.noise import NOT_RUN, noise_lines
-        from tsae.report.terminal import baseline_text, insertion_text, print_findings
+        from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
+        from tsae.report.story.findings import findings_content
 
         if self.insertion and not (self.series and self.sae):
             raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
@@ -176,7 +176,7 @@ class Causal:
     def run(self) -> None:
         from tsae.base.plugins import find_function
         from tsae.causal.controls import mean_difference
-        from tsae.report.terminal import behaviour_text
+        from tsae.report.printed.findings import behaviour_text
         from tsae.rollouts.checking import find_verifier
         from tsae.rollouts.problems import read_problems
 
@@ -252,7 +252,7 @@ class Reinforcement:
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def run(self) -> None:
-        from tsae.report.reinforcement import prediction_text, reinforcement_text
+        from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
 
         series = load_series(*self.series) if self.series else None
         found = tsae.reinforcement(self.features, self.config, policy=self.policy, series=series, device=self.device)
@@ -293,7 +293,7 @@ class Influence:
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)
 
     def run(self) -> None:
-        from tsae.report.reinforcement import influence_text
+        from tsae.report.printed.reinforcement import influence_text
 
         series = load_series(*self.series)
         checkpoint = series.base if self.checkpoint is None else series[self.checkpoint]

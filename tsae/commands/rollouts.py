@@ -157,7 +157,7 @@ class Behaviours:
 
     def run(self) -> None:
         from tsae.base.plugins import find_function
-        from tsae.report.terminal import behaviour_text, format_text
+        from tsae.report.printed.findings import behaviour_text, format_text
         from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 
         rollouts = tsae.Rollouts.read(self.rollouts)

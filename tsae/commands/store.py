@@ -106,7 +106,7 @@ class Statistics:
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
 
     def run(self) -> None:
-        from tsae.report.terminal import statistics_text
+        from tsae.report.printed.findings import statistics_text
 
         table = tsae.trajectory_statistics(tsae.ActivationStore(self.store).subset(self.subset), quantile=self.quantile)
         self.to.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def write_report(diff: FeatureDiff, path: str | Path, *, title: str | None = Non
     Raises:
         TsaeError: where the file cannot be written.
     """
-    from tsae.report.page import render
+    from tsae.report.pages.report import render
 
     return write_page(path, render(diff, title=title))
 

@@ -11,9 +11,9 @@ from tsae.base.intervals import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
 from tsae.report.evidence_figures import CONDITIONS
 from tsae.report.sections import description, feature_link, folded, shift_cell, table
+from tsae.report.story import facts
 from tsae.report.text import count, html_text, interval, number, q_value
 
 _MAX_TOP = 5
@@ -27,10 +27,10 @@ def families(diff: FeatureDiff) -> str:
     families = list(dict.fromkeys(data.family))
     body = []
     for (checkpoint, band), rows in data.groupby(["checkpoint", "band"], sort=False):
-        by_family = {r.family: r for r in views.records(rows)}
+        by_family = {r.family: r for r in facts.records(rows)}
         cells = [_effect(by_family[f], diff.q) if f in by_family else "–" for f in families]
         body.append([html_text(checkpoint), html_text(band), *cells])
-    sizes = {r.family: r.n_features for r in views.records(data)}
+    sizes = {r.family: r.n_features for r in facts.records(data)}
     head = ["run", "band", *[f"{html_text(f)} <small>({sizes[f]} features)</small>" for f in families]]
     caption = "Δ of families: of the mean of their features, each in its standard deviation over base trajectories"
     return folded("Numbers", table(caption, head, body, numeric_from=2))
@@ -56,18 +56,18 @@ def interactions(diff: FeatureDiff) -> str:
     if data.empty:
         return ""
     counts, found = [], []
-    for r in views.records(data):
+    for r in facts.records(data):
         bands = html_text(r.band.replace("-", " − "))
         numbers = ["–", "refused"] if r.note else [f"{r.n_tested:,}", f"{r.n_discoveries:,}"]
         counts.append([bands, f"{r.n_problems:,}", *numbers])
-        rows = views.rows(diff, kind="interaction", checkpoint=diff.base, band=r.band)
-        for feature, row in views.strongest(rows, diff.q, _MAX_TOP).iterrows():
+        rows = facts.rows(diff, kind="interaction", checkpoint=diff.base, band=r.band)
+        for feature, row in facts.strongest(rows, diff.q, _MAX_TOP).iterrows():
             cells = [number(row["mean"], sign=True), number(row.reference, sign=True)]
             feature_cells = [feature_link(int(str(feature))), description(row)]
             found.append([bands, *feature_cells, *cells, shift_cell(rows, int(str(feature)), diff.q)])
     parts = [
         table(
-            f"Bands whose outcome effects differ by {views.least_text(diff)}",
+            f"Bands whose outcome effects differ by {facts.least_text(diff)}",
             ["bands", "problems", "features tested", "differ"],
             counts,
         )
@@ -89,7 +89,7 @@ def insertion(diff: FeatureDiff) -> str:
         return ""
     strings = diff.info.get("token_strings", {})
     body = []
-    for r in views.records(data):
+    for r in facts.records(data):
         tokens = " ".join(f"<code>{html_text(strings.get(str(i), f'#{i}'))}</code>" for i in r.top_ids)
         kept = "–"
         if not pd.isna(r.kept):
@@ -111,7 +111,7 @@ def baselines(diff: FeatureDiff) -> str:
         return ""
     body = []
     for (kind, checkpoint), rows in data.groupby(["kind", "checkpoint"], sort=False):
-        by_way = {r.way: r for r in views.records(rows)}
+        by_way = {r.way: r for r in facts.records(rows)}
         what = f"success − failure, read by {checkpoint}" if kind == "outcome" else f"shift of {checkpoint}"
         cells = []
         for way in WAYS:
@@ -136,7 +136,7 @@ def predictions(diff: FeatureDiff) -> str:
     if data is None or data.empty:
         return ""
     body = []
-    for r in views.records(data[data.checkpoint.isin(views.final_checkpoints(diff))]):
+    for r in facts.records(data[data.checkpoint.isin(facts.final_checkpoints(diff))]):
         where = [
             html_text(r.checkpoint),
             r.part,
@@ -178,7 +178,7 @@ def _reinforced(diff: FeatureDiff, data: pd.DataFrame) -> str:
                 f"<small>{interval(r.delta_low, r.delta_high, sign=True, like=r.delta)}</small>",
                 q_value(r.q),
             ]
-            for r in views.records(top)
+            for r in facts.records(top)
         ]
         if not body:
             parts.append(f'<p class="quiet">No feature is clearly reinforced by the {gradient} gradient.</p>')
@@ -231,7 +231,7 @@ def steps(diff: FeatureDiff) -> str:
                 f"{r.onset:g} <small>[{r.onset_low:g}, {r.onset_high:g}]</small>",
                 f"{number(r.shift, sign=True)} <small>{interval(r.low, r.high, sign=True, like=r.shift)}</small>",
             ]
-            for r in views.records(strong)
+            for r in facts.records(strong)
         ]
     told = (
         '<p class="quiet">Emerging: hardly there in the base; growing: there already; fading: below the base at the '
@@ -261,11 +261,11 @@ def causal(diff: FeatureDiff) -> str:
     for test in tests:
         links = ", ".join(feature_link(int(feature)) for feature in test["features"])
         sentences = "".join(
-            f"<p>{html_text(test['summaries'][name])}</p>" for name in views.behaviour_order(test["summaries"])[:2]
+            f"<p>{html_text(test['summaries'][name])}</p>" for name in facts.behaviour_order(test["summaries"])[:2]
         )
         rows = pd.DataFrame(test.get("changes") or [])
         shown = _changes(rows) if len(rows) else ""
-        name = views.test_name(test)
+        name = facts.test_name(test)
         parts.append(
             folded(
                 html_text(name[0].upper() + name[1:]),
@@ -276,8 +276,8 @@ def causal(diff: FeatureDiff) -> str:
 
 
 def _changes(rows: pd.DataFrame) -> str:
-    names = views.behaviour_order(rows.behaviour)
-    cells = {(r.condition, r.behaviour): r for r in views.records(rows)}
+    names = facts.behaviour_order(rows.behaviour)
+    cells = {(r.condition, r.behaviour): r for r in facts.records(rows)}
     body = []
     for condition, word in CONDITIONS.items():
         if not any((condition, name) in cells for name in names):
@@ -290,5 +290,5 @@ def _changes(rows: pd.DataFrame) -> str:
                 ends = too_few(int(r.n_paired))
             line.append("–" if r is None else f"{number(r.change, sign=True)} <small>{ends}</small>")
         body.append(line)
-    head = ["edited", *[html_text(views.behaviour_name(name)) for name in names]]
+    head = ["edited", *[html_text(facts.behaviour_name(name)) for name in names]]
     return table("Change against no edit, paired over problems", head, body)

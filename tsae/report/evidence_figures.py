@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
+from tsae.report.story import facts
 from tsae.report.style import (
     BAND_STYLE,
     LEGEND,
@@ -45,13 +45,13 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
 
     No volcano: permutation p-values have a floor that most discoveries reach, so that a volcano's height tells little.
     """
-    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
+    runs = [run for run in facts.final_checkpoints(diff) if diff.main_part(run)]
     if not runs:
         return None
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     figure, cells, height = panels(titles, 3, panel=284, gap=74, horizontal=0.025, shared_yaxes=True, shared_xaxes=True)
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
-        table = _thinned(views.main_shift(diff, run), diff.q)
+        table = _thinned(facts.main_shift(diff, run), diff.q)
         found = table.q <= diff.q
         for name, colour, symbol in _SIDES:
             part = table[{"raised": found & (table.delta > 0), "lowered": found & (table.delta < 0)}.get(name, ~found)]
@@ -73,8 +73,8 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
                     },
                     text=[
                         f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
-                        f"{number(r.mean)}, Δ {views.effect_text(r)}, q {r.q:.2g}"
-                        for r in views.records(part)
+                        f"{number(r.mean)}, Δ {facts.effect_text(r)}, q {r.q:.2g}"
+                        for r in facts.records(part)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -109,7 +109,7 @@ def _thinned(table: pd.DataFrame, q: float) -> pd.DataFrame:
 
 def thinned_text(diff: FeatureDiff) -> str:
     """What `spread_figure` leaves out."""
-    sizes = [len(views.main_shift(diff, run)) for run in views.final_checkpoints(diff)]
+    sizes = [len(facts.main_shift(diff, run)) for run in facts.final_checkpoints(diff)]
     return (
         f" At most {MAX_POINTS:,} features of a run are drawn, discoveries first."
         if max(sizes, default=0) > MAX_POINTS
@@ -122,9 +122,9 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     table = diff.families
     if table.empty or not table.note.eq("").any():
         return None
-    runs = [run for run in views.final_checkpoints(diff) if run in set(table.checkpoint)]
+    runs = [run for run in facts.final_checkpoints(diff) if run in set(table.checkpoint)]
     families = list(table.family.unique())
-    bands = [band for band in ("all", *views.BANDS) if (table.band == band).any()]
+    bands = [band for band in ("all", *facts.BANDS) if (table.band == band).any()]
     titles = [f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families]
     figure, cells, height = panels(
         titles, 3, panel=len(runs) * (13 * len(bands) + 12), gap=80, horizontal=0.03, shared_yaxes=True
@@ -148,7 +148,7 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
                     text=[
                         f"{figure_text(r.checkpoint)}, {r.band} problems: {number(r.difference, sign=True)} "
                         f"{interval(r.low, r.high, sign=True, like=r.difference)}, q {r.q:.2g}"
-                        for r in views.records(mine)
+                        for r in facts.records(mine)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -190,7 +190,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
                         f"{figure_text(r.checkpoint)}, {part}, predicted on {r.predicted_on} problems"
                         f"{' (what it was trained on)' if r.matched else ''}<br>ρ {number(r.rho, sign=True)} "
                         f"{interval(r.low, r.high, sign=True)}, p {r.p:.2g}, ceiling {number(r.ceiling)}"
-                        for r in views.records(mine)
+                        for r in facts.records(mine)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -222,7 +222,7 @@ def shown_predictions(diff: FeatureDiff) -> pd.DataFrame:
     table = diff.predicted
     if table is None or table.empty:
         return pd.DataFrame(columns=["checkpoint", "predicted_on"])
-    last = table.checkpoint.isin(views.final_checkpoints(diff))
+    last = table.checkpoint.isin(facts.final_checkpoints(diff))
     drawn = last & (table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")
     return table[drawn].reset_index(drop=True)
 
@@ -234,7 +234,7 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
         return None
     changes = [pd.DataFrame(test["changes"]) for test in tests]
     measured = [
-        m for m in views.behaviour_order(c for table in changes for c in table.behaviour) if m != "response_length"
+        m for m in facts.behaviour_order(c for table in changes for c in table.behaviour) if m != "response_length"
     ]
     measured = measured[:_MAX_MEASURED]
     rows = [[c for c in CONDITIONS if (table.condition == c).any()] for table in changes]
@@ -251,9 +251,9 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
         for column, name in enumerate(measured, start=1):
             mine = table[(table.behaviour == name) & table.condition.isin(conditions)]
             colours = [
-                RAISED if r.change_low > 0 else LOWERED if r.change_high < 0 else NEUTRAL for r in views.records(mine)
+                RAISED if r.change_low > 0 else LOWERED if r.change_high < 0 else NEUTRAL for r in facts.records(mine)
             ]
-            for r, colour in zip(views.records(mine), colours, strict=True):
+            for r, colour in zip(facts.records(mine), colours, strict=True):
                 main = r.condition == "features"
                 figure.add_trace(
                     go.Scatter(
@@ -277,11 +277,11 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
             name_rows(figure, [CONDITIONS[c] for c in conditions], 30, row=row, col=column)
             figure.update_xaxes(range=[-1.05, 1.05], nticks=5, row=row, col=column)
             if row == len(tests):
-                title = {"text": f"change of {figure_text(views.behaviour_name(name))}", "standoff": 4}
+                title = {"text": f"change of {figure_text(facts.behaviour_name(name))}", "standoff": 4}
                 figure.update_xaxes(title=title, row=row, col=column)
         axis = figure.get_subplot(row, 1)
         figure.add_annotation(
-            text=f"<b>{figure_text(views.test_name(test), 110)}</b>",
+            text=f"<b>{figure_text(facts.test_name(test), 110)}</b>",
             xref="paper", yref="paper", x=0, y=axis.yaxis.domain[1], yshift=4, xanchor="left", yanchor="bottom",
             showarrow=False, font={"size": 12.5},
         )  # fmt: skip

@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
+from tsae.report.story import facts
 from tsae.report.style import (
     BAND_STYLE,
     DIVERGING,
@@ -33,17 +33,17 @@ _LEFT = 226
 
 def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     """Every behaviour by checkpoint and band, with intervals."""
-    names = views.behaviours_of(diff)
+    names = facts.behaviours_of(diff)
     if not names:
         return None
     table = diff.behaviours
     policies = list(table.policy.unique())
-    bands = [b for b in views.BANDS if (table.band == b).any()] or ["all"]
-    titles = [f"<b>{figure_text(views.behaviour_name(n))}</b>" for n in names]
+    bands = [b for b in facts.BANDS if (table.band == b).any()] or ["all"]
+    titles = [f"<b>{figure_text(facts.behaviour_name(n))}</b>" for n in names]
     panel = max(90, len(policies) * (14 * len(bands) + 12))
     figure, cells, height = panels(titles, 4, panel=panel, gap=80, horizontal=0.03, shared_yaxes=True)
     for position, (name, cell) in enumerate(zip(names, cells, strict=True)):
-        share = views.is_share(diff, name)
+        share = facts.is_share(diff, name)
         factor = 100.0 if share else 1.0
         for order, band in enumerate(bands):
             mine = table[(table.behaviour == name) & (table.band == band)]
@@ -65,7 +65,7 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
                         f"{figure_text(r.policy)}, {band}: {_shown(r.mean, share)}{unit} "
                         f"[{_shown(r.low, share)}, {_shown(r.high, share)}]<br>"
                         f"{r.n_problems} problems, {r.n_trajectories} trajectories"
-                        for r in views.records(mine)
+                        for r in facts.records(mine)
                     ],
                     hovertemplate="%{text}<extra></extra>",
                 ),
@@ -82,15 +82,15 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
 
 def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | None:
     """Shift of the given features in every run, one line a feature: marks far apart were moved apart."""
-    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
+    runs = [c for c in facts.final_checkpoints(diff) if diff.main_part(c)]
     if not features or not runs:
         return None
     features = list(features)
     figure = go.Figure()
     for order, run in enumerate(runs):
-        shifts = views.main_shift(diff, run)
+        shifts = facts.main_shift(diff, run)
         shown = [f for f in features if f in shifts.index]
-        points = [views.standardised(views.record(shifts, f)) for f in shown]
+        points = [facts.standardised(facts.record(shifts, f)) for f in shown]
         colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
         figure.add_trace(
             go.Scatter(
@@ -100,7 +100,7 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
                 name=figure_text(run),
                 marker={"color": colour, "symbol": symbol, "size": 10},
                 error_x=whiskers(points, colour),
-                text=[_hover(views.record(shifts, f), run) for f in shown],
+                text=[_hover(facts.record(shifts, f), run) for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
         )
@@ -112,22 +112,22 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
 
 def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     """Shift of each run's most moved features by band and by outcome, as a heat map per run."""
-    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
+    runs = [c for c in facts.final_checkpoints(diff) if diff.main_part(c)]
     features = top_features(diff, runs, n)
     if not features:
         return None
-    bands = views.bands_of(diff)
+    bands = facts.bands_of(diff)
     columns = [("all", "all"), *((b, "all") for b in bands), ("all", "success"), ("all", "failure")]
     names = ["all", *bands, "success", "failure"]
     limit = 0.0
     grids = []
     for run in runs:
         part = diff.main_part(run) or "total"
-        cells = [views.rows(diff, kind="shift", checkpoint=run, part=part, band=b, outcome=o) for b, o in columns]
+        cells = [facts.rows(diff, kind="shift", checkpoint=run, part=part, band=b, outcome=o) for b, o in columns]
         z = [[float(c.delta[f]) if f in c.index else None for c in cells] for f in features]
         text = [
             [
-                _hover(views.record(c, f), f"{run}, {name}") if f in c.index else "not tested"
+                _hover(facts.record(c, f), f"{run}, {name}") if f in c.index else "not tested"
                 for c, name in zip(cells, names, strict=True)
             ]
             for f in features
@@ -170,7 +170,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
 
 def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     """Policy and representation part of each run's largest shifts, stacked; the diamond is their sum, the total."""
-    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c) == "total"]
+    runs = [c for c in facts.final_checkpoints(diff) if diff.main_part(c) == "total"]
     chosen = {run: top_features(diff, [run], n) for run in runs}
     runs = [run for run in runs if chosen[run]]
     if not runs:
@@ -179,17 +179,17 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     titles = [f"<b>{figure_text(run)}</b>" for run in runs]
     figure, cells, height = panels(titles, 2, panel=depth * 26 + 10, gap=90, horizontal=0.2)
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
-        total = views.main_shift(diff, run)
+        total = facts.main_shift(diff, run)
         features = chosen[run]
         for order, part in enumerate(("policy", "representation")):
-            found = views.rows(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
+            found = facts.rows(diff, kind="shift", checkpoint=run, part=part, band="all", outcome="all")
             shown = [f for f in features if f in found.index]
             figure.add_trace(
                 go.Bar(
                     x=[float(found.delta[f]) for f in shown],
                     y=[features.index(f) for f in shown],
                     orientation="h",
-                    name=f"{views.PART_NAMES[part]} ({('new responses', 'new reader')[order]})",
+                    name=f"{facts.PART_NAMES[part]} ({('new responses', 'new reader')[order]})",
                     legendgroup=part,
                     showlegend=position == 0,
                     marker={
@@ -203,13 +203,13 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                         },
                     },
                     width=0.62,
-                    text=[_hover(views.record(found, f), f"{run}, {views.PART_NAMES[part]}") for f in shown],
+                    text=[_hover(facts.record(found, f), f"{run}, {facts.PART_NAMES[part]}") for f in shown],
                     textposition="none",
                     hovertemplate="%{text}<extra></extra>",
                 ),
                 **cell,
             )
-        points = [views.standardised(views.record(total, f)) for f in features]
+        points = [facts.standardised(facts.record(total, f)) for f in features]
         figure.add_trace(
             go.Scatter(
                 x=[d for d, _, _ in points],
@@ -220,7 +220,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
                 showlegend=position == 0,
                 marker={"symbol": "diamond", "size": 8, "color": NEUTRAL, "line": {"width": 1.5, "color": "#fff"}},
                 error_x=whiskers(points, NEUTRAL),
-                text=[_hover(views.record(total, f), f"{run}, total") for f in features],
+                text=[_hover(facts.record(total, f), f"{run}, total") for f in features],
                 hovertemplate="%{text}<extra></extra>",
             ),
             **cell,
@@ -234,16 +234,16 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
 def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
     """Success − failure within problem: the clearest features of every band, as the base reads (its own) responses."""
     base = diff.base
-    bands = ["all", *views.bands_of(diff)]
-    tables = {b: views.rows(diff, kind="outcome", checkpoint=base, band=b) for b in bands}
-    top = {b: views.strongest(table, diff.q, n) for b, table in tables.items()}
+    bands = ["all", *facts.bands_of(diff)]
+    tables = {b: facts.rows(diff, kind="outcome", checkpoint=base, band=b) for b in bands}
+    top = {b: facts.strongest(table, diff.q, n) for b, table in tables.items()}
     features = list(dict.fromkeys(int(f) for table in top.values() for f in table.index))
     if not features:
         return None
     figure = go.Figure()
     for order, band in enumerate(bands):
         shown = [f for f in features if f in tables[band].index and tables[band].q[f] <= diff.q]
-        points = [views.standardised(views.record(tables[band], f)) for f in shown]
+        points = [facts.standardised(facts.record(tables[band], f)) for f in shown]
         if not points:
             continue
         colour, symbol = BAND_STYLE[band]
@@ -255,7 +255,7 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
                 name=f"{band} problems",
                 marker={"color": colour, "symbol": symbol, "size": 8},
                 error_x=whiskers(points, colour),
-                text=[_hover(views.record(tables[band], f), f"{band} problems") for f in shown],
+                text=[_hover(facts.record(tables[band], f), f"{band} problems") for f in shown],
                 hovertemplate="%{text}<extra></extra>",
             )
         )
@@ -276,10 +276,10 @@ def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
     """The n most moved features of every run, put together; most raised by the last run first."""
     chosen: dict[int, None] = {}
     for run in runs:
-        chosen |= dict.fromkeys(int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, n).index)
+        chosen |= dict.fromkeys(int(f) for f in facts.strongest(facts.main_shift(diff, run), diff.q, n).index)
     if not chosen:
         return []
-    last = views.main_shift(diff, runs[-1])
+    last = facts.main_shift(diff, runs[-1])
     return sorted(chosen, key=lambda f: -float(last.delta[f]) if f in last.index else 0.0)
 
 
@@ -296,7 +296,7 @@ def _hover(record: pd.Series, who: str) -> str:
         f"{figure_text(who)}<br>feature {int(record.feature)}: {described}<br>"
         f"{number(record.reference)} → {number(record['mean'])}, difference {number(record.difference, sign=True)} "
         f"[{number(record.low, sign=True)}, {number(record.high, sign=True)}]<br>"
-        f"Δ {views.effect_text(record)}, q = {record.q:.4f}"
+        f"Δ {facts.effect_text(record)}, q = {record.q:.4f}"
     )
 
 

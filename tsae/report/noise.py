@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
+from tsae.report.story import facts
 from tsae.report.style import LEGEND, NEUTRAL, RAISED, finish, panels
 from tsae.report.text import count, figure_text, html_text, listed, number, visible
 
@@ -54,7 +54,7 @@ def noise_figure(diff: FeatureDiff) -> go.Figure | None:
     table = diff.noise
     if table is None or table.empty:
         return None
-    runs = [run for run in views.final_checkpoints(diff) if (table.checkpoint == run).any()]
+    runs = [run for run in facts.final_checkpoints(diff) if (table.checkpoint == run).any()]
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     figure, cells, height = panels(titles, 4, panel=190, gap=74, horizontal=0.03, shared_yaxes=True)
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):

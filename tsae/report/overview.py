@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
+from tsae.report.story import facts
 from tsae.report.style import LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text, number, percent
 
@@ -27,10 +27,10 @@ _GAP, _STACKED_GAP = 64, 132
 
 def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
     """Draw it; `columns=1` stacks the runs for narrow screens. None where there is nothing to draw."""
-    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)][:_MAX_RUNS]
+    runs = [c for c in facts.final_checkpoints(diff) if diff.main_part(c)][:_MAX_RUNS]
     if runs:
         return _runs(diff, runs, min(columns, len(runs)))
-    bands = [b for b in ["all", *views.bands_of(diff)] if len(_outcome_rows(diff, b))]
+    bands = [b for b in ["all", *facts.bands_of(diff)] if len(_outcome_rows(diff, b))]
     return _outcomes(diff, bands, min(columns, len(bands))) if bands else None
 
 
@@ -44,7 +44,7 @@ class _Row:
 
 def overview_caption(diff: FeatureDiff) -> str:
     """What the marks mean."""
-    runs = [c for c in views.final_checkpoints(diff) if diff.main_part(c)]
+    runs = [c for c in facts.final_checkpoints(diff) if diff.main_part(c)]
     if not runs:
         return (
             "Each mark is a feature, placed by how much more (right) or less (left) active it is in successes than in "
@@ -53,7 +53,7 @@ def overview_caption(diff: FeatureDiff) -> str:
     below = (
         "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; "
         "numbers count dots"
-        if views.has_classes(diff)
+        if facts.has_classes(diff)
         else "the features that moved most, with Δ (in standard deviations over base trajectories) and its interval"
     )
     shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
@@ -67,22 +67,22 @@ def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str,
     """(label, behaviour, band): accuracy by band, other shares over everything."""
     base = diff.base
     lines = []
-    for name in views.behaviours_of(diff):
-        if not views.is_share(diff, name):
+    for name in facts.behaviours_of(diff):
+        if not facts.is_share(diff, name):
             continue
-        bands = [b for b in views.BANDS if views.behaviour(diff, base, b, name) is not None]
+        bands = [b for b in facts.BANDS if facts.behaviour(diff, base, b, name) is not None]
         for band in bands if name == "accuracy" and bands else ["all"]:
-            if any(views.change_of(diff, run, band, name) is not None for run in runs):
-                label = views.behaviour_name(name) + ("" if band == "all" else f", {band}")
+            if any(facts.change_of(diff, run, band, name) is not None for run in runs):
+                label = facts.behaviour_name(name) + ("" if band == "all" else f", {band}")
                 lines.append((label, name, band))
-    return lines if any(views.behaviour(diff, base, band, name) is not None for _, name, band in lines) else []
+    return lines if any(facts.behaviour(diff, base, band, name) is not None for _, name, band in lines) else []
 
 
 def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
     lines = _behaviour_lines(diff, runs)[:8]
-    shifts = {run: views.main_shift(diff, run) for run in runs}
+    shifts = {run: facts.main_shift(diff, run) for run in runs}
     moved = {run: shift[shift.q <= diff.q] for run, shift in shifts.items()}
-    families = _families(moved) if views.has_classes(diff) else _single(diff, moved)
+    families = _families(moved) if facts.has_classes(diff) else _single(diff, moved)
     panels = ([len(lines)] if lines else []) + ([len(families)] if families else [])
     if not panels:
         panels = [1]
@@ -112,7 +112,7 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
             _behaviours(figure, diff, run, lines, row, column)
         if families:
             cell = row + (1 if lines else 0)
-            if views.has_classes(diff):
+            if facts.has_classes(diff):
                 _strip(figure, families, moved[run], limit, cell, column)
             else:
                 _forest(figure, families, moved[run], cell, column)
@@ -121,11 +121,11 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
 
 
 def _header(figure: go.Figure, diff: FeatureDiff, run: str, row: int, column: int, columns: int) -> None:
-    band = views.trained_on(diff, run)
+    band = facts.trained_on(diff, run)
     # Beside each other the columns are wide enough for name and band on one line; stacked, on a narrow screen, not.
     between = "<br>" if columns == 1 else " · "
     lines = [f"<b>{figure_text(run, 28)}</b>" + (f"{between}trained on {figure_text(band, 16)}" if band else "")]
-    if (both := views.change_of(diff, run, "all", "response_length")) is not None:
+    if (both := facts.change_of(diff, run, "all", "response_length")) is not None:
         before, after = both
         lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
     contrast = diff.contrast(kind="shift", checkpoint=run, part=diff.main_part(run), band="all")
@@ -174,10 +174,10 @@ def _behaviours(
     cell = {"row": row, "col": column}
     lines_and_marks = []
     for y, (label, name, band) in enumerate(lines):
-        before, after = (views.behaviour(diff, policy, band, name) for policy in (base, run))
+        before, after = (facts.behaviour(diff, policy, band, name) for policy in (base, run))
         if before is None or after is None:
             continue
-        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[views.direction(after)]
+        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[facts.direction(after)]
         lines_and_marks.append(
             go.Scatter(
                 x=[100 * before["mean"], 100 * after["mean"]],
@@ -254,8 +254,8 @@ def _strip(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, limit: 
     text = [
         f"feature {r.feature}<br>{figure_text(_described(r))}<br>{number(r.reference)} → {number(r.mean)}, "
         f"shift {number(r.difference, sign=True)} [{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
-        f"Δ {views.effect_text(r)}"
-        for r in views.records(dots)
+        f"Δ {facts.effect_text(r)}"
+        for r in facts.records(dots)
     ]
     colours = [RAISED if d > 0 else LOWERED for d in dots.delta]
     points = go.Scatter(
@@ -289,12 +289,12 @@ def _forest(figure: go.Figure, families: list[_Row], moved: pd.DataFrame, row: i
     for y, family in enumerate(families):
         for feature in family.features:
             if feature in moved.index:
-                _interval_mark(figure, views.record(moved, feature), y, row, column)
+                _interval_mark(figure, facts.record(moved, feature), y, row, column)
     vertical_zero(figure, row=row, col=column)
 
 
 def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, column: int) -> None:
-    d, low, high = views.standardised(record)
+    d, low, high = facts.standardised(record)
     colour = RAISED if d > 0 else LOWERED
     figure.add_trace(
         go.Scatter(
@@ -305,7 +305,7 @@ def _interval_mark(figure: go.Figure, record: pd.Series, y: float, row: int, col
             error_x=whiskers([(d, low, high)], colour),
             hovertemplate=(
                 f"feature {int(record.feature)}<br>{figure_text(record.responds_to)}<br>"
-                f"{number(record.reference)} → {number(record['mean'])}, Δ {views.effect_text(record)}<extra></extra>"
+                f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}<extra></extra>"
             ),
         ),
         row=row,
@@ -325,8 +325,8 @@ def _feature_axes(figure: go.Figure, families: list[_Row], limit: float, row: in
 
 
 def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
-    rows = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
-    return views.strongest(rows, diff.q, _MAX_ROWS)
+    rows = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
+    return facts.strongest(rows, diff.q, _MAX_ROWS)
 
 
 def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
@@ -345,10 +345,10 @@ def _outcomes(diff: FeatureDiff, bands: list[str], columns: int) -> go.Figure:
         shared_yaxes=columns > 1,
         subplot_titles=[f"<b>{band} problems</b>" for band in bands],
     )
-    limit = 1.1 * max(max(abs(v) for v in views.standardised(r)) for t in tables.values() for _, r in t.iterrows())
+    limit = 1.1 * max(max(abs(v) for v in facts.standardised(r)) for t in tables.values() for _, r in t.iterrows())
     for position, band in enumerate(bands):
         row, column = position // columns + 1, position % columns + 1
-        full = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
+        full = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
         _forest(figure, rows, full[full.q <= diff.q], row, column)
         _feature_axes(figure, rows, limit, row, column)
         figure.update_xaxes(title={"text": "← in failures   Δ   in successes →", "standoff": 4}, row=row, col=column)

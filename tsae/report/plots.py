@@ -17,10 +17,11 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.report import evidence, evidence_figures, figures, views
+from tsae.report import evidence, evidence_figures, figures
 from tsae.report.overview import overview
 from tsae.report.packing import packed_plotly
 from tsae.report.steps_figure import steps_figure
+from tsae.report.story import facts
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text
 
@@ -122,12 +123,12 @@ class Plots:
         Raises:
             TsaeError: where there is no such feature.
         """
-        described = views.named(self.diff, self.diff.feature(feature).index)
+        described = facts.named(self.diff, self.diff.feature(feature).index)
         return _titled(_feature(self.diff, feature), f"Feature {described}", f"shift against {self.diff.base}")
 
 
 def _volcano(diff: FeatureDiff) -> go.Figure | None:
-    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
+    runs = [run for run in facts.final_checkpoints(diff) if diff.main_part(run)]
     if not runs:
         return None
     figure = make_subplots(
@@ -138,7 +139,7 @@ def _volcano(diff: FeatureDiff) -> go.Figure | None:
         subplot_titles=[f"<b>{figure_text(run, 24)}</b>" for run in runs],
     )
     for column, run in enumerate(runs, start=1):
-        table = views.main_shift(diff, run)
+        table = facts.main_shift(diff, run)
         found = table.q <= diff.q
         for name, colour, part in (
             ("raised", RAISED, table[found & (table.delta > 0)]),
@@ -176,17 +177,17 @@ def _volcano(diff: FeatureDiff) -> go.Figure | None:
 
 
 def _feature(diff: FeatureDiff, feature: int) -> go.Figure | None:
-    runs = [run for run in views.final_checkpoints(diff) if diff.main_part(run)]
-    bands = ["all", *views.bands_of(diff)]
+    runs = [run for run in facts.final_checkpoints(diff) if diff.main_part(run)]
+    bands = ["all", *facts.bands_of(diff)]
     figure = go.Figure()
     for order, band in enumerate(bands):
         rows: list[tuple[int, pd.Series]] = []
         for position, run in enumerate(runs):
             part = diff.main_part(run) or "total"
-            found = views.rows(diff, kind="shift", checkpoint=run, part=part, band=band, outcome="all")
+            found = facts.rows(diff, kind="shift", checkpoint=run, part=part, band=band, outcome="all")
             if feature in found.index:
                 rows.append((position, found.loc[feature]))
-        points = [views.standardised(row) for _, row in rows]
+        points = [facts.standardised(row) for _, row in rows]
         colour, symbol = BAND_STYLE[band]
         figure.add_trace(
             go.Scatter(

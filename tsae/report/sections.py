@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
-from tsae.report.findings import null_sentences, survival_sentences
+from tsae.report.story import facts
+from tsae.report.story.findings import null_sentences, survival_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.rollouts.difficulty import found_how
 from tsae.sae.stability import FOUND_AGAIN
@@ -57,7 +57,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
                 f"{percent(r.get('outlier_share', 0.0))} %",
                 "none" if r["fve"] is None else f"{r['fve']:.3f}",
                 "–" if r.get("l0") is None else f"{r['l0']:.1f}",
-                f'<strong class="warn">flagged ({why})</strong>' if (why := views.flag_reason(diff, r)) else "passed",
+                f'<strong class="warn">flagged ({why})</strong>' if (why := facts.flag_reason(diff, r)) else "passed",
             ]
             for r in info["readers"]
         ),
@@ -69,7 +69,7 @@ def gates(diff: FeatureDiff, provenance: dict[str, str]) -> str:
         ("Bands", html_text(_bands_text(diff))),
         ("Statistics", html_text(_statistics_text(diff))),
         ("Temporal SAE", html_text(_sae_text(diff))),
-        *([("Stability", html_text(f"{stable}."))] if (stable := views.stability_text(diff)) else []),
+        *([("Stability", html_text(f"{stable}."))] if (stable := facts.stability_text(diff)) else []),
         ("Causality", html_text(_causality_text(diff))),
         (
             "Rollouts",
@@ -90,7 +90,7 @@ def _bands_by_step(diff: FeatureDiff) -> str:
         return ""
     counts = {band: {int(step): n for step, n in row.items()} for band, row in found["table"].items()}
     steps = sorted({step for row in counts.values() for step in row})
-    body = [[band, *(f"{counts[band].get(step, 0):,}" for step in steps)] for band in views.BANDS if band in counts]
+    body = [[band, *(f"{counts[band].get(step, 0):,}" for step in steps)] for band in facts.BANDS if band in counts]
     return table("Problems by band and training step", ["band", *(f"step {step}" for step in steps)], body)
 
 
@@ -99,7 +99,7 @@ def _controls_text(diff: FeatureDiff) -> str:
         return "Not measured."
     if told := " ".join(survival_sentences(diff)):
         return told
-    main = [len(diff.main_shift(run, discoveries=True)) for run in views.final_checkpoints(diff)]
+    main = [len(diff.main_shift(run, discoveries=True)) for run in facts.final_checkpoints(diff)]
     if any(main):
         return "Both sides of every shift found here read the same text, which no control can tell apart."
     return "Nothing was found to control."
@@ -145,7 +145,7 @@ def _bands_text(diff: FeatureDiff) -> str:
 
 
 def _statistics_text(diff: FeatureDiff) -> str:
-    c, left_out = diff.info["config"], views.without_span_text(diff)
+    c, left_out = diff.info["config"], facts.without_span_text(diff)
     without = f" Trajectories without such a token are left out (of those read by {left_out})." if left_out else ""
     return (
         f"Mean activation over the {c['span'].replace('_', ' ')} tokens of a trajectory; the unit is the problem."
@@ -181,22 +181,22 @@ def _sae_text(diff: FeatureDiff) -> str:
 
 def behaviour_details(diff: FeatureDiff) -> str:
     """The behaviours' numbers, a row a checkpoint and band."""
-    names = views.behaviours_of(diff)
+    names = facts.behaviours_of(diff)
     if not names:
         return ""
     data = diff.behaviours
     body = []
     for policy in data.policy.unique():
-        for band in ["all", *[b for b in views.BANDS if (data.band == b).any()]]:
-            cells = [views.behaviour(diff, policy, band, name) for name in names]
+        for band in ["all", *[b for b in facts.BANDS if (data.band == b).any()]]:
+            cells = [facts.behaviour(diff, policy, band, name) for name in names]
             present = next((c for c in cells if c is not None), None)
             if present is None:
                 continue
             row = [html_text(policy), band, f"{present.n_problems:,}", f"{present.n_trajectories:,}"]
             for name, cell in zip(names, cells, strict=True):
-                row.append("–" if cell is None else _behaviour_cell(cell, views.is_share(diff, name)))
+                row.append("–" if cell is None else _behaviour_cell(cell, facts.is_share(diff, name)))
             body.append(row)
-    head = ["policy", "band", "problems", "responses", *[html_text(views.behaviour_name(n)) for n in names]]
+    head = ["policy", "band", "problems", "responses", *[html_text(facts.behaviour_name(n)) for n in names]]
     return folded("Numbers", table("Behaviours: mean over problems, with intervals", head, body, numeric_from=2))
 
 
@@ -208,12 +208,12 @@ def _behaviour_cell(cell: pd.Series, share: bool) -> str:
 
 def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
     """Tables of the pairs of runs with most opposed features; the clearest features of the first pair, to draw."""
-    pairs = views.opposed_pairs(diff)
+    pairs = facts.opposed_pairs(diff)
     if not pairs:
         return '<p class="quiet">No feature was raised by one run and lowered by another.</p>', []
-    runs = views.final_checkpoints(diff)
-    shifts = {run: views.main_shift(diff, run) for run in runs}
-    shares = views.has_classes(diff)
+    runs = facts.final_checkpoints(diff)
+    shifts = {run: facts.main_shift(diff, run) for run in runs}
+    shares = facts.has_classes(diff)
     parts: list[str] = []
     drawn: list[int] = []
     for up, down, found in pairs[:_MAX_PAIRS]:
@@ -240,7 +240,7 @@ def opposed(diff: FeatureDiff) -> tuple[str, list[int]]:
         + ("; the percentage is the share of a feature's activation that falls on the named tokens" if shares else "")
         + ". “One token”: at least half of the activation is on a single token, so it may be lexical. “Tracks length”: "
         "across the base's responses it correlates with their length (|ρ| ≥ 0.7), so a change of length alone would "
-        "move it." + (_STABILITY if views.has_stability(diff) else "") + "</p>"
+        "move it." + (_STABILITY if facts.has_stability(diff) else "") + "</p>"
     )
     rest = f"<p class='quiet'>{len(pairs) - _MAX_PAIRS} more pairs are left out.</p>" if len(pairs) > _MAX_PAIRS else ""
     return legend + "".join(parts) + rest, drawn
@@ -259,18 +259,18 @@ def shift_counts(diff: FeatureDiff) -> str:
     ]
     body = []
     for (checkpoint, part), group in data.groupby(["checkpoint", "part"], sort=False):
-        cells = {(r.band, r.outcome): r for r in views.records(group)}
+        cells = {(r.band, r.outcome): r for r in facts.records(group)}
         body.append(
             [
                 html_text(checkpoint),
-                views.PART_NAMES.get(str(part), html_text(part)),
+                facts.PART_NAMES.get(str(part), html_text(part)),
                 *[_count_cell(cells.get(key)) for key in columns],
             ]
         )
     return folded(
         "How many features moved in every contrast",
         table(
-            f"Features moved ({views.least_text(diff)}), of features tested; below, how many differ at all",
+            f"Features moved ({facts.least_text(diff)}), of features tested; below, how many differ at all",
             ["checkpoint", "shift", *names],
             body,
             numeric_from=2,
@@ -285,7 +285,7 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
     if data.empty:
         return '<p class="quiet">No trajectory has a known outcome.</p>'
     counts = table(
-        f"Success − failure within problem: features that differ by {views.least_text(diff)}",
+        f"Success − failure within problem: features that differ by {facts.least_text(diff)}",
         ["reader", "band", "problems with both outcomes", "left out", "features tested", "differ so", "null", "at all"],
         (
             [
@@ -298,15 +298,15 @@ def outcome_tables(diff: FeatureDiff, *, n: int = 5) -> str:
                 "–" if math.isnan(r.n_null) else number(r.n_null),
                 "–" if r.note else f"{r.n_differs:,}",
             ]
-            for r in views.records(data)
+            for r in facts.records(data)
         ),
         numeric_from=2,
     )
     parts = [_refused(data)]
     for checkpoint in dict.fromkeys(data.checkpoint):
         body = []
-        for band in ["all", *views.bands_of(diff)]:
-            found = views.strongest(views.rows(diff, kind="outcome", checkpoint=checkpoint, band=band), diff.q, n)
+        for band in ["all", *facts.bands_of(diff)]:
+            found = facts.strongest(facts.rows(diff, kind="outcome", checkpoint=checkpoint, band=band), diff.q, n)
             for feature, row in found.iterrows():
                 body.append(
                     [
@@ -331,11 +331,11 @@ def example_features(diff: FeatureDiff, opposed_features: list[int]) -> list[int
     half = max(len(opposed_features) // 2, 2)
     # The clearest of either direction.
     queues = [[*opposed_features[:2], *opposed_features[half : half + 2]]]
-    for run in views.final_checkpoints(diff):
-        queues.append([int(f) for f in views.strongest(views.main_shift(diff, run), diff.q, _MAX_EXAMPLES).index])
-    for band in ["all", *views.bands_of(diff)]:
-        found = views.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
-        queues.append([int(f) for f in views.strongest(found, diff.q, _MAX_EXAMPLES).index])
+    for run in facts.final_checkpoints(diff):
+        queues.append([int(f) for f in facts.strongest(facts.main_shift(diff, run), diff.q, _MAX_EXAMPLES).index])
+    for band in ["all", *facts.bands_of(diff)]:
+        found = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
+        queues.append([int(f) for f in facts.strongest(found, diff.q, _MAX_EXAMPLES).index])
     chosen: dict[int, None] = dict.fromkeys(queues[0])
     for rank in range(_MAX_EXAMPLES):
         for queue in queues[1:]:
@@ -356,9 +356,9 @@ def linked(diff: FeatureDiff, sentence: str) -> str:
         feature = int(match.group())
         if feature not in diff.features.index:
             return False
-        # Its description follows, or it begins a test (`views.test_name`).
+        # Its description follows, or it begins a test (`facts.test_name`).
         before, after = sentence[: match.start()], sentence[match.start() :]
-        return after.startswith(views.named(diff, feature)) or before == "Feature "
+        return after.startswith(facts.named(diff, feature)) or before == "Feature "
 
     parts, done = [], 0
     for match in filter(is_named, re.finditer(r"(?<!\S)[0-9]+(?= )", sentence)):
@@ -378,7 +378,7 @@ def shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
     """A feature's Δ with direction, interval and q."""
     if feature not in shifts.index:
         return '<small class="quiet">not tested</small>'
-    row = views.record(shifts, feature)
+    row = facts.record(shifts, feature)
     kind = ("up" if row.difference > 0 else "down") if row.q <= q else "still"
     arrow = {"up": "▲", "down": "▼", "still": "·"}[kind]
     return (
@@ -388,7 +388,7 @@ def shift_cell(shifts: pd.DataFrame, feature: int, q: float) -> str:
 
 
 def _confound_cell(row: pd.Series) -> str:
-    words = views.confounds(row)
+    words = facts.confounds(row)
     if not words:
         return ""
     numbers = {
@@ -416,12 +416,12 @@ def _refused(data: pd.DataFrame) -> str:
     body = (
         [
             html_text(r.checkpoint),
-            views.PART_NAMES.get(r.part, "success − failure"),
+            facts.PART_NAMES.get(r.part, "success − failure"),
             html_text(r.band),
             html_text(r.outcome),
             html_text(r.note),
         ]
-        for r in views.records(refused)
+        for r in facts.records(refused)
     )
     head = ["checkpoint", "contrast", "band", "outcome", "why"]
     caption = f"{count(len(refused), 'contrast')} refused"

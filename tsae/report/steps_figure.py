@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
+from tsae.report.story import facts
 from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish
 from tsae.report.text import figure_text, interval, number, percent
 
@@ -64,11 +64,11 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
         named.add(name)
 
     for column, run in enumerate(runs, start=1):
-        for band in [b for b in (*views.BANDS, "all") if len(lived) and (lived.band == b).any()]:
+        for band in [b for b in (*facts.BANDS, "all") if len(lived) and (lived.band == b).any()]:
             mine = lived[(lived.run == run) & (lived.band == band)].sort_values("step")
             text = [
                 f"step {r.step}, {band}: {percent(r.mean)} % [{percent(r.low)}, {percent(r.high)}]"
-                for r in views.records(mine)
+                for r in facts.records(mine)
             ]
             scaled = mine.assign(**{c: 100 * mine[c] for c in ("mean", "low", "high")})
             line(column, 1, scaled, f"accuracy, {band} problems", *BAND_STYLE[band], "mean", text)
@@ -78,7 +78,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
             text = [
                 f"step {r.step}, feature {label}<br>shift {number(r.shift, sign=True)} "
                 f"{interval(r.low, r.high, sign=True, like=r.shift)}, {figure_text(r.kind)}"
-                for r in views.records(mine)
+                for r in facts.records(mine)
             ]
             colour, symbol = SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
             line(column, panels, mine, label, colour, symbol, "shift", text)

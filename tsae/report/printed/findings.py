@@ -13,9 +13,7 @@ from tsae.base.intervals import FEWEST
 from tsae.diff.dynamics import KINDS, align
 from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
-from tsae.report.findings import bands_warning, feature_sentences, null_sentences, survival_sentences
-from tsae.report.text import visible
-from tsae.report.views import (
+from tsae.report.story.facts import (
     BANDS,
     PART_NAMES,
     bands_of,
@@ -28,6 +26,8 @@ from tsae.report.views import (
     survivors_text,
     without_span_text,
 )
+from tsae.report.story.findings import bands_warning, feature_sentences, null_sentences, survival_sentences
+from tsae.report.text import visible
 from tsae.sae.evaluation import Evaluation
 
 

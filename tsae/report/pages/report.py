@@ -20,13 +20,19 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import evidence, evidence_figures, figures, sections, views
-from tsae.report.explorer import explorer
-from tsae.report.findings import Finding, findings, lead
+from tsae.report import (
+    evidence,
+    evidence_figures,
+    figures,
+    sections,
+)
 from tsae.report.noise import noise_caption, noise_figure, noise_html
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import packed_plotly
+from tsae.report.pages.explorer import explorer
 from tsae.report.steps_figure import steps_figure
+from tsae.report.story import facts
+from tsae.report.story.findings import Finding, findings, lead
 from tsae.report.text import html_text, script_json, shortened
 
 _TITLE = "What changed inside the model"
@@ -83,7 +89,7 @@ def _readable(diff: FeatureDiff) -> FeatureDiff:
 
 def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], packs: dict[str, str]) -> str:
     opposed_tables, opposed_features = sections.opposed(diff)
-    runs = views.final_checkpoints(diff)
+    runs = facts.final_checkpoints(diff)
     behaviours = figure_block(
         drawn,
         "behaviours-figure",
@@ -109,7 +115,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
     if len(runs) > 1:
         caption = "".join(
             f"Shift in every run of the features that {one} and {other} moved apart most clearly."
-            for one, other, _ in views.opposed_pairs(diff)[:1]
+            for one, other, _ in facts.opposed_pairs(diff)[:1]
         )
         picture = figures.opposed_figure(diff, opposed_features)
         parts.append(

@@ -1,7 +1,7 @@
 """Findings: plain sentences with numbers, generated from the tables.
 
 Works for any series: any names of runs, with or without bands, and with no runs at all, where only outcomes are
-contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`views.direction`).
+contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`facts.direction`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pandas as pd
 
 from tsae.base.intervals import too_few
 from tsae.diff.result import FeatureDiff
-from tsae.report import views
 from tsae.report.noise import noise_sentence
+from tsae.report.story import facts
 from tsae.report.text import count, interval, listed, number, percent
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
@@ -39,7 +39,7 @@ class Finding:
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Finding]:
     """At most `limit` findings: one a run, then runs in opposition, outcomes, and how far to believe it; before the
     last, where they are known, also what was predicted, how it went along steps, and what was tested causally."""
-    runs = views.final_checkpoints(diff)
+    runs = facts.final_checkpoints(diff)
     found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
     rest = [_opposed(diff), _outcomes(diff) if not runs else None]
     found += [finding for finding in rest if finding is not None]
@@ -77,7 +77,7 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
 
 def lead(diff: FeatureDiff) -> str:
     """One sentence: what was compared with what, on how much."""
-    base, runs = diff.base, views.final_checkpoints(diff)
+    base, runs = diff.base, facts.final_checkpoints(diff)
     table = diff.behaviours
     everything = table[table.band == "all"] if not table.empty else table
     size = ""
@@ -96,10 +96,10 @@ def lead(diff: FeatureDiff) -> str:
 
 def _run(diff: FeatureDiff, checkpoint: str) -> Finding:
     sentences = [*_behaviour_sentences(diff, checkpoint), *feature_sentences(diff, checkpoint)]
-    band = views.trained_on(diff, checkpoint)
+    band = facts.trained_on(diff, checkpoint)
     reader = next(r for r in diff.info["readers"] if r["id"] == checkpoint)
     if reader.get("flagged"):
-        why = views.flag_reason(diff, reader)
+        why = facts.flag_reason(diff, reader)
         why = "does not see much of this checkpoint" if "left out" in why else "reconstructs this checkpoint badly"
         sentences.append(f"The SAE {why}: its feature shifts are not to be trusted.")
     return Finding(
@@ -117,14 +117,14 @@ def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     if accuracy:
         sentences.append(f"Accuracy {'; '.join(accuracy)}.")
     others = []
-    for name in views.behaviours_of(diff):
-        both = views.change_of(diff, checkpoint, "all", name)
+    for name in facts.behaviours_of(diff):
+        both = facts.change_of(diff, checkpoint, "all", name)
         if name != "accuracy" and both is not None:
-            others.append(f"{views.behaviour_name(name)} {_change(diff, name, *both)}")
+            others.append(f"{facts.behaviour_name(name)} {_change(diff, name, *both)}")
     if others:
         text = "; ".join(others)
         sentences.append(text[0].upper() + text[1:] + ".")
-    sampled = [views.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
+    sampled = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
     if not sentences and all(sampled):
         sentences.append(f"It answered no problem that {diff.base} answered, so that what they wrote is not compared.")
     return sentences
@@ -132,24 +132,24 @@ def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
 
 def _accuracy_clauses(diff: FeatureDiff, checkpoint: str) -> list[str]:
     clauses: dict[int, list[str]] = {1: [], -1: [], 0: []}
-    bands = [b for b in views.BANDS if views.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
+    bands = [b for b in facts.BANDS if facts.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
     for band in bands:
-        both = views.change_of(diff, checkpoint, band, "accuracy")
+        both = facts.change_of(diff, checkpoint, band, "accuracy")
         if both is None:
             continue
         before, after = both
         numbers = _from_to(diff, "accuracy", before, after)
-        clauses[views.direction(after)].append(numbers if band == "all" else f"on {band} {numbers}")
+        clauses[facts.direction(after)].append(numbers if band == "all" else f"on {band} {numbers}")
     return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]
 
 
 def _change(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
-    return f"{_VERBS[views.direction(after)]} {_from_to(diff, name, before, after)}"
+    return f"{_VERBS[facts.direction(after)]} {_from_to(diff, name, before, after)}"
 
 
 def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
     """Both means, and the paired change with its interval."""
-    share = views.is_share(diff, name)
+    share = facts.is_share(diff, name)
     factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
     shown = percent if share else number
     change, low, high = (factor * after[column] for column in ("change", "change_low", "change_high"))
@@ -168,20 +168,20 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
         return []
     if contrast.note:
         return [f"Its feature shifts were not drawn: {contrast.note}."]
-    moved = views.main_shift(diff, checkpoint)
+    moved = facts.main_shift(diff, checkpoint)
     moved = moved[moved.moved]
     up, down = moved[moved.delta > 0], moved[moved.delta < 0]
-    how = "" if part == "total" else f" {views.PART_NAMES[part]}"
+    how = "" if part == "total" else f" {facts.PART_NAMES[part]}"
     detectable = f"{contrast.n_differs} differ detectably"
-    counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({views.least_text(diff)})"
+    counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
     if not len(moved):
         return [f"{counts}; {detectable}, all by too little."]
     clearest = []
     for word, side in (("raised", up), ("lowered", down)):
         if len(side):
-            row = views.strongest(side, diff.q, 1).iloc[0]
-            clearest.append(f"{word} {views.named(diff, int(row.feature))} Δ {views.effect_text(row)}")
-    left = views.survivors_text(moved)
+            row = facts.strongest(side, diff.q, 1).iloc[0]
+            clearest.append(f"{word} {facts.named(diff, int(row.feature))} Δ {facts.effect_text(row)}")
+    left = facts.survivors_text(moved)
     controls = f" {left}" if left else ""
     if part == "same_trajectories":
         controls = " Both read the same text: length, position and tokens cannot explain it."
@@ -193,14 +193,14 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
 
 
 def _opposed(diff: FeatureDiff) -> Finding | None:
-    runs = views.final_checkpoints(diff)
+    runs = facts.final_checkpoints(diff)
     if len(runs) < 2:
         return None
-    pairs = views.opposed_pairs(diff)
+    pairs = facts.opposed_pairs(diff)
     if not pairs:
         return Finding(
             "Opposite directions",
-            (f"No feature was raised by one run and lowered by another ({views.least_text(diff)}).",),
+            (f"No feature was raised by one run and lowered by another ({facts.least_text(diff)}).",),
             "opposed",
         )
     runs_of_first = {pairs[0][0], pairs[0][1]}
@@ -210,16 +210,16 @@ def _opposed(diff: FeatureDiff) -> Finding | None:
             clearest = int(features.index[0])
             clauses.append(
                 f"{up} raised and {down} lowered {count(len(features), 'feature')}, most clearly "
-                f"{views.named(diff, clearest)}"
+                f"{facts.named(diff, clearest)}"
             )
     sentence = f"{'; '.join(clauses)}."
-    return Finding("Opposite directions", (sentence,), "opposed", note=f"{views.least_text(diff)} in both")
+    return Finding("Opposite directions", (sentence,), "opposed", note=f"{facts.least_text(diff)} in both")
 
 
 def _outcomes(diff: FeatureDiff) -> Finding | None:
     base = diff.base
     sentences = []
-    for band in ["all", *views.bands_of(diff)]:
+    for band in ["all", *facts.bands_of(diff)]:
         contrast = diff.contrast(kind="outcome", checkpoint=base, band=band)
         if contrast is None:
             continue
@@ -229,14 +229,14 @@ def _outcomes(diff: FeatureDiff) -> Finding | None:
             continue
         text = (
             f"{where}: {contrast.n_discoveries} of {contrast.n_tested} tested features differ between "
-            f"successes and failures of the same problem ({views.least_text(diff)}; "
+            f"successes and failures of the same problem ({facts.least_text(diff)}; "
             f"{count(contrast.n_problems, 'problem')} with both outcomes, {contrast.n_left_out} left out)"
         )
-        found = views.rows(diff, kind="outcome", checkpoint=base, band=band)
-        left = views.survivors_text(found[found.moved]) if found.moved.any() else ""
+        found = facts.rows(diff, kind="outcome", checkpoint=base, band=band)
+        left = facts.survivors_text(found[found.moved]) if found.moved.any() else ""
         text += f". {left}" if left else "."
-        for row in views.records(views.strongest(found, diff.q, 1)):
-            text += f" Largest: {views.named(diff, int(row.feature))} Δ {views.effect_text(row)} in successes."
+        for row in facts.records(facts.strongest(found, diff.q, 1)):
+            text += f" Largest: {facts.named(diff, int(row.feature))} Δ {facts.effect_text(row)} in successes."
         sentences.append(text)
     return Finding("Success against failure", tuple(sentences), "outcomes") if sentences else None
 
@@ -247,11 +247,11 @@ def _predicted(diff: FeatureDiff) -> Finding | None:
     if table is None or table.empty:
         return None
     whole = table[(table.part == "policy") & (table.predicted_on == "all") & (table.realised_on == "all")]
-    whole = whole[whole.checkpoint.isin(views.final_checkpoints(diff)) & (whole.note == "")]
+    whole = whole[whole.checkpoint.isin(facts.final_checkpoints(diff)) & (whole.note == "")]
     whole = whole[whole.gradient == "natural"]
     clauses = [
         f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} (p {r.p:.2g})"
-        for r in views.records(whole)
+        for r in facts.records(whole)
     ]
     if not clauses:
         return None
@@ -282,7 +282,7 @@ def _tested(diff: FeatureDiff) -> Finding | None:
     sentences = []
     for test in diff.info.get("causally_tested") or []:
         rows = [row for row in test.get("changes") or [] if row["condition"] in ("features", "random")]
-        names = views.behaviour_order(row["behaviour"] for row in rows)
+        names = facts.behaviour_order(row["behaviour"] for row in rows)
         for name in ["direct_answer"] if "direct_answer" in names else names[:1]:
             both = {row["condition"]: row for row in rows if row["behaviour"] == name}
             changes = [
@@ -294,7 +294,7 @@ def _tested(diff: FeatureDiff) -> Finding | None:
                 )
                 for row in (both["features"], both["random"])
             ]
-            what = f"{views.test_name(test)}: {views.behaviour_name(name)} {changes[0]}"
+            what = f"{facts.test_name(test)}: {facts.behaviour_name(name)} {changes[0]}"
             sentences.append(f"{what[0].upper()}{what[1:]}; matched random features {changes[1]}.")
     if not sentences:
         return None
@@ -329,14 +329,14 @@ def _belief(diff: FeatureDiff) -> Finding:
 def survival_sentences(diff: FeatureDiff) -> list[str]:
     """How many discoveries outlive each control: of every run's main shift, and of the base's outcomes."""
     found = []
-    for run in views.final_checkpoints(diff):
+    for run in facts.final_checkpoints(diff):
         found.append((f"Shift of {run}", diff.main_shift(run, discoveries=True)))
     table = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
     found.append(("Success − failure", table))
     return [
         f"{what}: {count(len(table), 'feature')} found. {left}"
         for what, table in found
-        if len(table) and (left := views.survivors_text(table))
+        if len(table) and (left := facts.survivors_text(table))
     ]
 
 

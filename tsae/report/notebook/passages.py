@@ -11,7 +11,7 @@ import pandas as pd
 from tsae.checkpoints.loading import token_strings
 from tsae.errors import TsaeError
 from tsae.features.contexts import context
-from tsae.report.cards import card, heading_html, show, text_html, tokens_html
+from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def write_difficulty(difficulty: Difficulty, path: str | Path, *, title: str | N
     """
     from tsae.report import write_page
     from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure
-    from tsae.report.page import document, figure_block
+    from tsae.report.pages.report import document, figure_block
 
     drawn: dict[str, go.Figure | None] = {}
     moved = "".join(f"<p>{html_text(line)}</p>" for line in moved_lines(difficulty))

@@ -15,9 +15,9 @@ import pandas as pd
 
 from tsae.diff.confounds import CONTROLS, FAILS
 from tsae.diff.result import CONTRAST, FeatureDiff
-from tsae.report import views
-from tsae.report.contexts import Contexts, contexts, histograms
 from tsae.report.packing import number_array, packed
+from tsae.report.pages.examples import Contexts, contexts, histograms
+from tsae.report.story import facts
 from tsae.report.text import html_text, script_json, shortened, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
@@ -63,7 +63,7 @@ def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
     table = diff.contrasts
     if table.empty:
         return table
-    runs = views.final_checkpoints(diff)
+    runs = facts.final_checkpoints(diff)
     main = {run: diff.main_part(run) for run in runs}
     of_run = (table.kind == "shift") & table.checkpoint.isin(runs)
     whole = (table.band == "all") & (table.outcome == "all")
@@ -109,7 +109,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
             columns[f"{side}_by"] = [[float(f"{v:.3g}") for v in values] for values in table[f"{side}_by"]]
     if found is not None:
         columns["chunk"] = [found.where.get(f, -1) for f in range(len(table))]
-    columns["flags"] = [views.confounds(row) for _, row in table.iterrows()]
+    columns["flags"] = [facts.confounds(row) for _, row in table.iterrows()]
     effects = _effects(diff, shown)
     info = {
         "q": diff.q,
@@ -122,7 +122,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,
         "flag_words": _flag_words(),
-        "contrasts": [_contrast(diff, row) for row in views.records(shown)],
+        "contrasts": [_contrast(diff, row) for row in facts.records(shown)],
     }
     text = script_json({"info": info, "columns": columns})[:-1]
     text += ',"numbers":{' + ",".join(f'"{name}":{number_array(a.to_numpy())}' for name, a in arrays.items()) + "}"
@@ -144,7 +144,7 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
             code = part.control.map({control: 1 << i for i, control in enumerate(CONTROLS)})
             failed[key] = code.groupby(part.feature).sum().to_dict()
     written = []
-    for contrast in views.records(shown[_KEYS]):
+    for contrast in facts.records(shown[_KEYS]):
         key = tuple(contrast)[1:]
         mine = diff.shifts.iloc[rows.get(key, [])]
         lost = failed.get(key, {})
@@ -171,7 +171,7 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
         block = str(row.checkpoint)
         if row.outcome != "all":
             block += f", {'successes' if row.outcome == 'success' else 'failures'} alone"
-        part = "" if row.part == diff.main_part(row.checkpoint) else views.PART_NAMES.get(row.part, row.part)
+        part = "" if row.part == diff.main_part(row.checkpoint) else facts.PART_NAMES.get(row.part, row.part)
     elif row.kind == "outcome":
         block, part = f"read by {row.checkpoint}", ""
     else:
@@ -191,7 +191,7 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
 def _verdicts(insertion: pd.DataFrame) -> dict[str, str]:
     """What became of a feature's top tokens in other contexts, by feature."""
     found: dict[str, list[str]] = {}
-    for row in views.records(insertion):
+    for row in facts.records(insertion):
         found.setdefault(str(row.feature), []).append(f"{row.verdict} as {row.reader} reads it")
     return {feature: visible("; ".join(said)) for feature, said in found.items()}
 
@@ -207,7 +207,7 @@ def _flag_words() -> dict[str, str]:
 
 def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
     blocks: dict[str, list[str]] = {}
-    for i, row in enumerate(views.records(shown)):
+    for i, row in enumerate(facts.records(shown)):
         named = _contrast(diff, row)
         kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
         label = html_text(f"{named['block']}: {named['where']}")
@@ -223,7 +223,7 @@ def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
         _select("Level", "group", {"": "any", "high": "high", "low": "low"}),
         _select("Family", "family", {"": "any", **{f: f for f in sorted(families)}}) if families else "",
         _control("Stability at least", '<input name="stability" type="number" min="0" max="1" step="any" value="0">')
-        if views.has_stability(diff)
+        if facts.has_stability(diff)
         else "",
         _control("Without confound flags", '<input name="clean" type="checkbox">', "check"),
     ]
