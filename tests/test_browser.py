@@ -20,7 +20,7 @@ from test_report import MARKUP, describe, make, reader
 import tsae
 from tsae.diff.baselines import WAYS
 from tsae.features.table import FeatureTable
-from tsae.report import write_report
+from tsae.report.pages.report import write_report
 from tsae.rollouts.table import Rollouts
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

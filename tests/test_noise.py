@@ -20,7 +20,7 @@ from tsae.checkpoints.noise import Noise, add_noise, update_of
 from tsae.cli import main
 from tsae.diff.noise import noise_null
 from tsae.errors import TsaeError
-from tsae.report.noise import noise_lines
+from tsae.report.story.noise import noise_lines
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

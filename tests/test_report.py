@@ -21,14 +21,13 @@ from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
-from tsae.report import figures, write_report
+from tsae.report import figures
 from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
 from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
 from tsae.report.pages.explorer import contrasts_shown
-from tsae.report.pages.report import render
+from tsae.report.pages.report import linked, render, write_report
 from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
-from tsae.report.sections import linked
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels

@@ -87,8 +87,8 @@ def analyse(
     from tsae.checkpoints.loading import token_strings
     from tsae.diff.baselines import baselines
     from tsae.features.logits import logit_effects
-    from tsae.report import write_report
-    from tsae.report.noise import noise_lines
+    from tsae.report.pages.report import write_report
+    from tsae.report.story.noise import noise_lines
     from tsae.sae.evaluation import Evaluation
 
     store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)

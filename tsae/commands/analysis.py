@@ -65,9 +65,9 @@ class Diff:
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
         from tsae.features.logits import logit_effects
-        from tsae.report.noise import NOT_RUN, noise_lines
         from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
         from tsae.report.story.findings import findings_content
+        from tsae.report.story.noise import NOT_RUN, noise_lines
 
         if self.insertion and not (self.series and self.sae):
             raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")

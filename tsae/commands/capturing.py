@@ -65,7 +65,8 @@ class Drift:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        from tsae.report.printed.drift import drift_text, write_drift
+        from tsae.report.pages.drift import write_drift
+        from tsae.report.printed.drift import drift_text
 
         series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series

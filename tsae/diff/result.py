@@ -346,7 +346,7 @@ class FeatureDiff:
         return views().markdown_table(table[columns])
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
-        """Write the self-contained report; see `tsae.report.write_report`."""
+        """Write the self-contained report; see `tsae.report.pages.report.write_report`."""
         return views().write_report(self, path, title=title)
 
     def save(self, folder: str | Path) -> Path:

@@ -1,6 +1,6 @@
 """Figures of what stands beside the shifts: all features at once, families, predictions and causal tests.
 
-Each returns None where the diff holds nothing to draw. Text alternatives are the tables of `tsae.report.evidence`.
+Each returns None where the diff holds nothing to draw. Their text alternatives are the page's tables.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from plotly.subplots import make_subplots
 
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.report import evidence, evidence_figures, figures
+from tsae.report import evidence_figures, figures
 from tsae.report.overview import overview
 from tsae.report.packing import packed_plotly
 from tsae.report.steps_figure import steps_figure
-from tsae.report.story import facts
+from tsae.report.story import evidence, facts
 from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, finish, vertical_zero, whiskers
 from tsae.report.text import figure_text
 

@@ -1,7 +1,7 @@
 """The explorer: a table of all features to filter and sort, and a card for the one that is looked at.
 
-Here its data is collected and the empty frame written; report/explorer.js and report/card.js fill it. Data reaches the
-page as JSON and is shown as text.
+Here its data is collected. The template explorer-section.html is its empty frame, which explorer.js and card.js fill.
+Data reaches the page as JSON and is shown as text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from tsae.diff.result import CONTRAST, FeatureDiff
 from tsae.report.packing import number_array, packed
 from tsae.report.pages.examples import Contexts, contexts, histograms
 from tsae.report.story import facts
-from tsae.report.text import html_text, script_json, shortened, visible
+from tsae.report.story.statements import caveats
+from tsae.report.text import script_json, shortened, visible
 
 NO_SOURCE = "The diff was loaded without its feature table: give it with tsae report --features FOLDER."
 NO_LOGITS = "The model was not at hand when the diff was made: give tsae diff --sae and --tokenizer."
+FLAG_WORDS = {
+    "one token": "At least half of its activation is on a single token, so it may be lexical.",
+    "tracks length": "It correlates with the length of the base's responses (|ρ| ≥ 0.7): a change of length alone "
+    "would move it.",
+    "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
+}
 _NUMBERS = ("reference", "mean", "difference", "delta", "delta_low", "delta_high", "q")
 _KEYS = list(CONTRAST)
 
@@ -30,10 +37,12 @@ _KEYS = list(CONTRAST)
 class Explorer:
     """What the page takes in."""
 
-    frame: str
-    """HTML."""
     parts: dict[str, str]
     """Packed JSON by name: features, trajectories, examples-0 …"""
+    choices: dict[str, list[tuple[int, str]]]
+    """Contrasts to choose from, by what they have in common: place in the features' effects, and name."""
+    families: list[tuple[str, str]]
+    """Value and name."""
 
 
 def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
@@ -54,7 +63,8 @@ def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
     if found is not None:
         parts["trajectories"] = packed(found.trajectories)
         parts |= {f"examples-{i}": packed(chunk) for i, chunk in enumerate(found.chunks)}
-    return Explorer(_frame(diff, shown), parts)
+    families = [(family, family) for family in sorted(set(diff.features.family))] if "family" in diff.features else []
+    return Explorer(parts, _choices(diff, shown), families)
 
 
 def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
@@ -109,7 +119,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
             columns[f"{side}_by"] = [[float(f"{v:.3g}") for v in values] for values in table[f"{side}_by"]]
     if found is not None:
         columns["chunk"] = [found.where.get(f, -1) for f in range(len(table))]
-    columns["flags"] = [facts.confounds(row) for _, row in table.iterrows()]
+    columns["flags"] = [[caveat.word for caveat in caveats(row)] for _, row in table.iterrows()]
     effects = _effects(diff, shown)
     info = {
         "q": diff.q,
@@ -121,7 +131,7 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
         "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
         "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,
-        "flag_words": _flag_words(),
+        "flag_words": FLAG_WORDS,
         "contrasts": [_contrast(diff, row) for row in facts.records(shown)],
     }
     text = script_json({"info": info, "columns": columns})[:-1]
@@ -196,54 +206,10 @@ def _verdicts(insertion: pd.DataFrame) -> dict[str, str]:
     return {feature: visible("; ".join(said)) for feature, said in found.items()}
 
 
-def _flag_words() -> dict[str, str]:
-    return {
-        "one token": "At least half of its activation is on a single token, so it may be lexical.",
-        "tracks length": "It correlates with the length of the base's responses (|ρ| ≥ 0.7): a change of length alone "
-        "would move it.",
-        "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
-    }
-
-
-def _frame(diff: FeatureDiff, shown: pd.DataFrame) -> str:
-    blocks: dict[str, list[str]] = {}
-    for i, row in enumerate(facts.records(shown)):
+def _choices(diff: FeatureDiff, shown: pd.DataFrame) -> dict[str, list[tuple[int, str]]]:
+    choices: dict[str, list[tuple[int, str]]] = {}
+    for place, row in enumerate(facts.records(shown)):
         named = _contrast(diff, row)
-        kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(str(row.kind), "Difference of bands: ")
-        label = html_text(f"{named['block']}: {named['where']}")
-        blocks.setdefault(kind + named["block"], []).append(f'<option value="{i}">{label}</option>')
-    effect = "".join(f'<optgroup label="{html_text(b)}">{"".join(options)}</optgroup>' for b, options in blocks.items())
-    families = list(dict.fromkeys(diff.features.family)) if "family" in diff.features else []
-    controls = [
-        _control("Effect in", f'<select name="contrast">{effect}</select>', "wide") if effect else "",
-        _control("Number, or what it responds to", '<input name="text" type="search" autocomplete="off">'),
-        _select("Direction", "direction", {"": "any", "1": "raised", "-1": "lowered"}),
-        _control("q at most", f'<input name="q" type="number" min="0" max="1" step="any" value="{diff.q:g}">'),
-        _control("|Δ| at least", '<input name="delta" type="number" min="0" step="any" value="0">'),
-        _select("Level", "group", {"": "any", "high": "high", "low": "low"}),
-        _select("Family", "family", {"": "any", **{f: f for f in sorted(families)}}) if families else "",
-        _control("Stability at least", '<input name="stability" type="number" min="0" max="1" step="any" value="0">')
-        if facts.has_stability(diff)
-        else "",
-        _control("Without confound flags", '<input name="clean" type="checkbox">', "check"),
-    ]
-    return (
-        '<div id="explorer" hidden><div class="filters" role="search" aria-label="Filter features">'
-        f'{"".join(controls)}<button type="button" id="reset">Reset</button></div>'
-        '<div class="browse"><div class="list"><p class="quiet" role="status" id="found"></p>'
-        '<div class="scroll" tabindex="0" role="region" aria-label="Features"><table id="features">'
-        "<caption class='unseen'>Features that match the filters</caption><thead></thead><tbody></tbody></table></div>"
-        '<p class="pages"><button type="button" id="earlier">← Previous</button> <span id="page"></span> '
-        '<button type="button" id="later">Next →</button></p></div>'
-        '<div id="card" tabindex="-1"></div></div></div>'
-        "<p class='quiet' id='explorer-waits'>The explorer needs JavaScript.</p>"
-    )
-
-
-def _control(label: str, control: str, kind: str = "") -> str:
-    return f'<label class="{kind}"><span>{html_text(label)}</span>{control}</label>'
-
-
-def _select(label: str, name: str, options: dict[str, str]) -> str:
-    listed = "".join(f'<option value="{html_text(v)}">{html_text(text)}</option>' for v, text in options.items())
-    return _control(label, f'<select name="{name}">{listed}</select>')
+        kind = {"shift": "Shift of ", "outcome": "Success − failure, "}.get(named["kind"], "Difference of bands: ")
+        choices.setdefault(kind + named["block"], []).append((place, f"{named['block']}: {named['where']}"))
+    return choices

@@ -1,17 +1,15 @@
-"""What the report reads off a FeatureDiff: which checkpoints, bands, behaviours and rows each part shows."""
+"""Looks up in a FeatureDiff what every view shows: checkpoints, bands, behaviours and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import combinations
+from collections.abc import Iterable, Sequence
+from itertools import combinations, zip_longest
 from typing import Any
 
 import pandas as pd
 
-from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
-from tsae.report.text import count, interval, number, percent
-from tsae.sae.stability import FOUND_AGAIN
+from tsae.report.text import interval, number
 
 BANDS = ("easy", "medium", "hard")
 PART_NAMES = {
@@ -99,20 +97,14 @@ def least_text(diff: FeatureDiff) -> str:
     return f"|Δ| > {diff.minimum_effect:g}, q ≤ {diff.q:g}"
 
 
-def survivors_text(found: pd.DataFrame) -> str:
-    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token.”
-
-    Empty where nothing was measured.
-    """
-    names = {"length": "at like length", "position": "at like position", "token": "given the token"}
-    cells = []
-    for control in CONTROLS:
-        verdict = found[f"survives_{control}"]
-        comparable = int(verdict.isin([SURVIVES, FAILS]).sum())
-        part = "" if comparable == len(found) else f" of {comparable} comparable"
-        cells.append(f"{(verdict == SURVIVES).sum()}{part} {names[control]}")
-    measured = any(found[f"survives_{control}"].isin([SURVIVES, FAILS]).any() for control in CONTROLS)
-    return f"Of these {len(found)} the controls leave {', '.join(cells)}." if measured else ""
+def in_turn(queues: Iterable[Sequence[int]], n: int, first: Iterable[int] = ()) -> list[int]:
+    """At most n different features: `first`, then the first of every queue, then the second of every queue, …"""
+    chosen = dict.fromkeys(first)
+    for rank in zip_longest(*queues):
+        for feature in rank:
+            if feature is not None and len(chosen) < n:
+                chosen.setdefault(feature)
+    return list(chosen)
 
 
 def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
@@ -195,14 +187,6 @@ def has_classes(diff: FeatureDiff) -> bool:
     return "share" in diff.features.columns
 
 
-def describe(diff: FeatureDiff, feature: int) -> str:
-    """What a feature responds to, with the share of its activation that falls there."""
-    row = diff.features.loc[feature]
-    if not has_classes(diff):
-        return str(row.responds_to)
-    return f"{row.responds_to} ({100 * row.share:.0f} % of its activation)"
-
-
 def named(diff: FeatureDiff, feature: int) -> str:
     """A feature's number with what it responds to, for sentences; top tokens carry their own quotation marks."""
     described = diff.features.responds_to[feature]
@@ -212,52 +196,3 @@ def named(diff: FeatureDiff, feature: int) -> str:
 def has_stability(diff: FeatureDiff) -> bool:
     """Whether the SAE's latents were matched with those of other seeds."""
     return "stability" in diff.features.columns
-
-
-def outlier_text(diff: FeatureDiff) -> str:
-    """The share of tokens beyond the SAE's norm limit; empty where there are none."""
-    shares = {reader["id"]: reader.get("outlier_share", 0.0) for reader in diff.info["readers"]}
-    if not any(shares.values()):
-        return ""
-    return ", ".join(f"{id} {percent(share)} %" for id, share in shares.items())
-
-
-def without_span_text(diff: FeatureDiff) -> str:
-    """How many trajectories have no token of the span, by reader; empty where all have one."""
-    found = diff.info.get("without_span") or {}
-    return ", ".join(f"{id} {n:,}" for id, n in found.items())
-
-
-def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
-    """Why a reader is flagged; empty where it is not."""
-    if not reader["flagged"]:
-        return ""
-    config = diff.info["config"]
-    if reader["fve"] is None or reader["fve"] < config["min_fve"]:
-        return f"below {config['min_fve']:g}"
-    return f"more than {percent(config['max_outliers'])} % of tokens left out"
-
-
-def stability_text(diff: FeatureDiff) -> str:
-    """How many active features the other seeds find again; empty where that is not known."""
-    known = diff.info.get("stability")
-    if not known:
-        return ""
-    n = known["n_others"]
-    finds = "1 other seed finds" if n == 1 else f"{n} other seeds on average find"
-    return (
-        f"{finds} {percent(known['found_again'])} % of {count(known['n_latents'], 'active feature')} again (cosine of "
-        f"matched decoder directions ≥ {FOUND_AGAIN:g}); mean cosine {known['cosine']:.2f}"
-    )
-
-
-def confounds(row: pd.Series) -> list[str]:
-    """Words for what else might explain a feature, and for one that other seeds do not have."""
-    found = []
-    if row.top_token_share >= 0.5:
-        found.append("one token")
-    if abs(row.length_correlation) >= 0.7:
-        found.append("tracks length")
-    if "stability" in row and row.stability < FOUND_AGAIN:
-        found.append("not found again")
-    return found

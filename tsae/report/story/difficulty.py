@@ -1,0 +1,56 @@
+"""How difficulty moved, in words: what was measured, which problems changed bands, and what chance would do."""
+
+from __future__ import annotations
+
+from tsae.report.difficulty_figures import moved_text
+from tsae.report.text import capitalised, count
+from tsae.rollouts.difficulty import found_how
+from tsae.rollouts.moving import Difficulty
+
+
+def lead(difficulty: Difficulty) -> str:
+    """What was measured, on how much."""
+    rates, cut = difficulty.rates, difficulty.info["cutoffs"]
+    shares = difficulty.info["quantiles"]
+    how = (
+        f" (the easiest {shares['easy']:.0%} and the hardest {shares['hard']:.0%} for {difficulty.info['reference']})"
+        if shares
+        else ""
+    )
+    return (
+        f"{count(rates.problem_id.nunique(), 'problem')}, {count(rates.policy.nunique(), 'checkpoint')}, "
+        f"{int(rates.n.median())} responses to a problem. "
+        f"Easy: a pass rate of at least {cut['easy']:.3g}; hard: at most {cut['hard']:.3g}{how}."
+    )
+
+
+def measured_text(difficulty: Difficulty) -> str:
+    """Where the bands of pass@k and of groups come from."""
+    bands = difficulty.info["bands"]
+    text = f"{capitalised(found_how(bands))}."
+    if bands and not bands["separate"]:
+        # A group is whole, so that its own outcomes take part in its band.
+        text += (
+            " Groups are shown whole, with the responses that their band was measured on: hard ones look a little "
+            "harder, easy ones easier than they are."
+        )
+    return text
+
+
+def moved_lines(difficulty: Difficulty) -> list[str]:
+    """A line a run: from where it started to where it ended, what moved further than chance."""
+    lines = []
+    for run, path in difficulty.paths.items():
+        table = difficulty.migration
+        table = table[(table.run == run) & (table.start == path[0]) & (table.end == path[-1])]
+        if table.empty:
+            if len(path) > 1:
+                lines.append(f"{path[0]} → {path[-1]}: no problem was answered at every step, so no moves are counted.")
+            continue
+        moves = table[(table.from_band != table.to_band) & (table.n > table.null_high)]
+        said = "; ".join(moved_text(row) for _, row in moves.sort_values("n", ascending=False).iterrows())
+        away = table[table.from_band != table.to_band]
+        n = f"{int(away.n.sum())} of {int(table.n_problems.iloc[0])} problems changed bands"
+        chance = f"{away.expected.sum():.1f} would by chance"
+        lines.append(f"{path[0]} → {path[-1]}: {n}; {chance}." + (f" Beyond chance: {said}." if said else ""))
+    return lines
