@@ -35,8 +35,9 @@ test-fast: $(STAMP)
 test-all: $(STAMP)  ## the slow suites
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
-check: $(STAMP)  ## ruff and mypy
+check: $(STAMP)  ## ruff, mypy and the linter of the report's JavaScript and CSS
 	$(BIN)/ruff check .
+	$(BIN)/biome lint tsae/report/templates
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -24,6 +24,7 @@ from tsae.errors import TsaeError
 from tsae.report import plots
 from tsae.report.notebook import cards
 from tsae.report.story import facts
+from tsae.report.text import html_text
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
@@ -133,7 +134,7 @@ def test_rollout_text_stays_text(
     problem = rollouts.frame.problem_id[0]
     rollouts.show(problem, n=2)
     found = harmless(shown[0])
-    assert cards.html_text(text) in shown[0]
+    assert html_text(text) in shown[0]
     assert all(c.isprintable() or c in "\n\t" for c in shown[1])
     assert found.text.count("✓") + found.text.count("✗") == 2
     html = cards.tokens_html([hostile, "b"], [1.0, 0.0], strongest=1.0)

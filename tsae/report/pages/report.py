@@ -156,4 +156,4 @@ def linked(diff: FeatureDiff, sentence: str) -> Markup:
         if feature in diff.features.index and (after.startswith(facts.named(diff, feature)) or before == "Feature "):
             pieces += [sentence[done : match.start()], feature]
             done = match.end()
-    return macro("sentence", [*pieces, sentence[done:]])
+    return Markup(macro("macros.html", "sentence", [*pieces, sentence[done:]]))

@@ -26,9 +26,9 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def macro(name: str, *arguments: object) -> Markup:
-    """What one macro of macros.html writes."""
-    return Markup(getattr(environment().get_template("macros.html").module, name)(*arguments))
+def macro(template: str, name: str, *arguments: object) -> str:
+    """HTML that one macro of a template writes."""
+    return str(getattr(environment().get_template(template).module, name)(*arguments))
 
 
 def _harmless(value: object) -> object:

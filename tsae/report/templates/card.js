@@ -171,7 +171,7 @@ const shown = (trajectories, examples, feature, info) => {
 };
 
 const example = (data, found, maximum) => {
-  const [trajectory, reader, strongest, , , value] = found;
+  const [trajectory, reader, , , , value] = found;
   const [problem, policy, outcome] = data.trajectories[trajectory];
   const read = data.readers[reader] === policy ? "" : `, read by ${data.readers[reader]}`;
   const body = element("div", { class: "tokens", dir: "ltr" });
@@ -201,7 +201,10 @@ const writeTokens = (place, data, found, maximum, whole) => {
   const to = whole ? stop : Math.min(stop, strongest + AROUND[1]);
   const level = new Map();
   let at = start;
-  gaps.forEach((gap, i) => level.set((at += gap), levels[i]));
+  gaps.forEach((gap, i) => {
+    at += gap;
+    level.set(at, levels[i]);
+  });
   let cut = from > start || to < stop;
   const parts = from > 0 ? [element("span", { class: "cut" }, whole ? `… ${countText(from, "token")} before … ` : "… ")] : [];
   for (let i = from; i < to; i++) {

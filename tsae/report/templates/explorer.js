@@ -83,7 +83,7 @@ const startExplorer = async () => {
       element("th", { scope: "row" }, link),
       element("td", {}, element("bdi", {}, row.responds), flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
       element("td", { class: "n " + kind }, row.delta === null ? "not tested" : arrow + numberText(row.delta, true)),
-      element("td", { class: "n" }, row.delta === null ? "" : numberText(row.deltaifference, true)),
+      element("td", { class: "n" }, row.delta === null ? "" : numberText(row.difference, true)),
       element("td", { class: "n" }, row.delta === null ? "" : qText(row.q)),
       data.numbers.stability ? element("td", { class: "n" }, numberText(row.stability)) : null);
   };
@@ -93,7 +93,7 @@ const startExplorer = async () => {
     const pages = Math.max(1, Math.ceil(found.length / PAGE_ROWS));
     state.page = Math.min(state.page, pages - 1);
     const contrast = data.info.contrasts[Number(value("contrast") || 0)];
-    const refused = contrast && contrast.refused ? ` This contrast was refused: ${contrast.refused}.` : "";
+    const refused = contrast?.refused ? ` This contrast was refused: ${contrast.refused}.` : "";
     document.getElementById("found").textContent = `${countText(found.length, "feature")} of ${active.length.toLocaleString("en-US")} active ones.${refused}`;
     frame.querySelector("thead").replaceChildren(head());
     frame.querySelector("tbody").replaceChildren(...found.slice(state.page * PAGE_ROWS, (state.page + 1) * PAGE_ROWS).map(line));

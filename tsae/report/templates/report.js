@@ -58,7 +58,7 @@ const places = document.querySelectorAll(".plot");
 // Heights come first, so that nothing jumps when figures are drawn.
 const size = () => places.forEach((place) => { place.style.minHeight = specOf(place).layout.height + "px"; });
 size();
-places.forEach((place) => watcher.observe(place));
+places.forEach((place) => { watcher.observe(place); });
 
 // Light or dark: as the system says, until the button says otherwise. Paper is light.
 const button = document.createElement("button");
