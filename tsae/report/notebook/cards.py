@@ -24,7 +24,8 @@ def card(title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFra
         note: what to know before believing it.
     """
     known = [(name, _plain(value)) for name, value in facts.items() if value is not None]
-    return macro("cards.html", "card", title, known, [_cells(table, caption) for caption, table in tables if len(table)], note)
+    shown = [_cells(table, caption) for caption, table in tables if len(table)]
+    return macro("cards.html", "card", title, known, shown, note)
 
 
 def table_html(table: pd.DataFrame, caption: str = "", limit: int = 12) -> str:
