@@ -24,12 +24,20 @@ from tsae.features.table import FeatureTable
 from tsae.report import figures, views, write_report
 from tsae.report.contexts import AFTER, BEFORE, contexts, histograms
 from tsae.report.explorer import contrasts_shown
+from tsae.report.figures.layout import panels
+from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.figures.style import (
+    BAND_STYLE,
+    LOWERED,
+    NEUTRAL,
+    RAISED,
+    SERIES,
+    SYMBOLS,
+)
 from tsae.report.findings import findings, lead
-from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import number_array
 from tsae.report.page import render
 from tsae.report.sections import linked
-from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.terminal import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts

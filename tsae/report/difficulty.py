@@ -28,7 +28,7 @@ def write_difficulty(difficulty: Difficulty, path: str | Path, *, title: str | N
         TsaeError: where the path is a folder.
     """
     from tsae.report import write_page
-    from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure
+    from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
     from tsae.report.page import document, figure_block
 
     drawn: dict[str, go.Figure | None] = {}
@@ -107,7 +107,7 @@ def measured_text(difficulty: Difficulty) -> str:
 
 def moved_lines(difficulty: Difficulty) -> list[str]:
     """A line a run: from where it started to where it ended, what moved further than chance."""
-    from tsae.report.difficulty_figures import moved_text
+    from tsae.report.figures.difficulty import moved_text
 
     lines = []
     for run, path in difficulty.paths.items():
@@ -128,7 +128,7 @@ def moved_lines(difficulty: Difficulty) -> list[str]:
 
 def difficulty_text(difficulty: Difficulty) -> str:
     """For the terminal."""
-    from tsae.report.difficulty_figures import ends_of
+    from tsae.report.figures.difficulty import ends_of
 
     lines = [lead(difficulty), ""]
     lines.append(f"  {'problems':<18}{'easy':>7}{'medium':>8}{'hard':>7}{'mean pass rate':>17}")
@@ -213,7 +213,7 @@ def _bands_table(difficulty: Difficulty) -> str:
 
 
 def _pass_table(difficulty: Difficulty) -> str:
-    from tsae.report.difficulty_figures import percent_change
+    from tsae.report.figures.difficulty import percent_change
     from tsae.report.sections import table
 
     rows = []

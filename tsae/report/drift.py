@@ -12,9 +12,9 @@ from plotly.subplots import make_subplots
 
 from tsae.checkpoints.drift import drift_by
 from tsae.report import write_page
+from tsae.report.figures.layout import finish
 from tsae.report.page import document, figure_block
 from tsae.report.sections import table
-from tsae.report.style import finish
 from tsae.report.text import count, figure_text, html_text, percent
 
 _MODULES = 16

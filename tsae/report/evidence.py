@@ -12,7 +12,7 @@ from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.evidence_figures import CONDITIONS
+from tsae.report.figures import CONDITIONS
 from tsae.report.sections import description, feature_link, folded, shift_cell, table
 from tsae.report.text import count, html_text, interval, number, q_value
 

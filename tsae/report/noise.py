@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 
 from tsae.diff.result import FeatureDiff
 from tsae.report import views
-from tsae.report.style import LEGEND, NEUTRAL, RAISED, finish, panels
+from tsae.report.figures.layout import finish, panels
+from tsae.report.figures.style import LEGEND, NEUTRAL, RAISED
 from tsae.report.text import count, figure_text, html_text, listed, number, visible
 
 NOT_RUN = "null for changed weights: not run, since it reads the models (give --series and --sae)"

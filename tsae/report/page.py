@@ -20,13 +20,13 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from tsae.diff.result import FeatureDiff
-from tsae.report import evidence, evidence_figures, figures, sections, views
+from tsae.report import evidence, figures, sections, views
 from tsae.report.explorer import explorer
+from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.figures.steps import steps_figure
 from tsae.report.findings import Finding, findings, lead
 from tsae.report.noise import noise_caption, noise_figure, noise_html
-from tsae.report.overview import overview, overview_caption
 from tsae.report.packing import packed_plotly
-from tsae.report.steps_figure import steps_figure
 from tsae.report.text import html_text, script_json, shortened
 
 _TITLE = "What changed inside the model"
@@ -124,7 +124,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
             "Mean shift of a family's features, each in units of its standard deviation over trajectories, with its "
             "interval."
         )
-        picture = evidence_figures.family_figure(diff)
+        picture = figures.family_figure(diff)
         parts.append(
             ("families", "Families of features", figure_block(drawn, "family-figure", picture, caption) + families)
         )
@@ -150,7 +150,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
             "Rank correlation over features of the shift that rewards predict with the one that came, over all "
             "problems, with interval; the grey line is the ceiling that noise sets."
         )
-        picture = evidence_figures.prediction_figure(diff)
+        picture = figures.prediction_figure(diff)
         told = figure_block(drawn, "prediction-figure", picture, caption) + predicted
         parts.append(("predicted", "Predicted against realised", told))
     if along := evidence.steps(diff):
@@ -163,7 +163,7 @@ def _body(diff: FeatureDiff, title: str, drawn: dict[str, go.Figure | None], pac
         "Change of the share of responses against no edit, paired over problems, with interval: the tested features "
         "(diamond) beside their controls (rings)."
     )
-    picture = evidence_figures.causal_figure(diff)
+    picture = figures.causal_figure(diff)
     parts.append(
         ("causal", "Tested causally", figure_block(drawn, "causal-figure", picture, caption) + evidence.causal(diff))
     )
@@ -238,9 +238,9 @@ def _shifts(diff: FeatureDiff, drawn: dict[str, go.Figure | None]) -> str:
     spread = figure_block(
         drawn,
         "spread-figure",
-        evidence_figures.spread_figure(diff),
+        figures.spread_figure(diff),
         "Every tested feature, by how active it is and how far it moved; a click leads to its card."
-        + evidence_figures.thinned_text(diff),
+        + figures.thinned_text(diff),
     )
     return f"{spread}{by_band}{parts}{sections.shift_counts(diff)}{evidence.insertion(diff)}"
 
