@@ -51,7 +51,11 @@ def document(title: str, body: str, drawn: dict[str, go.Figure | None], parts: M
         parts: packed data of the explorer by name; without it the page has none.
     """
     data = script_json({name: _plain(figure) for name, figure in drawn.items() if figure is not None})
-    modules = ["data.js", "report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
+    modules = (
+        ["data.js", "figures/fit.js", "report.js"]
+        if parts is None
+        else ["data.js", "card.js", "explorer.js", "figures/fit.js", "report.js"]
+    )
     ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
     plotly = get_plotlyjs()
     packs = "".join(

@@ -59,7 +59,7 @@ class _Offline(MimetypeRenderer):
         script = _MISSING
         # A cell that is run again loses its output, and with it the script; front ends that do not name cells keep it.
         if not self.carrier or (cell is not None and cell == self.carrier[0]):
-            self.carrier = [cell]
+            self.carrier[:] = [cell]  # Plotly draws with a copy of the renderer.
             script = _LOADER.replace("SCRIPT", packed_plotly())
         options = {"include_plotlyjs": False, "full_html": False, "config": {"displaylogo": False}}
         height = fig_dict["layout"].get("height", 450)

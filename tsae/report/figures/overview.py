@@ -147,7 +147,8 @@ def _behaviours(
                 ),
             )
             figure.add_trace(mark, **cell)
-    # Room for the number beside a mark at either end.
+    # Room for the number beside a mark at either end; fit.js keeps it in pixels.
+    figure.update_layout(meta={**figure.layout.meta, "pad": 48})
     figure.update_xaxes(range=[-25, 125], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)
     label_rows(figure, [figure_text(label, 29) for label, _, _ in lines], **cell)
 

@@ -51,11 +51,10 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
             )
             figure.add_trace(points, **cell)
         figure.add_hline(y=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)
-        if {**cell, "row": cell["row"] + 1} not in cells:  # nothing is below it
-            x_title(figure, "mean activation of base and run", **cell)
-            figure.update_xaxes(showticklabels=True, **cell)
     decades = range(-7, 5)
     figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
+    figure.update_xaxes(showticklabels=True)
+    x_title(figure, "mean activation of base and run")
     figure.update_yaxes(title={"text": "Δ (standard deviations)", "standoff": 4}, col=1)
     made = finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
     return made.update_yaxes(showgrid=True)
