@@ -102,6 +102,8 @@ const fitted = (spec, width, legends) => {
       heads[p] ? countLines(heads[p]) * 12 * LINE + 8 : 0);
     panel.below = (x.showticklabels === false ? 4 : ticks + 6) + countLines(x.title?.text) * 12 * LINE;
     const first = i % columns === 0;
+    // Panels that share the names or numbers of their row share the range, whatever row they are in now.
+    if (i && !plan.own) y.matches = name("y", 0, p).replace("axis", "");
     y.showticklabels = first || plan.own;
     y.title = { ...y.title, text: first ? wrapped(yTitles[p], panel.height, 12, family, 2) : "" };
   }));

@@ -97,26 +97,14 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             ]
             for f in features
         ]
-        figure.add_trace(
-            go.Heatmap(
-                z=grids[run],
-                x=names,
-                y=list(range(len(features))),
-                text=[[_tile(t, f) for t in tables[run]] for f in features],
-                texttemplate="%{text}",
-                textfont={"size": 10.5, "color": "#1d2228"},
-                customdata=hover,
-                hovertemplate="%{customdata}<extra></extra>",
-                colorscale=DIVERGING,
-                zmin=-limit,
-                zmax=limit,
-                showscale=False,
-                xgap=1,
-                ygap=1,
-                hoverongaps=False,
-            ),
-            **cell,
-        )
+        tiles = go.Heatmap(
+            z=grids[run], x=names, y=list(range(len(features))), xgap=1, ygap=1, hoverongaps=False,
+            colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
+            text=[[_tile(t, f) for t in tables[run]] for f in features],
+            texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
+            customdata=hover, hovertemplate="%{customdata}<extra></extra>",
+        )  # fmt: skip
+        figure.add_trace(tiles, **cell)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=-35, tickvals=names, ticktext=names)
     feature_rows(figure, diff, features)
     return finish(figure, height=height + 120, left=_LEFT, bottom=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -32,23 +34,15 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
     for run, cell in zip(runs, cells, strict=True):
         for name, part in _sides(_thinned(views.main_shift(diff, run), diff.q), diff.q).items():
             colour, symbol = _SIDES[name]
-            size = 5 if name == "no discovery" else 7
-            points = go.Scatter(
-                x=np.maximum((part["mean"] + part.reference) / 2, 1e-9).tolist(),
-                y=part.delta.tolist(),
-                customdata=[int(f) for f in part.feature],
-                mode="markers",
-                name=name,
-                legendgroup=name,
-                showlegend=run == runs[0],
-                marker={"color": colour, "symbol": symbol, "size": size, "opacity": 0.7},
-                text=[
-                    f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
-                    f"{number(r.mean)}, Δ {views.effect_text(r)}, q {r.q:.2g}"
-                    for r in views.records(part)
-                ],
-                **HOVER,
-            )
+            level = np.maximum((part["mean"] + part.reference) / 2, 1e-9)
+            marker = {"color": colour, "symbol": symbol, "size": 5 if name == "no discovery" else 7, "opacity": 0.7}
+            text = [
+                f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
+                f"{number(r.mean)}, Δ {views.effect_text(r)}, q {r.q:.2g}"
+                for r in views.records(part)
+            ]
+            points = _points(level, part.delta, name, marker, text, showlegend=run == runs[0])
+            points.customdata = [int(f) for f in part.feature]
             figure.add_trace(points, **cell)
         figure.add_hline(y=0, line={"color": NEUTRAL, "width": 1}, layer="below", **cell)
     decades = range(-7, 5)
@@ -69,18 +63,10 @@ def volcano_figure(diff: FeatureDiff) -> go.Figure | None:
     for run, cell in zip(runs, cells, strict=True):
         for name, part in _sides(views.main_shift(diff, run), diff.q).items():
             symbols = ["circle" if group == "high" else "diamond-open" for group in part.group]
-            points = go.Scatter(
-                x=part.delta.tolist(),
-                # No permutation p is 0, and so no q is.
-                y=part.q.tolist(),
-                mode="markers",
-                name=name,
-                legendgroup=name,
-                showlegend=run == runs[0],
-                marker={"color": _SIDES[name][0], "size": 6, "opacity": 0.75, "symbol": symbols},
-                text=[feature_hover(row, run) for _, row in part.iterrows()],
-                **HOVER,
-            )
+            marker = {"color": _SIDES[name][0], "size": 6, "opacity": 0.75, "symbol": symbols}
+            text = [feature_hover(row, run) for _, row in part.iterrows()]
+            # No permutation p is 0, and so no q is.
+            points = _points(part.delta, part.q, name, marker, text, showlegend=run == runs[0])
             figure.add_trace(points, **cell)
         figure.add_hline(y=diff.q, line={"color": NEUTRAL, "width": 1, "dash": "dot"}, **cell)
         vertical_zero(figure, **cell)
@@ -101,6 +87,13 @@ def thinned_text(diff: FeatureDiff) -> str:
 def _panels(runs: list[str], most: int, panel: int, **options: bool) -> Panels:
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     return panels(titles, most, panel=panel, gap=74, least=200, shared_yaxes=True, **options)
+
+
+def _points(
+    x: pd.Series, y: pd.Series, name: str, marker: dict[str, Any], text: list[str], *, showlegend: bool
+) -> go.Scatter:
+    named = {"name": name, "legendgroup": name, "showlegend": showlegend}
+    return go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", marker=marker, text=text, **named, **HOVER)
 
 
 def _sides(table: pd.DataFrame, q: float) -> dict[str, pd.DataFrame]:

@@ -25,13 +25,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
     heights = [160, 220] if len(lived) else [204]
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     figure, cells, height = panels(
-        titles,
-        len(runs),
-        panel=heights,
-        gap=54,
-        least=180,
-        shared_yaxes="rows",
-        shared_xaxes=True,
+        titles, len(runs), panel=heights, gap=54, least=180, shared_yaxes="rows", shared_xaxes=True
     )
     named: set[str] = set()
 
