@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -137,9 +138,11 @@ def _ribbons(step: pd.DataFrame, place: int) -> list[go.Scatter]:
         x, upper, lower = _curve(place, left[before], right[after], share)
         left[before] += share
         right[after] += share
-        outline = ([*x, *x[::-1]], [*upper, *lower[::-1]]) if row.n else ([None], [None])
+        across: list[Any] = [*x, *x[::-1]] if row.n else [None]
+        down: list[Any] = [*upper, *lower[::-1]] if row.n else [None]
         colour = _translucent(BAND_STYLE[after][0], 0.72 if beyond else 0.24)
-        traces.append(area(*outline, colour, f"{figure_text(row.start)} → {figure_text(row.end)}: {moved_text(row)}"))
+        hover = f"{figure_text(row.start)} → {figure_text(row.end)}: {moved_text(row)}"
+        traces.append(area(across, down, colour, hover))
     return traces
 
 
