@@ -53,7 +53,7 @@ const fitted = (spec, width, legends) => {
   for (const panel of panels.flat()) {
     const labels = panel.y.ticktext;
     if (!labels || panel.y.tickvals.length < labels.length) continue;
-    panel.y.ticktext = labels.map((label) => wrapped(label, most, 12, family, 2));
+    panel.y.ticktext = labels.map((label) => wrapped(label, most, 12, family));
     panel.label = widest(panel.y.ticktext) + 10;
     const lines = Math.max(1, ...panel.y.ticktext.map(countLines));
     panel.height = Math.max(panel.height, labels.length * (lines * 14 + 8));
