@@ -15,7 +15,7 @@ from scipy.stats import beta, binom
 
 import tsae
 from tsae.errors import TsaeError
-from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure
+from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty import jeffreys_interval, pass_rates, wilson_interval, with_bands

@@ -295,7 +295,7 @@ def test_the_shipped_runs_drift_further_with_every_step() -> None:
 
 
 def test_the_page_and_the_text_show_the_last_step_of_every_run(tmp_path: Path) -> None:
-    from tsae.report.drift_figure import drift_figure
+    from tsae.report.figures.drift import drift_figure
     from tsae.report.pages.drift import write_drift
     from tsae.report.printed.drift import drift_text
     from tsae.report.story.drift import last_of_runs

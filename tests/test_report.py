@@ -22,7 +22,16 @@ from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.report import figures
-from tsae.report.overview import overview, overview_caption
+from tsae.report.figures.layout import panels
+from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.figures.style import (
+    BAND_STYLE,
+    LOWERED,
+    NEUTRAL,
+    RAISED,
+    SERIES,
+    SYMBOLS,
+)
 from tsae.report.packing import number_array
 from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
 from tsae.report.pages.explorer import contrasts_shown
@@ -30,7 +39,6 @@ from tsae.report.pages.report import linked, render, write_report
 from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
-from tsae.report.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 

@@ -21,7 +21,7 @@ from test_report import INVISIBLE, MARKUP, make, source
 
 import tsae
 from tsae.errors import TsaeError
-from tsae.report import plots
+from tsae.report.figures import notebook
 from tsae.report.notebook import cards
 from tsae.report.story import facts
 from tsae.report.text import html_text
@@ -265,7 +265,7 @@ def test_a_notebook_holds_plotly_once_and_fetches_nothing(executed: Any) -> None
     assert len(widgets) == 1  # The bar is a widget, and no red box of control characters.
     assert not [o for o in first if o.output_type == "stream"]
     html = [output.data["text/html"] for (output,) in (volcano, bands)]
-    assert all(plots.MIMETYPE in output.data for (output,) in (volcano, bands))
+    assert all(notebook.MIMETYPE in output.data for (output,) in (volcano, bands))
     assert "DecompressionStream" in html[0]
     assert "DecompressionStream" not in html[1]
     assert len(html[0]) < 3e6

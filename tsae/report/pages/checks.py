@@ -10,7 +10,7 @@ from tsae.base.intervals import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.result import FeatureDiff
-from tsae.report.evidence_figures import CONDITIONS
+from tsae.report.figures import CONDITIONS
 from tsae.report.pages.tables import DASH, Cell, Table, described_cells, ranged
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps, predictions

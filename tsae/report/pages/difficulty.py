@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from tsae.base.intervals import too_few
-from tsae.report.difficulty_figures import migration_figure, pass_at_k_figure, percent_change
+from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure, percent_change
 from tsae.report.pages.document import render_page, write_page
 from tsae.report.pages.tables import DASH, Cell, Table
 from tsae.report.story.difficulty import lead, measured_text, moved_lines

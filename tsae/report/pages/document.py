@@ -39,7 +39,8 @@ def render_page(
         parts: packed data of the explorer by name; without it the page has none.
         of: what else the template asks for.
     """
-    modules = ["data.js", "report.js"] if parts is None else ["data.js", "card.js", "explorer.js", "report.js"]
+    explorer = [] if parts is None else ["card.js", "explorer.js"]
+    modules = ["data.js", *explorer, "fit.js", "report.js"]
     ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     return (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tsae.report.drift_figure import drift_figure
+from tsae.report.figures.drift import drift_figure
 from tsae.report.pages.document import render_page, write_page
 from tsae.report.pages.tables import Table
 from tsae.report.story.drift import last_of_runs, written

@@ -11,14 +11,24 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 
 from tsae.diff.result import FeatureDiff
-from tsae.report.evidence_figures import causal_figure, family_figure, prediction_figure, spread_figure, thinned_text
-from tsae.report.figures import band_figure, behaviour_figure, decomposition_figure, opposed_figure, outcome_figure
-from tsae.report.noise_figure import noise_figure
-from tsae.report.overview import overview, overview_caption
+from tsae.report.figures import (
+    band_figure,
+    behaviour_figure,
+    causal_figure,
+    decomposition_figure,
+    family_figure,
+    opposed_figure,
+    outcome_figure,
+    prediction_figure,
+    spread_figure,
+    thinned_text,
+)
+from tsae.report.figures.noise import noise_figure
+from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.figures.steps import steps_figure
 from tsae.report.pages import checks, sections
 from tsae.report.pages.document import render_page, write_page, written_with
 from tsae.report.pages.explorer import explorer
-from tsae.report.steps_figure import steps_figure
 from tsae.report.story import facts, gates
 from tsae.report.story.evidence import step_features, tests
 from tsae.report.story.findings import findings, lead

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsae.report.difficulty_figures import moved_text
+from tsae.report.figures.difficulty import moved_text
 from tsae.report.text import capitalised, count
 from tsae.rollouts.difficulty import found_how
 from tsae.rollouts.moving import Difficulty

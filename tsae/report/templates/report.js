@@ -36,15 +36,17 @@ plotlyLoaded.catch(() => document.body.prepend(
   element("p", { class: "warn" }, "Figures and explorer need a browser of 2023 or newer; the tables hold the numbers.")));
 const draw = (place) => {
   const spec = specOf(place);
-  Plotly.react(place, spec.data, themed(spec.layout), plotConfig);
+  const ready = drawFitted(place, spec, themed, plotConfig);
   if (drawn.has(place)) return;
   drawn.add(place);
+  watched.observe(place);
   // A mark that stands for one feature leads to its card.
-  place.on("plotly_click", (event) => {
+  ready.then(() => place.on("plotly_click", (event) => {
     const feature = event.points[0].customdata;
     if (Number.isInteger(feature)) location.hash = "#feature-" + feature;
-  });
+  }));
 };
+const watched = watchWidth(draw);
 const redraw = () => drawn.forEach(draw);
 const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {

@@ -7,8 +7,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.result import FeatureDiff
+from tsae.report.figures.layout import finish, panels
+from tsae.report.figures.style import LEGEND, NEUTRAL, RAISED
 from tsae.report.story import facts
-from tsae.report.style import LEGEND, NEUTRAL, RAISED, finish, panels
 from tsae.report.text import figure_text
 
 _LEAST = 1e-5  # |Δ| below which the figure does not tell sizes apart

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tsae.checkpoints.drift import drift_by
+from tsae.report.figures.layout import finish
 from tsae.report.story.drift import relative_text
-from tsae.report.style import finish
 from tsae.report.text import figure_text, percent
 
 _MODULES = 16

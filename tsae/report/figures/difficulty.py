@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.base.intervals import too_few
-from tsae.report.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS, finish, panels
+from tsae.report.figures.layout import finish, panels, x_title
+from tsae.report.figures.marks import area, aside, path
+from tsae.report.figures.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS
 from tsae.report.text import count, figure_text, number, percent
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
@@ -30,7 +33,7 @@ def migration_figure(difficulty: Difficulty) -> go.Figure | None:
     if not runs:
         return None
     titles = [f"<b>{figure_text(run, 30)}</b>" if run else "" for run in runs]
-    figure, cells, height = panels(titles, 3, panel=260, gap=94, horizontal=0.04, shared_yaxes=True)
+    figure, cells, height = panels(titles, 3, panel=260, gap=94, horizontal=0.04, least=220, shared_yaxes=True)
     for run, cell in zip(runs, cells, strict=True):
         path = difficulty.paths[run]
         mine = table[table.run == run]
@@ -39,24 +42,13 @@ def migration_figure(difficulty: Difficulty) -> go.Figure | None:
             figure.add_traces(_ribbons(step, place), rows=[cell["row"]] * 9, cols=[cell["col"]] * 9)
         for place, policy in enumerate(path):
             _bar(figure, _sizes(mine, policy), place, policy, cell)
-        figure.update_xaxes(
-            range=[-0.5, len(path) - 0.5],
-            tickvals=list(range(len(path))),
-            ticktext=[figure_text(policy, 14) for policy in path],
-            tickangle=0 if len(path) <= 4 else -35,
-            ticks="",
-            showgrid=False,
-            **cell,
-        )
-        figure.update_yaxes(
-            range=[1, 0], tickvals=[0, 0.5, 1], ticktext=["100 %", "50 %", "0 %"] if cell["col"] == 1 else None, **cell
-        )
+        ticks = {"tickvals": list(range(len(path))), "ticktext": [figure_text(policy, 14) for policy in path]}
+        angle = 0 if len(path) <= 4 else -35
+        figure.update_xaxes(range=[-0.5, len(path) - 0.5], **ticks, tickangle=angle, ticks="", showgrid=False, **cell)
+    figure.update_yaxes(range=[1, 0], tickvals=[0, 0.5, 1], ticktext=["100 %", "50 %", "0 %"])
     for band in BANDS:
-        figure.add_trace(
-            go.Scatter(
-                x=[None], y=[None], mode="markers", name=band, marker={"color": BAND_STYLE[band][0], "symbol": "square"}
-            )
-        )
+        marker = {"color": BAND_STYLE[band][0], "symbol": "square"}
+        figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name=band, marker=marker))
     return finish(figure, height=height + 130, left=56, top=66, bottom=64, legend=LEGEND, hovermode="closest")
 
 
@@ -68,53 +60,38 @@ def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
     if table.k.nunique() < 2:
         return None
     bands = [band for band in ("all", *BANDS) if (table.band == band).any()]
-    titles = [f"<b>{'all' if band == 'all' else band} problems</b>" for band in bands]
+    titles = [f"<b>{band} problems</b>" for band in bands]
     figure, cells, height = panels(titles, len(bands), panel=226, gap=0, horizontal=0.025, shared_yaxes=True)
     sizes = sorted(table.k.unique())
-    for position, (band, cell) in enumerate(zip(bands, cells, strict=True)):
+    for band, cell in zip(bands, cells, strict=True):
         for order, policy in enumerate(shown):
             mine = table[(table.policy == policy) & (table.band == band)]
-            colour, symbol = SERIES[order % len(SERIES)], SYMBOLS[order % len(SYMBOLS)]
-            figure.add_trace(
-                go.Scatter(
-                    # Marks of one k side by side, so that their intervals can be told apart.
-                    x=[sizes.index(k) + 0.07 * (order - (len(shown) - 1) / 2) for k in mine.k],
-                    y=(100 * mine.pass_at_k).tolist(),
-                    mode="lines+markers",
-                    name=figure_text(policy),
-                    legendgroup=policy,
-                    showlegend=position == 0,
-                    line={"color": colour, "width": 1.6},
-                    marker={"color": colour, "symbol": symbol, "size": 8},
-                    error_y={
-                        "array": (100 * (mine.high - mine.pass_at_k)).fillna(0).tolist(),
-                        "arrayminus": (100 * (mine.pass_at_k - mine.low)).fillna(0).tolist(),
-                        "color": colour,
-                        "thickness": 1.2,
-                        "width": 0,
-                    },
-                    text=[_pass_hover(row) for _, row in mine.iterrows()],
-                    hovertemplate="%{text}<extra></extra>",
-                ),
-                **cell,
+            # Of fewer problems there is no interval (NaN): none is drawn.
+            ends = zip(mine.pass_at_k, mine.low.fillna(mine.pass_at_k), mine.high.fillna(mine.pass_at_k), strict=True)
+            line = path(
+                # Marks of one k side by side, so that their intervals can be told apart.
+                [sizes.index(k) + aside(order, len(shown), 0.07) for k in mine.k],
+                [tuple(100 * value for value in point) for point in ends],
+                (SERIES[order % len(SERIES)], SYMBOLS[order % len(SYMBOLS)]),
+                [_pass_hover(row) for _, row in mine.iterrows()],
+                name=figure_text(policy),
+                legendgroup=policy,
+                showlegend=band == bands[0],
+                widths=(1.6, 8, 1.2),
             )
-        figure.update_xaxes(
-            range=[-0.4, len(sizes) - 0.6],
-            tickvals=list(range(len(sizes))),
-            ticktext=[str(k) for k in sizes],
-            title={"text": "k", "standoff": 4},
-            **cell,
-        )
-        figure.update_yaxes(range=[-3, 103], ticksuffix=" %", showgrid=True, **cell)
+            figure.add_trace(line, **cell)
+    ticks = {"tickvals": list(range(len(sizes))), "ticktext": [str(k) for k in sizes]}
+    figure.update_xaxes(range=[-0.4, len(sizes) - 0.6], **ticks)
+    x_title(figure, "k")
+    figure.update_yaxes(range=[-3, 103], ticksuffix=" %")
     figure = finish(figure, height=height + 114, left=56, top=66, bottom=48, legend=LEGEND)
     return figure.update_yaxes(showgrid=True)
 
 
 def ends_of(difficulty: Difficulty) -> list[str]:
     """The policy that runs start from and the last of every run."""
-    return list(
-        dict.fromkeys([*(p[0] for p in difficulty.paths.values()), *(p[-1] for p in difficulty.paths.values())])
-    )
+    paths = difficulty.paths.values()
+    return list(dict.fromkeys([*(p[0] for p in paths), *(p[-1] for p in paths)]))
 
 
 def moved_text(row: pd.Series) -> str:
@@ -135,34 +112,16 @@ def _sizes(mine: pd.DataFrame, policy: str) -> pd.Series:
 
 
 def _bar(figure: go.Figure, sizes: pd.Series, place: int, policy: str, cell: dict[str, int]) -> None:
-    total = int(sizes.sum())
-    top = 0.0
+    total, top = int(sizes.sum()), 0.0
     for band in BANDS:
         share = sizes[band] / total
-        figure.add_trace(
-            go.Scatter(
-                x=[place - _BAR, place + _BAR, place + _BAR, place - _BAR],
-                y=[top, top, top + share, top + share],
-                mode="lines",
-                fill="toself",
-                fillcolor=BAND_STYLE[band][0],
-                line={"width": 0},
-                hoveron="fills",
-                hoverinfo="text",
-                text=f"{figure_text(policy)}: {int(sizes[band])} of {total} problems {band} ({percent(share)} %)",
-                showlegend=False,
-            ),
-            **cell,
-        )
+        x = [place - _BAR, place + _BAR, place + _BAR, place - _BAR]
+        hover = f"{figure_text(policy)}: {int(sizes[band])} of {total} problems {band} ({percent(share)} %)"
+        figure.add_trace(area(x, [top, top, top + share, top + share], BAND_STYLE[band][0], hover), **cell)
         if share >= 0.045:
-            figure.add_annotation(
-                x=place,
-                y=top + share / 2,
-                text=f"{int(sizes[band])}",
-                showarrow=False,
-                font={"size": 11, "color": _ON_COLOUR},
-                **cell,
-            )
+            font = {"size": 11, "color": _ON_COLOUR}
+            place_in = {"x": place, "y": top + share / 2}
+            figure.add_annotation(text=f"{int(sizes[band])}", **place_in, showarrow=False, font=font, **cell)
         top += share
 
 
@@ -172,28 +131,18 @@ def _ribbons(step: pd.DataFrame, place: int) -> list[go.Scatter]:
     left = dict(zip(BANDS, _tops(counts.sum(axis=1).tolist(), total), strict=True))
     right = dict(zip(BANDS, _tops(counts.sum(axis=0).tolist(), total), strict=True))
     traces = []
-    for before in BANDS:
-        for after in BANDS:
-            row = step[(step.from_band == before) & (step.to_band == after)].iloc[0]
-            share = row.n / total
-            beyond = before != after and row.n > row.null_high
-            x, upper, lower = _curve(place, left[before], right[after], share)
-            left[before] += share
-            right[after] += share
-            traces.append(
-                go.Scatter(
-                    x=[*x, *x[::-1]] if row.n else [None],
-                    y=[*upper, *lower[::-1]] if row.n else [None],
-                    mode="lines",
-                    fill="toself",
-                    fillcolor=_translucent(BAND_STYLE[after][0], 0.72 if beyond else 0.24),
-                    line={"width": 0},
-                    hoveron="fills",
-                    hoverinfo="text",
-                    text=f"{figure_text(row.start)} → {figure_text(row.end)}: {moved_text(row)}",
-                    showlegend=False,
-                )
-            )
+    for before, after in product(BANDS, BANDS):
+        row = step[(step.from_band == before) & (step.to_band == after)].iloc[0]
+        share = row.n / total
+        beyond = before != after and row.n > row.null_high
+        x, upper, lower = _curve(place, left[before], right[after], share)
+        left[before] += share
+        right[after] += share
+        across: list[Any] = [*x, *x[::-1]] if row.n else [None]
+        down: list[Any] = [*upper, *lower[::-1]] if row.n else [None]
+        colour = _translucent(BAND_STYLE[after][0], 0.72 if beyond else 0.24)
+        hover = f"{figure_text(row.start)} → {figure_text(row.end)}: {moved_text(row)}"
+        traces.append(area(across, down, colour, hover))
     return traces
 
 
