@@ -37,7 +37,7 @@ const fitted = (spec, width, legends) => {
   const layout = structuredClone(spec.layout);
   const family = layout.font.family;
   const per = plan.heights.length;
-  const items = plan.titles.map((title, i) => i);
+  const items = plan.titles.map((_, i) => i);
   const name = (kind, i, p) => {
     const number = (Math.floor(i / plan.columns) * per + p) * plan.columns + (i % plan.columns) + 1;
     return `${kind}axis${number > 1 ? number : ""}`;
@@ -77,7 +77,7 @@ const fitted = (spec, width, legends) => {
   const yTitles = plan.heights.map((_, p) => items.map((i) => panels[i][p].y.title?.text).find(Boolean) || "");
   const heads = plan.heads.map((head) => wrapped(head, plan.beside ? lefts[0] - 8 : plotWidth, 12, family));
   const titles = plan.titles.map((title) => wrapped(title, panelWidth + (plan.align === "left" ? 8 : 24), plan.size, family));
-  items.forEach((i) => panels[i].forEach((panel, p) => {
+  for (const i of items) panels[i].forEach((panel, p) => {
     const { x, y } = panel;
     if (plan.pad && p === 0) {
       const beyond = (100 * plan.pad) / (panelWidth - 2 * plan.pad);
@@ -106,7 +106,7 @@ const fitted = (spec, width, legends) => {
     if (i && !plan.own) y.matches = name("y", 0, p).replace("axis", "");
     y.showticklabels = first || plan.own;
     y.title = { ...y.title, text: first ? wrapped(yTitles[p], panel.height, 12, family, 2) : "" };
-  }));
+  });
 
   // Rows of panels, from the top.
   const rows = [];
