@@ -50,7 +50,7 @@ def _bands(difficulty: Difficulty) -> Table:
 def _moves(difficulty: Difficulty) -> Table:
     moves = difficulty.migration
     moves = moves[(moves.from_band != moves.to_band) & (moves.n > 0)]
-    rows = [
+    rows: list[list[str | Cell]] = [
         [
             f"{r.start} → {r.end}",
             f"{r.from_band} → {r.to_band}",

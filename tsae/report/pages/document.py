@@ -97,7 +97,9 @@ def _plain(figure: go.Figure) -> dict[str, object]:
 
 @cache
 def _resource(name: str) -> str:
-    return files("tsae.report.templates").joinpath(name).read_text(encoding="utf-8")
+    """A script or style sheet without indentation and lines of comment, which make a tenth of it."""
+    lines = map(str.strip, files("tsae.report.templates").joinpath(name).read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
 @cache
