@@ -44,6 +44,9 @@ MEASURE = """place => {
   });
 }"""
 
+DONE = """() => [...document.querySelectorAll(".plot:has(.main-svg)")]
+  .every((place) => Number(place.dataset.fitted) === place.clientWidth)"""
+
 
 def changed(diff: tsae.FeatureDiff, names: list[str]) -> tsae.FeatureDiff:
     """The hand-made diff with other runs, which repeat its two, and with every table that has a figure."""
@@ -126,7 +129,7 @@ def misplaced(page: Any) -> list[str]:
         name = figure.get_attribute("data-figure")
         figure.scroll_into_view_if_needed()
         figure.locator(".main-svg").first.wait_for()
-        page.wait_for_timeout(120)
+        page.wait_for_function(DONE)
         if figure.evaluate("place => place.clientWidth - place.parentElement.clientWidth") > 1:
             found.append(f"{name}: wider than the page")
         texts = figure.evaluate(MEASURE)
@@ -157,6 +160,6 @@ def test_figures_follow_the_window(browser: Any, report: Path) -> None:
     page.wait_for_selector("#explorer[data-ready=yes]")
     assert misplaced(page) == []
     page.set_viewport_size({"width": 500, "height": 1000})
-    page.wait_for_timeout(500)
+    page.wait_for_function(DONE)
     assert misplaced(page) == []
     page.context.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import plotly.graph_objects as go
 
 from tsae.diff.result import FeatureDiff
@@ -24,9 +26,9 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     panel = max(90, len(policies) * (14 * len(bands) + 12))
     figure, cells, height = panels(titles, 4, panel=panel, gap=80, shared_yaxes=True)
     for name, cell in zip(names, cells, strict=True):
-        factor, shown, unit = 1.0, number, " tokens" if name == "response_length" else ""
-        if share := facts.is_share(diff, name):
-            factor, shown, unit = 100.0, percent, " %"
+        share = facts.is_share(diff, name)
+        factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
+        shown: Callable[[float], str] = percent if share else number
         for order, band in enumerate(bands):
             marks = [
                 Mark(

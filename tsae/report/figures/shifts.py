@@ -140,8 +140,8 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             )
             figure.add_trace(bar, **cell)
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), f"{run}, total")
-        named = {"name": "total, with interval", "legendgroup": "total", "showlegend": first}
-        total = dots(marks, (NEUTRAL, "diamond"), **named)
+        name = "total, with interval"
+        total = dots(marks, (NEUTRAL, "diamond"), name=name, legendgroup="total", showlegend=first)
         figure.add_trace(total.update(marker={"line": {"width": 1.5, "color": "#fff"}}), **cell)
         vertical_zero(figure, **cell)
         x_title(figure, DELTA, **cell)

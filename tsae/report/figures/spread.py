@@ -84,7 +84,7 @@ def thinned_text(diff: FeatureDiff) -> str:
     return f" At most {MAX_POINTS:,} features of a run are drawn, discoveries first."
 
 
-def _panels(runs: list[str], most: int, panel: int, **options: bool) -> Panels:
+def _panels(runs: list[str], most: int, panel: int, **options: Any) -> Panels:
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     return panels(titles, most, panel=panel, gap=74, least=200, shared_yaxes=True, **options)
 

@@ -152,16 +152,22 @@ const fitted = (spec, width, legends) => {
   return { data, layout };
 };
 
-// Draw the figure, and draw it again where its legends turn out to be higher or lower than they were.
+// Draw the figure, and draw it again where its legends turn out to be higher or lower than they were. Then
+// `data-fitted` holds the width that it was drawn for.
 const drawFitted = async (place, spec, themed, config) => {
   place.style.minWidth = spec.layout.meta?.heights ? "0" : "";
-  if (!place.clientWidth) return;
+  const width = place.clientWidth;
+  if (!width) return;
+  delete place.dataset.fitted;
+  const turn = (place.turn || 0) + 1;
+  place.turn = turn;
   // Plotly fails where a legend leaves no height for the panels, so the first guess is high.
   let legends = Object.fromEntries(["legend", "legend2"].filter((name) => spec.layout[name]).map((name) => [name, 150]));
   for (let round = 0; round < 3; round += 1) {
-    const { data, layout } = fitted(spec, place.clientWidth, legends);
+    const { data, layout } = fitted(spec, width, legends);
     place.style.minHeight = `${layout.height}px`;
     await Plotly.react(place, data, themed(layout), config);
+    if (place.turn !== turn) return; // The width or the colours have changed again.
     const found = {};
     for (const legend of ["legend", "legend2"]) {
       const box = place.querySelector(`.${legend} .bg`);
@@ -170,6 +176,7 @@ const drawFitted = async (place, spec, themed, config) => {
     if (JSON.stringify(found) === JSON.stringify(legends)) break;
     legends = found;
   }
+  place.dataset.fitted = width;
 };
 
 // Calls `redraw` for a place whose width has changed.
