@@ -14,7 +14,8 @@ from tsae.base.intervals import too_few
 from tsae.report.figures.layout import finish, panels, x_title
 from tsae.report.figures.marks import area, aside, path
 from tsae.report.figures.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS
-from tsae.report.text import count, figure_text, number, percent
+from tsae.report.story.difficulty import ends_of, moved_text, percent_change
+from tsae.report.text import count, figure_text, percent
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS
 
@@ -88,21 +89,6 @@ def pass_at_k_figure(difficulty: Difficulty) -> go.Figure | None:
     return figure.update_yaxes(showgrid=True)
 
 
-def ends_of(difficulty: Difficulty) -> list[str]:
-    """The policy that runs start from and the last of every run."""
-    paths = difficulty.paths.values()
-    return list(dict.fromkeys([*(p[0] for p in paths), *(p[-1] for p in paths)]))
-
-
-def moved_text(row: pd.Series) -> str:
-    """“38 of 53 medium problems became hard (19.1 by chance, 12 to 26)”."""
-    started = round(row.n / row.share) if row.n else 0
-    verb = "stayed" if row.from_band == row.to_band else f"became {row.to_band}"
-    of = f" of {started}" if started else ""
-    chance = f"{row.expected:.1f} by chance, {row.null_low:.0f} to {row.null_high:.0f}"
-    return f"{row.n}{of} {count(row.n, f'{row.from_band} problem').partition(' ')[2]} {verb} ({chance})"
-
-
 def _sizes(mine: pd.DataFrame, policy: str) -> pd.Series:
     """Number of problems in every band at a policy of the path."""
     starts, ends = mine[mine.start == policy], mine[mine.end == policy]
@@ -174,8 +160,3 @@ def _pass_hover(row: pd.Series) -> str:
             ends = f"points, {too_few(int(row.n_paired))}"
         text += f"<br>against the start {percent_change(row.difference)} {ends}"
     return text
-
-
-def percent_change(value: float) -> str:
-    """A difference of shares in percentage points, with its sign."""
-    return number(100 * value, sign=True)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.series import Checkpoint
+from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
 from tsae.features.contexts import context
+from tsae.features.table import FeatureTable
 from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
-    from tsae.diff.feature import Feature
-    from tsae.features.table import FeatureTable
-    from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts
 
 _BEFORE, _AFTER = 48, 24
 """Tokens shown before and after the strongest one of an example."""

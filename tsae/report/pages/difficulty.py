@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 
 from tsae.base.intervals import too_few
-from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure, percent_change
+from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.report.pages.document import render_page, write_page
 from tsae.report.pages.tables import DASH, Cell, Table
-from tsae.report.story.difficulty import lead, measured_text, moved_lines
+from tsae.report.story.difficulty import lead, measured_text, moved_lines, percent_change
 from tsae.report.text import percent, q_value
 from tsae.rollouts.advantages import KINDS, group_summary
 from tsae.rollouts.moving import Difficulty

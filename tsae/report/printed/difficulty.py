@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from tsae.base.intervals import FEWEST
-from tsae.report.figures.difficulty import ends_of
-from tsae.report.story.difficulty import lead, measured_text, moved_lines
+from tsae.report.story.difficulty import ends_of, lead, measured_text, moved_lines
 from tsae.rollouts.advantages import KINDS, group_summary
 from tsae.rollouts.moving import Difficulty
 from tsae.rollouts.table import BANDS

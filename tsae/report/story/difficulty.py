@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tsae.report.figures.difficulty import moved_text
-from tsae.report.text import capitalised, count
+import pandas as pd
+
+from tsae.report.text import capitalised, count, number
 from tsae.rollouts.difficulty import found_how
 from tsae.rollouts.moving import Difficulty
 
@@ -54,3 +55,23 @@ def moved_lines(difficulty: Difficulty) -> list[str]:
         chance = f"{away.expected.sum():.1f} would by chance"
         lines.append(f"{path[0]} → {path[-1]}: {n}; {chance}." + (f" Beyond chance: {said}." if said else ""))
     return lines
+
+
+def ends_of(difficulty: Difficulty) -> list[str]:
+    """The policy that runs start from and the last of every run."""
+    paths = difficulty.paths.values()
+    return list(dict.fromkeys([*(p[0] for p in paths), *(p[-1] for p in paths)]))
+
+
+def moved_text(row: pd.Series) -> str:
+    """“38 of 53 medium problems became hard (19.1 by chance, 12 to 26)”."""
+    started = round(row.n / row.share) if row.n else 0
+    verb = "stayed" if row.from_band == row.to_band else f"became {row.to_band}"
+    of = f" of {started}" if started else ""
+    chance = f"{row.expected:.1f} by chance, {row.null_low:.0f} to {row.null_high:.0f}"
+    return f"{row.n}{of} {count(row.n, f'{row.from_band} problem').partition(' ')[2]} {verb} ({chance})"
+
+
+def percent_change(value: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    return number(100 * value, sign=True)
