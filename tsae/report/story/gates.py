@@ -119,7 +119,7 @@ def _stability(diff: FeatureDiff) -> str:
 def belief(diff: FeatureDiff) -> tuple[str, ...]:
     """The gates in a few sentences."""
     found = gates(diff)
-    known = [f"{reader['fve']:.2f}" for reader in sorted_by_fve(found)]
+    known = [f"{fve:.2f}" for fve in sorted(r["fve"] for r in found.readers if r["fve"] is not None)]
     sentences = []
     if found.disagrees:
         sentences.append(f"The rollout log does not agree with itself: {listed(found.disagrees)}.")
@@ -130,11 +130,6 @@ def belief(diff: FeatureDiff) -> tuple[str, ...]:
         sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(found.flagged)}.")
     tested = f"{count(found.n_tested, 'feature')} causally tested, the others not: correlation."
     return (*sentences, *found.nulls, tested if found.n_tested else "Correlation throughout: not causally tested.")
-
-
-def sorted_by_fve(found: Gates) -> list[dict[str, Any]]:
-    """Readers whose reconstruction is known, the worst first."""
-    return sorted((reader for reader in found.readers if reader["fve"] is not None), key=lambda reader: reader["fve"])
 
 
 def controls_text(diff: FeatureDiff, found: Gates) -> str:
