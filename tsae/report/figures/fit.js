@@ -147,6 +147,7 @@ const fitted = (spec, width, legends) => {
   const legendBelow = legends.legend2 ? legends.legend2 + 6 : 0;
   layout.margin = { l: lefts[0], r: right, t: above + legendAbove, b: below + legendBelow };
   layout.height = Math.round(down + legendAbove + legendBelow);
+  layout.width = width;
   for (const legend of ["legend", "legend2"]) if (layout[legend]) Object.assign(layout[legend], { x: 0, xref: "container", maxheight: 1000 });
   const data = spec.data.map((trace) => (trace.name ? { ...trace, name: wrapped(trace.name, width - 70, 12, family, 2) } : trace));
   return { data, layout };
@@ -155,7 +156,8 @@ const fitted = (spec, width, legends) => {
 // Draw the figure, and draw it again where its legends turn out to be higher or lower than they were. Then
 // `data-fitted` holds the width that it was drawn for.
 const drawFitted = async (place, spec, themed, config) => {
-  place.style.minWidth = spec.layout.meta?.heights ? "0" : "";
+  const fits = Boolean(spec.layout.meta?.heights);
+  place.style.minWidth = fits ? "0" : "";
   const width = place.clientWidth;
   if (!width) return;
   delete place.dataset.fitted;
@@ -166,7 +168,8 @@ const drawFitted = async (place, spec, themed, config) => {
   for (let round = 0; round < 3; round += 1) {
     const { data, layout } = fitted(spec, width, legends);
     place.style.minHeight = `${layout.height}px`;
-    await Plotly.react(place, data, themed(layout), config);
+    // Plotly's own answer to a new width would keep the old margins: `watchWidth` draws again instead.
+    await Plotly.react(place, data, themed(layout), { ...config, responsive: !fits && config.responsive });
     if (place.turn !== turn) return; // The width or the colours have changed again.
     const found = {};
     for (const legend of ["legend", "legend2"]) {
