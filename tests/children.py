@@ -20,7 +20,7 @@ _processes.set_forkserver_preload(
         "tsae.activations.capture",
         "tsae.activations.windows",
         "tsae.checkpoints.hooks",
-        "tsae.sae.training",
+        "tsae.sae.fitting.train",
     ]
 )
 

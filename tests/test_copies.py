@@ -12,7 +12,7 @@ from test_windows import NEWLINE, SITE, Text, Token, numbered_store, numbers
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.sae.config import SAEConfig
-from tsae.sae.loss import temporal_loss
+from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 
 Key = tuple[str, tuple[int, ...]]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tsae.base.distributed import ALONE, Processes, join
 from tsae.errors import TsaeError
-from tsae.sae import sparse
 from tsae.sae.config import SAEConfig
-from tsae.sae.loss import temporal_loss
+from tsae.sae.fitting import sparse_codes
+from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 
 D = 8
@@ -106,7 +106,7 @@ class Case:
         for name in ("total", "reconstruction_high", "reconstruction", "temporal", "aux"):
             found[name] = among.sum(getattr(terms, name).detach())
         bias = sae.b_enc - sae.b_dec @ sae.W_enc
-        codes = sparse.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
+        codes = sparse_codes.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
         found["values"] = torch.cat(among.gather(codes.values.detach())).sort().values
         # Of every process, not added up: all must know the batch's.
         return {**found, "fired": terms.fired, "n": torch.tensor(terms.n_tokens)}

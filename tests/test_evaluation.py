@@ -24,10 +24,10 @@ from tsae.checkpoints.hooks import rewritten
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.evaluation import evaluate
 from tsae.sae.model import TemporalSAE
-from tsae.sae.smoothness import SlowVariance, smoothness
-from tsae.sae.splice import loss_recovered
+from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.quality.smoothness import SlowVariance, smoothness
+from tsae.sae.quality.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -392,7 +392,7 @@ def test_everything_from_the_command_line(
     banded: ActivationStore, series_folder: Path, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tsae.cli import main
-    from tsae.sae.stability import Stability
+    from tsae.sae.quality.stability import Stability
 
     other = TemporalSAE(16, sae.config, site=SITE)
     other.load_state_dict({**sae.state_dict(), "W_dec": sae.W_dec.flip(0)})

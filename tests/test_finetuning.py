@@ -21,13 +21,13 @@ from tsae.activations.windows import Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.evaluation import evaluate
-from tsae.sae.finetuning import starting_config
-from tsae.sae.foreign import ForeignConfig
+from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.fitting.finetuning import starting_config
+from tsae.sae.fitting.train import _Trainer, train
+from tsae.sae.fitting.training_plan import Plan
 from tsae.sae.model import TemporalSAE
-from tsae.sae.plan import Plan
-from tsae.sae.stability import stability
-from tsae.sae.training import _Trainer, train
+from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.quality.stability import stability
 
 SITE = "x.site"
 STILL = replace(SHORT, learning_rate=1e-12)

@@ -29,12 +29,12 @@ from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
-from tsae.sae import checkpointing
-from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.evaluation import evaluate
+from tsae.sae.fitting import run_folder
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.train import train
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import train
+from tsae.sae.quality.evaluation import evaluate
 
 D = 16
 # Latents die within the run, so that AuxK and the idle counters matter to the weights.
@@ -133,10 +133,10 @@ def run_until_write(store: Path, folder: Path, n: int) -> None:
         return call
 
     for owner, name in (
-        (checkpointing, "save_file"),
-        (checkpointing, "write_json"),
-        (checkpointing, "_flush"),
-        (checkpointing, "write_run"),
+        (run_folder, "save_file"),
+        (run_folder, "write_json"),
+        (run_folder, "_flush"),
+        (run_folder, "write_run"),
         (os, "replace"),
         (os, "unlink"),
         (os, "rmdir"),
@@ -223,7 +223,7 @@ def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypa
 
 
 def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tsae.sae.training._train", None)  # would be called to train
+    monkeypatch.setattr("tsae.sae.fitting.train._train", None)  # would be called to train
     stamp = (whole / "sae.safetensors").stat().st_mtime_ns
     again = train(store, CONFIG, to=whole, training=replace(SHORT, save_every_steps=50), progress=False)
     assert (whole / "sae.safetensors").stat().st_mtime_ns == stamp

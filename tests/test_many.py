@@ -27,10 +27,10 @@ from test_long_runs import (
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
-from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.many import run_name, train_many
-from tsae.sae.training import train
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.train_many import run_name, train_many
 
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]
 SEEDS = [0, 1, 2]
@@ -249,7 +249,7 @@ def test_seeds_from_the_command_line(
 ) -> None:
     """Trained in one command, matched in the next, which is given all of them."""
     from tsae.cli import main
-    from tsae.sae.stability import Stability, stability
+    from tsae.sae.quality.stability import Stability, stability
 
     options = ["--tokens", 5000, "--batch-tokens", 200, "--learning-rate", 3e-3, "--save-every-steps", 10]
     options += ["--d-sae", 128, "--k", 3, "--dead-after-tokens", 400, "--store", one_site.path]

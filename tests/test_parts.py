@@ -35,8 +35,8 @@ from tsae.rollouts.parquet import list_lengths
 from tsae.rollouts.parts import ANSWER, OTHER, THINKING
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.evaluation import evaluate
-from tsae.sae.splice import loss_recovered
+from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.quality.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"
 SPECIAL = (BOS, 18, EOS)

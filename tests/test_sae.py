@@ -19,13 +19,13 @@ from tsae.activations.store import ActivationStore
 from tsae.activations.windows import Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
-from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.evaluation import evaluate
-from tsae.sae.initial import geometric_median
-from tsae.sae.loss import temporal_loss
+from tsae.sae.fitting.initial_bias import geometric_median
+from tsae.sae.fitting.loss import temporal_loss
+from tsae.sae.fitting.threshold import calibrate
+from tsae.sae.fitting.train import _Trainer, train
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.training import _Trainer, train
+from tsae.sae.quality.evaluation import evaluate
 
 SITE = "blocks.1.hook_resid_post"
 

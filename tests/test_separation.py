@@ -16,8 +16,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.probes import Task, fit_logistic, folds, interval, probe
-from tsae.sae.separation import Separation, separation
+from tsae.sae.quality.probes import Task, fit_logistic, folds, interval, probe
+from tsae.sae.quality.separation import Separation, separation
 
 N_PROBLEMS, N_SAMPLES, LENGTH = 36, 6, 13
 BAND, OUTCOME, TOKEN, NOISE = slice(0, 3), slice(3, 5), slice(5, 15), slice(15, 20)

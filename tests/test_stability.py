@@ -15,9 +15,9 @@ import tsae
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.many import run_name
+from tsae.sae.fitting.train_many import run_name
 from tsae.sae.model import TemporalSAE
-from tsae.sae.stability import Stability, matched_cosines, stability
+from tsae.sae.quality.stability import Stability, matched_cosines, stability
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=200)
 

@@ -9,11 +9,11 @@ from builders import synthetic_store
 
 from tsae.activations.windows import Windows
 from tsae.base.distributed import ALONE
-from tsae.sae import sparse
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.loss import temporal_loss
+from tsae.sae.fitting import sparse_codes
+from tsae.sae.fitting.loss import temporal_loss
+from tsae.sae.fitting.train import _Trainer
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import _Trainer
 
 D, D_SAE, K, N = 32, 200, 5, 120
 
@@ -103,7 +103,7 @@ def test_bfloat16_rounds_the_factors_of_large_products_alone(
     sae, x, pairs = case
     dead = torch.arange(D_SAE) % 4 == 0
     if densely:  # as on a GPU
-        monkeypatch.setattr(sparse, "_TENSOR_CORES", ("cpu",))
+        monkeypatch.setattr(sparse_codes, "_TENSOR_CORES", ("cpu",))
     terms = expected(sae, x, pairs, dead, densely)
     found = temporal_loss(sae, x, pairs, dead, precision="bfloat16")
     exact = temporal_loss(sae, x, pairs, dead)
@@ -112,7 +112,7 @@ def test_bfloat16_rounds_the_factors_of_large_products_alone(
     assert ((in_bfloat16 / values - 1).abs() < 1e-6).all()
     assert 1e-5 < (in_float32 / values - 1).abs().max() < 5e-3
     # Without AuxK, whose gradient is rounded too, the gradients are those of the exact factors where products are
-    # sparse, and close to them where they are dense.
+    # sparse_codes, and close to them where they are dense.
     parameters = list(sae.parameters())
     gradients = [
         torch.autograd.grad(of["reconstruction_high"] + of["reconstruction"] + of["temporal"], parameters)

@@ -25,9 +25,9 @@ from tsae.base.distributed import Processes
 from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.training import _Trainer, train
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.train import _Trainer, train
 
 D, SITE = 4, "x.site"
 SEMICOLON, NEWLINE, SPECIAL = 7, 8, 16

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tsae.features.table import FeatureTable
     from tsae.rollouts.table import Rollouts
     from tsae.sae.config import SAEConfig, TrainingConfig
-    from tsae.sae.evaluation import Evaluation
     from tsae.sae.model import TemporalSAE
+    from tsae.sae.quality.evaluation import Evaluation
 
 
 class Choice(NamedTuple):
@@ -89,7 +89,7 @@ def analyse(
     from tsae.features.logits import logit_effects
     from tsae.report import write_report
     from tsae.report.noise import noise_lines
-    from tsae.sae.evaluation import Evaluation
+    from tsae.sae.quality.evaluation import Evaluation
 
     store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)
     site = next(iter(store.manifest["sites"]))

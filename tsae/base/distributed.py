@@ -5,7 +5,7 @@ Capture: every process captures whole shards, and the first enters them in the m
 Training: a step of n processes takes the same batch that one process would take, and the same step, up to the order of
 sums (and to which of equal codes BatchTopK keeps where it cannot keep all). Every process reads every n-th window of
 the batch and computes its tokens' part of the loss. What the loss compares across the batch is sent: candidates for
-BatchTopK, high-level codes for InfoNCE, sums for means (`tsae.sae.loss`). Parts and gradients are added up. All
+BatchTopK, high-level codes for InfoNCE, sums for means (`tsae.sae.fitting.loss`). Parts and gradients are added up. All
 processes then take the same optimizer step, so that weights and counters stay equal without being sent.
 """
 

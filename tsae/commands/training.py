@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tsae.activations.source import Source
     from tsae.activations.store import ActivationStore
     from tsae.sae.model import TemporalSAE
-    from tsae.sae.separation import Separation
+    from tsae.sae.quality.separation import Separation
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Train:
 
     def run(self) -> None:
         from tsae.base.distributed import first_process
-        from tsae.sae.many import run_name
+        from tsae.sae.fitting.train_many import run_name
 
         store = self._source().subset(self.subset)
         training, saes = self._training(store), {}
@@ -143,7 +143,7 @@ def start_as_default(args: Sequence[str]) -> Train | None:
     found, _ = options.parse_known_args(args)
     if found.start is None or found.store is None:
         return None
-    from tsae.sae.finetuning import starting_config
+    from tsae.sae.fitting.finetuning import starting_config
 
     config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
     return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)
@@ -181,7 +181,7 @@ class Evaluate:
     """File for the results as JSON; - for standard output, and text then goes to standard error."""
 
     def run(self) -> None:
-        from tsae.sae.stability import stability
+        from tsae.sae.quality.stability import stability
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
         series = load_series(*self.series) if self.series else None
@@ -212,7 +212,7 @@ class Evaluate:
 
     def _separation(self, sae: TemporalSAE, store: ActivationStore, series: CheckpointSeries | None) -> Separation:
         from tsae.features.annotations import find_annotator
-        from tsae.sae.separation import separation
+        from tsae.sae.quality.separation import separation
 
         assert self.baseline is not None
         strings = None if series is None else token_strings(series.base.load_tokenizer())

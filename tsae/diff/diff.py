@@ -29,7 +29,7 @@ from tsae.features.annotations import Annotator, TokenClasses, annotate_tokens, 
 from tsae.features.sums import active_counts
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
-from tsae.sae.stability import Stability
+from tsae.sae.quality.stability import Stability
 
 
 @one_blas_thread

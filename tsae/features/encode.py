@@ -16,7 +16,7 @@ from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.stability import Stability
+from tsae.sae.quality.stability import Stability
 
 
 def encode(

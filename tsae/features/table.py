@@ -29,7 +29,7 @@ from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.sae.stability import Stability
+from tsae.sae.quality.stability import Stability
 
 if TYPE_CHECKING:
     from tsae.checkpoints.series import Checkpoint

@@ -14,7 +14,7 @@ from tsae.report import views
 from tsae.report.findings import null_sentences, survival_sentences
 from tsae.report.text import count, html_text, interval, number, percent, q_value
 from tsae.rollouts.difficulty import found_how
-from tsae.sae.stability import FOUND_AGAIN
+from tsae.sae.quality.stability import FOUND_AGAIN
 
 _STABILITY = (
     " Stability is the mean cosine of a feature's decoder direction with its matches in other seeds' SAEs. “Not found "

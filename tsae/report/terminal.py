@@ -28,7 +28,7 @@ from tsae.report.views import (
     survivors_text,
     without_span_text,
 )
-from tsae.sae.evaluation import Evaluation
+from tsae.sae.quality.evaluation import Evaluation
 
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import count, interval, number, percent
-from tsae.sae.stability import FOUND_AGAIN
+from tsae.sae.quality.stability import FOUND_AGAIN
 
 BANDS = ("easy", "medium", "hard")
 PART_NAMES = {

@@ -27,7 +27,7 @@ from tsae.sae.config import SAEConfig
 
 if TYPE_CHECKING:
     from tsae.activations.source import Source
-    from tsae.sae.export import LensArchitecture
+    from tsae.sae.exchange.saelens_files import LensArchitecture
 
 FORMAT = "tsae-temporal-sae"
 
@@ -141,19 +141,19 @@ class TemporalSAE(torch.nn.Module):
         return folder
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
-        """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.export`."""
-        from tsae.sae.export import write_saelens
+        """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.exchange.saelens_files`."""
+        from tsae.sae.exchange.saelens_files import write_saelens
 
         return write_saelens(self, folder, architecture=architecture)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
-        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.foreign`).
+        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.exchange.foreign`).
 
         Raises:
             TsaeError: where a file is missing, damaged, or weights and config disagree.
         """
-        from tsae.sae.foreign import is_saelens, read_saelens
+        from tsae.sae.exchange.foreign import is_saelens, read_saelens
 
         folder = Path(folder)
         if is_saelens(folder):

@@ -25,7 +25,7 @@ from sae_lens.saes.jumprelu_sae import JumpReLUSAE, JumpReLUSAEConfig
 from sae_lens.util import str_to_dtype
 
 from tsae.errors import TsaeError
-from tsae.sae.export import NATIVE, lens_config, lens_weights
+from tsae.sae.exchange.saelens_files import NATIVE, lens_config, lens_weights
 from tsae.sae.model import TemporalSAE
 
 

@@ -31,11 +31,11 @@ from safetensors.torch import load_file
 
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.export import CONFIG_FILE, NATIVE, WEIGHTS_FILE, write_folder
+from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE, write_folder
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
-    from tsae.sae.export import LensArchitecture
+    from tsae.sae.exchange.saelens_files import LensArchitecture
 
 _THRESHOLDED = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "standard", NATIVE)
 _NORMALIZED = {
@@ -67,7 +67,7 @@ class ForeignConfig(SAEConfig):
 class ForeignSAE(TemporalSAE):
     """An SAE of sae_lens behind the face of ours: `encode`, `evaluate` and what follows take it as they take a T-SAE.
 
-    It is saved as sae_lens saves it. Training starts from it (`tsae.sae.finetuning`) and gives a `TemporalSAE`.
+    It is saved as sae_lens saves it. Training starts from it (`tsae.sae.fitting.finetuning`) and gives a `TemporalSAE`.
     """
 
     config: ForeignConfig

@@ -20,9 +20,9 @@ from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.train import train_plans
+from tsae.sae.fitting.training_plan import Plan
 from tsae.sae.model import TemporalSAE
-from tsae.sae.plan import Plan
-from tsae.sae.training import train_plans
 
 
 def train_many(

@@ -29,7 +29,7 @@ import torch
 from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.foreign import ForeignConfig, ForeignSAE
+from tsae.sae.exchange.foreign import ForeignConfig, ForeignSAE
 from tsae.sae.model import TemporalSAE, check_fits
 
 

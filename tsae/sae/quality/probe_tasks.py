@@ -19,7 +19,7 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.table import BANDS, Rollouts
-from tsae.sae.probes import Task, folds
+from tsae.sae.quality.probes import Task, folds
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""

@@ -32,7 +32,7 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
   dead latents.
 
 Codes are selected once, over all latents of the batch (BatchTopK, Bussmann et al., arXiv 2412.06410); what follows
-selection is computed on the selected codes alone (`tsae.sae.sparse`, `tsae.sae.contrast`).
+selection is computed on the selected codes alone (`tsae.sae.fitting.sparse_codes`, `tsae.sae.fitting.temporal_term`).
 
 On several processes (`tsae.base.distributed`) each holds a share of the batch's tokens, and all of the above is of the
 whole batch: codes are selected among all processes' pre-activations, a pair is contrasted with all pairs, means and the
@@ -47,8 +47,8 @@ import torch
 
 from tsae.base.distributed import ALONE, Processes
 from tsae.errors import TsaeError
-from tsae.sae import contrast, sparse
 from tsae.sae.config import Precision
+from tsae.sae.fitting import sparse_codes, temporal_term
 from tsae.sae.model import TemporalSAE
 
 
@@ -104,12 +104,12 @@ def temporal_loss(
     """
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
     bias = sae.b_enc - sae.b_dec @ sae.W_enc
-    codes = sparse.encode_topk(x, sae.W_enc, bias, config.k, precision, processes)
+    codes = sparse_codes.encode_topk(x, sae.W_enc, bias, config.k, precision, processes)
     high = codes.columns(0, config.d_high)
     residual, errors = x - sae.b_dec, []
     for start, stop in config.group_bounds:
         group = high if start == 0 else codes.columns(start, stop)
-        residual = residual - sparse.decode(group, sae.W_dec[start:stop], precision)
+        residual = residual - sparse_codes.decode(group, sae.W_dec[start:stop], precision)
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()
 
@@ -124,7 +124,7 @@ def temporal_loss(
             )
         tokens = x
         if others is not None:
-            apart = sparse.encode_topk(others, sae.W_enc, bias, config.k, precision, processes)
+            apart = sparse_codes.encode_topk(others, sae.W_enc, bias, config.k, precision, processes)
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
@@ -138,7 +138,7 @@ def temporal_loss(
                     where="temporal_loss",
                     fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
                 )
-            temporal = contrast.info_nce(
+            temporal = temporal_term.info_nce(
                 high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
             )
             total = total + temporal_share * config.temporal_weight * temporal
@@ -170,10 +170,10 @@ def _are_one(trajectory: torch.Tensor, processes: Processes) -> bool:
     return bool(lowest == -highest)
 
 
-def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse.Codes, pairs: torch.Tensor) -> torch.Tensor:
+def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse_codes.Codes, pairs: torch.Tensor) -> torch.Tensor:
     """Sum over pairs."""
     alike = torch.cosine_similarity(x[pairs[:, 1]], x[pairs[:, 0]], dim=1)
-    return (alike * contrast.l1_distances(high, sae.config.d_high, pairs)).sum() / sae.d_model**0.5
+    return (alike * temporal_term.l1_distances(high, sae.config.d_high, pairs)).sum() / sae.d_model**0.5
 
 
 def _aux_error(
@@ -188,7 +188,7 @@ def _aux_error(
     if precision == "float32":
         pre = torch.addmm(bias[dead], x, sae.W_enc[:, dead])
     else:
-        pre = sparse.matmul(x, sae.W_enc[:, dead], precision) + bias[dead]
+        pre = sparse_codes.matmul(x, sae.W_enc[:, dead], precision) + bias[dead]
     values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    return (residual - sparse.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()
+    return (residual - sparse_codes.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()

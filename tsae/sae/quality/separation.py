@@ -1,6 +1,6 @@
 """Temporal separation: do high-level codes say what the trajectory is about, and low-level codes what the token is?
 
-From the codes of single response tokens, linear probes (`tsae.sae.probes`) predict
+From the codes of single response tokens, linear probes (`tsae.sae.quality.probes`) predict
 
 - of the trajectory: band, outcome, behaviours that the rollouts name (style), and which problem it is;
 - of the token: its identity among the commonest, and a class where an annotator gives one.
@@ -9,7 +9,7 @@ A T-SAE separates if its high-level codes predict the first better, and its low-
 those of a plain Matryoshka SAE (temporal_weight = 0) of the same data, width and k. Activations themselves are probed
 too: what is not linearly in them cannot be in the codes.
 
-What is not allowed to help, and which tokens a label is probed on: see `tsae.sae.labels`.
+What is not allowed to help, and which tokens a label is probed on: see `tsae.sae.quality.probe_tasks`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from tsae.activations.store import ActivationStore
 from tsae.base.views import views
 from tsae.errors import TsaeError
-from tsae.sae.evaluation import plain
-from tsae.sae.labels import Annotator, Places, token_tasks, trajectory_tasks
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.probes import Probe, interval, probe
-from tsae.sae.texts import counted_texts, spread
+from tsae.sae.quality.counted_texts import counted_texts, spread
+from tsae.sae.quality.evaluation import plain
+from tsae.sae.quality.probe_tasks import Annotator, Places, token_tasks, trajectory_tasks
+from tsae.sae.quality.probes import Probe, interval, probe
 
 if TYPE_CHECKING:
     import pandas as pd

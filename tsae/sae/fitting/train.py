@@ -2,15 +2,15 @@
 
 1. Norms are estimated on a sample of the mixture that is trained on (`TrainingConfig.balance`); tokens beyond the
    outlier limit are left out; x is scaled to mean norm √d_model. The decoder bias starts from such a sample too.
-2. Adam on the loss of `tsae.sae.loss`; after every step decoder rows return to unit norm (their gradient's parallel
+2. Adam on the loss of `tsae.sae.fitting.loss`; after every step decoder rows return to unit norm (their gradient's parallel
    part is removed before).
 3. The inference threshold is calibrated at the end: on a sample of the problems that were left out, k codes are active
-   on average (`tsae.sae.calibration`).
+   on average (`tsae.sae.fitting.threshold`).
 4. The scale is folded into the saved weights, so that the SAE reads raw activations.
 
 A run that is killed goes on from its last checkpoint and ends with the bits it would have had (on CPU, with the same
 number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.
-Trainings that differ in seed alone may share every batch that is read (`tsae.sae.many`), and give the same bits.
+Trainings that differ in seed alone may share every batch that is read (`tsae.sae.fitting.train_many`), and give the same bits.
 
 On several processes (`tsae.base.distributed`) every process takes a share of the windows of a batch, and a step is that
 of one process with the whole batch, up to the order in which floats are added.
@@ -32,14 +32,14 @@ from tsae.activations.store import ActivationStore
 from tsae.activations.windows import TokenBatch, Windows
 from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError
-from tsae.sae.calibration import calibrate
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.finetuning import trainable
-from tsae.sae.initial import initial_bias
-from tsae.sae.loss import LossTerms, temporal_loss, variance
+from tsae.sae.fitting.finetuning import trainable
+from tsae.sae.fitting.initial_bias import initial_bias
+from tsae.sae.fitting.loss import LossTerms, temporal_loss, variance
+from tsae.sae.fitting.threshold import calibrate
+from tsae.sae.fitting.training_plan import Plan
+from tsae.sae.fitting.wandb_run import start_wandb
 from tsae.sae.model import TemporalSAE
-from tsae.sae.plan import Plan
-from tsae.sae.tracking import start_wandb
 
 
 def train(
@@ -57,7 +57,7 @@ def train(
         store: activations, or a subset of them; a `LiveSource` has the models compute them.
         sae: what the SAE is; defaults of `SAEConfig`, or the start's own config where there is a start.
         start: SAE that is fine-tuned in place of random weights, or its folder; of ours or of sae_lens. See
-            `tsae.sae.finetuning`.
+            `tsae.sae.fitting.finetuning`.
         to: folder for sae.safetensors, config.json, training.json and metrics.jsonl; None keeps it in memory. Where it
             holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
             Processes of `torchrun` must all see it.

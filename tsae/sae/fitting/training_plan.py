@@ -12,10 +12,10 @@ from tsae.activations.segments import kept_problems
 from tsae.activations.source import Source
 from tsae.activations.windows import Windows
 from tsae.errors import TsaeError
-from tsae.sae.calibration import FEWEST
-from tsae.sae.checkpointing import RunFolder
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.finetuning import starting_config
+from tsae.sae.fitting.finetuning import starting_config
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.threshold import FEWEST
 from tsae.sae.model import TemporalSAE
 
 

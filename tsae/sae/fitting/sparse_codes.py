@@ -1,8 +1,8 @@
 """The parts of the loss that touch only active codes: selection and decoding, with sparse gradients.
 
 Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192). Only encoding needs the dense product;
-decoding, both weight gradients and the temporal terms (`tsae.sae.contrast`) cost in proportion to the survivors. The
-values equal those of the dense formulas of `tsae.sae.loss`; tests compare them.
+decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the survivors. The
+values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
 
 A process may hold a share of the batch's tokens (`tsae.base.distributed`): what survives is chosen in the whole batch.
 """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tsae.base.distributed import ALONE, Processes
-from tsae.sae.sparse import Codes, csr, offsets, transposed
+from tsae.sae.fitting.sparse_codes import Codes, csr, offsets, transposed
 
 
 def info_nce(
@@ -24,7 +24,7 @@ def info_nce(
     copies: torch.Tensor | None = None,
     processes: Processes = ALONE,
 ) -> torch.Tensor:
-    """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.loss`.
+    """Symmetric InfoNCE of adjacent tokens' codes; see `tsae.sae.fitting.loss`.
 
     Of several processes, each gives its pairs' terms of the mean over all pairs, and the gradient of that mean.
 

@@ -1,8 +1,8 @@
 """How good a T-SAE is, on problems that its training held out.
 
-- FVE, cosine, L0, silent, alive, of everything and of its parts: see `tsae.sae.reconstruction`.
-- smoothness: see `tsae.sae.smoothness`; the paper's, fragile, and a robust one beside it.
-- loss recovered and KL, where the checkpoints are given: see `tsae.sae.splice`.
+- FVE, cosine, L0, silent, alive, of everything and of its parts: see `tsae.sae.quality.reconstruction`.
+- smoothness: see `tsae.sae.quality.smoothness`; the paper's, fragile, and a robust one beside it.
+- loss recovered and KL, where the checkpoints are given: see `tsae.sae.quality.splice`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.reconstruction import Cell, Slice, TokenSums, slices_of
-from tsae.sae.smoothness import smoothness
-from tsae.sae.splice import LossRecovered, loss_recovered
-from tsae.sae.texts import counted_texts, spread
+from tsae.sae.quality.counted_texts import counted_texts, spread
+from tsae.sae.quality.reconstruction import Cell, Slice, TokenSums, slices_of
+from tsae.sae.quality.smoothness import smoothness
+from tsae.sae.quality.splice import LossRecovered, loss_recovered
 
 if TYPE_CHECKING:
     import pandas as pd
