@@ -23,7 +23,8 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.exchange.foreign import ForeignConfig
 from tsae.sae.fitting.finetuning import starting_config
-from tsae.sae.fitting.train import _Trainer, train
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.fitting.training_plan import Plan
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
@@ -64,12 +65,12 @@ def tokens(store: ActivationStore) -> torch.Tensor:
     return torch.from_numpy(next(store.shards()).read(SITE, slice(None)))
 
 
-def trainer_of(store: ActivationStore, start: TemporalSAE) -> _Trainer:
+def trainer_of(store: ActivationStore, start: TemporalSAE) -> Trainer:
     plan = Plan.of(store, None, SHORT, start=start)
-    return _Trainer(Windows(store, SITE, held_out=False), plan.config, plan.training, Processes(), start)
+    return Trainer(Windows(store, SITE, held_out=False), plan.config, plan.training, Processes(), start)
 
 
-def unscaled(trainer: _Trainer) -> TemporalSAE:
+def unscaled(trainer: Trainer) -> TemporalSAE:
     """What the trainer holds before its next step, for raw activations."""
     sae = copy.deepcopy(trainer.sae)
     sae.fold_scale(trainer.scale)

@@ -23,7 +23,8 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.initial_bias import geometric_median
 from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.fitting.threshold import calibrate
-from tsae.sae.fitting.train import _Trainer, train
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.evaluation import evaluate
 
@@ -588,7 +589,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
     windows = Windows(planted[0], "x.site", held_out=False)
     training = replace(TRAINING, tokens=512 * 20, temporal_rise_share=0.5)
     config = replace(PLANTED, dead_after_tokens=2000, aux_weight=0.0)
-    trainer = _Trainer(windows, config, training, Processes())
+    trainer = Trainer(windows, config, training, Processes())
     for batch, share in zip(trainer.batches(), [*np.arange(0.1, 1, 0.1), *[1.0] * 11], strict=True):
         pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
         terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
@@ -597,7 +598,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
             expected = terms.reconstruction + terms.reconstruction_high / 2 + share * terms.temporal
             assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert trainer.steps == 20
-    fine_tuned = _Trainer(windows, config, training, Processes(), trainer.finish(windows.first_tokens))
+    fine_tuned = Trainer(windows, config, training, Processes(), trainer.finish(windows.first_tokens))
     batch = next(fine_tuned.batches())
     row = fine_tuned.step(batch)
     assert row is not None
@@ -701,7 +702,7 @@ def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[Activation
         ("zero", np.zeros(D)),
     ):
         training = replace(TRAINING, initial_bias=kind)
-        trainer = _Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
+        trainer = Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
         found = trainer.sae.b_dec.detach().numpy() / trainer.scale
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -184,7 +184,7 @@ def test_codes_of_sae_lens_are_computed_here_with_the_same_bits(
 ) -> None:
     from sae_lens import SAE
 
-    from tsae.sae.exchange.foreign import ForeignSAE
+    from tsae.sae.model import ForeignSAE
 
     lens = randomized(SAE.from_dict(lens_config(architecture, **more)))
     lens.save_model(tmp_path / "lens")

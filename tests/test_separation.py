@@ -12,11 +12,17 @@ import torch
 from builders import synthetic_store
 
 from tsae.activations.store import ActivationStore
+from tsae.base.bootstrap import percentile_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.quality.probes import Task, fit_logistic, folds, interval, probe
+from tsae.sae.quality.probes import (
+    Task,
+    fit_logistic,
+    folds,
+    probe,
+)
 from tsae.sae.quality.separation import Separation, separation
 
 N_PROBLEMS, N_SAMPLES, LENGTH = 36, 6, 13
@@ -87,7 +93,7 @@ def test_a_label_that_depends_on_the_unit_alone_cannot_be_learned() -> None:
     y = rng.integers(0, 2, 300)
     found = probe(sp.csr_array(np.column_stack([y * 2.0, rng.random(300)])), task_of(y, unit))
     assert found.accuracy == 1
-    assert interval(found.draws()) == (1, 1)
+    assert percentile_interval(found.draws()) == (1, 1)
 
 
 def test_intervals_cover_the_accuracy_of_a_noisy_feature() -> None:
@@ -99,7 +105,7 @@ def test_intervals_cover_the_accuracy_of_a_noisy_feature() -> None:
         y = rng.integers(0, 2, 200)
         told = np.where(np.repeat(rng.random(50) < 0.8, 4), y, 1 - y)
         found = probe(sp.csr_array(np.column_stack([told, 1 - told]).astype(float)), task_of(y, unit, seed))
-        low, high = interval(found.draws())
+        low, high = percentile_interval(found.draws())
         covered += low <= 0.8 <= high
     assert covered >= 16
 

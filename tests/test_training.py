@@ -12,23 +12,23 @@ from tsae.base.distributed import ALONE
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.fitting.loss import temporal_loss
-from tsae.sae.fitting.train import _Trainer
+from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.model import TemporalSAE
 
 D, D_SAE, K, N = 32, 200, 5, 120
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> _Trainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(40, D))
     texts = [(rng.random((25, 40)) < 0.08) @ mixing + rng.normal(size=D) for _ in range(30)]
     windows = Windows(synthetic_store(tmp_path_factory.mktemp("step") / "acts", texts), "x.site")
     config = SAEConfig(d_sae=64, k=3, dead_after_tokens=2000)
-    return _Trainer(windows, config, TrainingConfig(tokens=4000, batch_tokens=200), ALONE)
+    return Trainer(windows, config, TrainingConfig(tokens=4000, batch_tokens=200), ALONE)
 
 
-def test_adam_remembers_nothing_along_the_decoder_rows(trainer: _Trainer) -> None:
+def test_adam_remembers_nothing_along_the_decoder_rows(trainer: Trainer) -> None:
     rows = trainer.sae.W_dec.detach().clone()
     batch = next(trainer.batches())
     loss = temporal_loss(trainer.sae, batch.x * trainer.scale, torch.from_numpy(batch.pairs)).total

@@ -27,7 +27,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.train import _Trainer, train
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.trainer import Trainer
 
 D, SITE = 4, "x.site"
 SEMICOLON, NEWLINE, SPECIAL = 7, 8, 16
@@ -407,7 +408,7 @@ def test_what_is_estimated_is_of_the_mixture(tmp_path: Path) -> None:
     assert balanced.norms.median in (1, 2, 3)
     config = SAEConfig(d_sae=8, k=2, dead_after_tokens=100)
     training = TrainingConfig(tokens=1000, batch_tokens=100, initial_bias="mean")
-    bias = _Trainer(balanced, config, training, Processes()).sae.b_dec.detach().numpy()
+    bias = Trainer(balanced, config, training, Processes()).sae.b_dec.detach().numpy()
     np.testing.assert_allclose(bias, [0, 1.5, 0.5, 0], rtol=0.02)  # scaled to mean norm √4
 
 

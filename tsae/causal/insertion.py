@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -28,13 +27,11 @@ from tsae.base.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.sae.model import TemporalSAE
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.diff.result import FeatureDiff
 
 TOKEN_DRIVEN, CONTEXT_DEPENDENT, UNDECIDED = "token-driven", "context-dependent", "undecided"
 COLUMNS = (
@@ -86,7 +83,7 @@ def insertion(
 
     config = config or InsertionConfig()
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(config.device)
+    sae = TemporalSAE.of(sae, device=config.device)
     chosen = [int(feature) for feature in chosen]
     check_sae(sae, features)
     check_features(tuple(chosen), features.n_features)
@@ -131,7 +128,7 @@ def insert_discoveries(
     if not wanted:
         raise TsaeError("nothing was discovered, so that there is no feature to test", where="insertion")
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    sae = TemporalSAE.of(sae)
     parts = [
         insertion(series[reader], sae, features, sorted(set(chosen)), config, progress=progress)
         for reader, chosen in wanted.items()

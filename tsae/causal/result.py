@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,13 +17,11 @@ from tsae.base.intervals import too_few
 from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
+from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, measures
 from tsae.rollouts.difficulty import wilson_interval
 from tsae.rollouts.table import BANDS, Rollouts
-
-if TYPE_CHECKING:
-    from tsae.diff.result import FeatureDiff
 
 _SET = re.compile(r"_\d+$")
 """What tells one random set of a condition from the pooled ones."""

@@ -1,4 +1,4 @@
-"""SAEs that sae_lens trained, read into the analysis.
+"""Loading the folders of sae_lens: SAEs that others trained, and T-SAEs that `to_saelens` wrote.
 
 | architecture in cfg.json | what it becomes |
 |---|---|
@@ -19,11 +19,12 @@ sae_lens itself is not imported.
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -31,11 +32,7 @@ from safetensors.torch import load_file
 
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE, write_folder
-from tsae.sae.model import TemporalSAE
-
-if TYPE_CHECKING:
-    from tsae.sae.exchange.saelens_files import LensArchitecture
+from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE
 
 _THRESHOLDED = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "standard", NATIVE)
 _NORMALIZED = {
@@ -64,91 +61,40 @@ class ForeignConfig(SAEConfig):
         object.__setattr__(self, "groups", tuple(self.groups))
 
 
-class ForeignSAE(TemporalSAE):
-    """An SAE of sae_lens behind the face of ours: `encode`, `evaluate` and what follows take it as they take a T-SAE.
-
-    It is saved as sae_lens saves it. Training starts from it (`tsae.sae.fitting.finetuning`) and gives a `TemporalSAE`.
-    """
-
-    config: ForeignConfig
-
-    def __init__(
-        self, d_model: int, config: ForeignConfig, *, site: str, training: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(d_model, config, site=site, training=training)
-        self.register_buffer("threshold", torch.zeros(config.d_sae))
-
-    def __repr__(self) -> str:
-        c = self.config
-        return f"ForeignSAE({c.architecture}, d_model={self.d_model}, d_sae={c.d_sae}, site={self.site!r})"
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of weights, thresholds and what is computed with them."""
-        c = self.config
-        text = f"{super().fingerprint} {c.architecture} {c.k} {c.apply_b_dec_to_input}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @torch.no_grad()
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, d_model) -> (…, d_sae) codes."""
-        pre = (x - self.b_dec * self.config.apply_b_dec_to_input) @ self.W_enc
-        pre += self.b_enc
-        if self.config.architecture == "jumprelu":
-            return torch.relu(pre) * (pre > self.threshold)
-        largest = torch.topk(pre, self.config.k, dim=-1, sorted=False)
-        return torch.zeros_like(pre).scatter_(-1, largest.indices, torch.relu(largest.values))
-
-    def save(self, folder: str | Path) -> Path:
-        """As `to_saelens`: this is the form that `TemporalSAE.load` reads it from."""
-        return self.to_saelens(folder)
-
-    def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
-        """Write it as sae_lens reads it; its own architecture stays."""
-        if architecture == NATIVE:
-            raise TsaeError(f"an SAE of sae_lens is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        config: dict[str, Any] = {
-            "architecture": self.config.architecture,
-            "d_in": self.d_model,
-            "d_sae": self.config.d_sae,
-            "dtype": "float32",
-            "device": "cpu",
-            "apply_b_dec_to_input": self.config.apply_b_dec_to_input,
-            "normalize_activations": "none",
-            "reshape_activations": "none",
-            "metadata": self.training_info["sae_lens"],
-        }
-        if self.config.architecture == "topk":
-            config |= {"k": self.config.k, "rescale_acts_by_decoder_norm": False}
-            del weights["threshold"]
-        return write_folder(Path(folder), config, weights)
-
-
 def is_saelens(folder: Path) -> bool:
     """That sae_lens, or `to_saelens`, wrote this folder, and `TemporalSAE.save` did not."""
     return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
-def read_saelens(folder: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:
-    """Read a folder with cfg.json and sae_weights.safetensors.
+class LensSAE(NamedTuple):
+    """What a folder of sae_lens holds, in the terms of this package."""
+
+    config: SAEConfig
+    """A `ForeignConfig`, or the config of the T-SAE that `to_saelens` wrote."""
+    weights: dict[str, torch.Tensor]
+    """W_enc, b_enc, W_dec, b_dec and threshold, as the model of this config names and shapes them."""
+    d_model: int
+    site: str
+    metadata: dict[str, Any]
+
+
+def load_folder(folder: Path, site: str | None = None) -> LensSAE:
+    """Load and check cfg.json and sae_weights.safetensors.
 
     Args:
         folder: that sae_lens 6 or `to_saelens` wrote.
         site: TransformerLens name; by default the config's hook_name.
-        device: a torch device.
 
     Raises:
         TsaeError: where a file is missing or damaged, or the SAE cannot be computed here (see the top of the module).
     """
-    folder = Path(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise TsaeError(f"holds no {name}", where=folder, fix="Save it with sae_lens's save_model.")
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         metadata = dict(config.get("metadata") or {})
-        architecture, shape = str(config.get("architecture")), (int(config["d_in"]), int(config["d_sae"]))
+        architecture, d_model, d_sae = str(config.get("architecture")), int(config["d_in"]), int(config["d_sae"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TsaeError(f"{CONFIG_FILE} is not an SAE's ({type(error).__name__}: {error})", where=folder) from error
     try:
@@ -163,40 +109,38 @@ def read_saelens(folder: str | Path, *, site: str | None = None, device: str = "
             where=folder / CONFIG_FILE,
             fix="Enter it there, such as blocks.14.hook_resid_post, or give site= to read_saelens.",
         )
-    if architecture == "standard":
-        weights["threshold"] = torch.zeros(shape[1])
-    elif "topk_threshold" in weights:
-        weights["threshold"] = weights.pop("topk_threshold").expand(shape[1]).contiguous()
-    if config.get("rescale_acts_by_decoder_norm"):
-        norm = weights["W_dec"].norm(dim=1).clamp_min(1e-8)
-        weights["W_enc"], weights["b_enc"] = weights["W_enc"] * norm, weights["b_enc"] * norm
-        weights["W_dec"] = weights["W_dec"] / norm[:, None]
-    ours = metadata.get("tsae")
-    sae: TemporalSAE
-    try:
+    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, folder, "Save it again."):
+        if architecture in ("standard", "topk"):
+            weights["threshold"] = torch.zeros(d_sae)
+        elif "topk_threshold" in weights:
+            weights["threshold"] = weights.pop("topk_threshold").expand(d_sae).contiguous()
+        if config.get("rescale_acts_by_decoder_norm"):
+            norm = weights["W_dec"].norm(dim=1).clamp_min(1e-8)
+            weights["W_enc"], weights["b_enc"] = weights["W_enc"] * norm, weights["b_enc"] * norm
+            weights["W_dec"] = weights["W_dec"] / norm[:, None]
+        ours = metadata.get("tsae")
         # One threshold for all latents, unless sae_lens has changed the SAE since (fold_W_dec_norm).
         if ours and bool((weights["threshold"] == weights["threshold"][0]).all()):
             weights["threshold"] = weights["threshold"][0].clone()
-            sae = TemporalSAE(shape[0], SAEConfig(**ours["sae"]), site=site, training={"sae_lens": metadata})
-        else:
-            foreign = ForeignConfig(
-                d_sae=shape[1],
-                k=int(config["k"]) if architecture == "topk" else 0,
-                groups=ours["sae"]["groups"] if ours else (1.0,),
-                architecture="topk" if architecture == "topk" else "jumprelu",
-                apply_b_dec_to_input=bool(config.get("apply_b_dec_to_input", True)),
-            )
-            if architecture == "topk":
-                weights["threshold"] = torch.zeros(shape[1])
-            sae = ForeignSAE(shape[0], foreign, site=site, training={"sae_lens": metadata})
-        sae.load_state_dict(weights)
-    except (RuntimeError, KeyError, TypeError) as error:
-        raise TsaeError(
-            f"{WEIGHTS_FILE} does not fit {CONFIG_FILE} ({str(error).splitlines()[-1].strip()})",
-            where=folder,
-            fix="Save it again.",
-        ) from error
-    return sae.requires_grad_(False).to(device).eval()
+            return LensSAE(SAEConfig(**ours["sae"]), weights, d_model, site, metadata)
+        foreign = ForeignConfig(
+            d_sae=d_sae,
+            k=int(config["k"]) if architecture == "topk" else 0,
+            groups=ours["sae"]["groups"] if ours else (1.0,),
+            architecture="topk" if architecture == "topk" else "jumprelu",
+            apply_b_dec_to_input=bool(config.get("apply_b_dec_to_input", True)),
+        )
+        return LensSAE(foreign, weights, d_model, site, metadata)
+
+
+@contextmanager
+def not_fitting(weights: str, config: str, folder: Path, fix: str) -> Iterator[None]:
+    """Say that the file of weights does not fit the config, in place of what torch says about it."""
+    try:
+        yield
+    except (RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise TsaeError(f"{weights} does not fit {config} ({reason})", where=folder, fix=fix) from error
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Writing a T-SAE as sae_lens reads SAEs: cfg.json and sae_weights.safetensors.
+"""The files of a T-SAE in the form that sae_lens loads: cfg.json and sae_weights.safetensors.
 
 Two architectures, with the same weights and the same arithmetic:
 
@@ -11,6 +11,7 @@ sae_lens is not imported here: that takes seconds, and the two files are all tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,21 +22,25 @@ from safetensors.torch import save_file
 
 from tsae.base.provenance import write_json
 from tsae.errors import TsaeError
-from tsae.sae.model import FORMAT, TemporalSAE
+from tsae.sae.config import SAEConfig
 
 LensArchitecture = Literal["jumprelu", "tsae_temporal"]
 
 NATIVE: LensArchitecture = "tsae_temporal"
 """The name that `tsae.sae.saelens` registers. ("temporal" is sae_lens's name for something else, arXiv 2511.01836.)"""
 
+FORMAT = "tsae-temporal-sae"
+"""Of our own config.json, and of what our cfg.json says under ``tsae``."""
 CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"
 
 
-def lens_config(sae: TemporalSAE, architecture: LensArchitecture = "jumprelu") -> dict[str, Any]:
+def lens_config(
+    config: SAEConfig, d_model: int, site: str, architecture: LensArchitecture = "jumprelu", dtype: str = "float32"
+) -> dict[str, Any]:
     """The content of sae_lens's cfg.json.
 
-    Metadata holds hook_name (the site), d_high, temporal_weight, and under ``tsae`` all that is needed to read the
-    folder back as a TemporalSAE.
+    Metadata holds hook_name (the site), d_high, temporal_weight, and under ``tsae`` all that is needed to load the
+    folder as a TemporalSAE again.
     """
     if architecture not in get_args(LensArchitecture):
         raise TsaeError(
@@ -43,50 +48,39 @@ def lens_config(sae: TemporalSAE, architecture: LensArchitecture = "jumprelu") -
             where="to_saelens",
             fix=f"Choose one of {', '.join(get_args(LensArchitecture))}.",
         )
-    config: dict[str, Any] = {
+    metadata = {
+        # sae_lens rewrites configs of unknown or older versions while it loads them.
+        "sae_lens_version": version("sae_lens"),
+        "sae_lens_training_version": None,
+        "hook_name": site,
+        "d_high": config.d_high,
+        "temporal_weight": config.temporal_weight,
+        "tsae": {"format": FORMAT, "version": version("tsae"), "sae": asdict(config)},
+    }
+    content = plain_config(architecture, d_model, config.d_sae, metadata)
+    content["dtype"] = dtype
+    return {**content, "d_high": config.d_high} if architecture == NATIVE else content
+
+
+def plain_config(architecture: str, d_model: int, d_sae: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The fields of cfg.json that every architecture has, for an SAE that takes activations as they are."""
+    return {
         "architecture": architecture,
-        "d_in": sae.d_model,
-        "d_sae": sae.config.d_sae,
-        "dtype": str(sae.W_enc.dtype).removeprefix("torch."),
+        "d_in": d_model,
+        "d_sae": d_sae,
+        "dtype": "float32",
         "device": "cpu",
         "apply_b_dec_to_input": True,
         "normalize_activations": "none",
         "reshape_activations": "none",
-        "metadata": {
-            # Configs of unknown or older versions would be rewritten while they are loaded.
-            "sae_lens_version": version("sae_lens"),
-            "sae_lens_training_version": None,
-            "hook_name": sae.site,
-            "d_high": sae.config.d_high,
-            "temporal_weight": sae.config.temporal_weight,
-            "tsae": {"format": FORMAT, "version": version("tsae"), "sae": asdict(sae.config)},
-        },
+        "metadata": metadata,
     }
-    if architecture == NATIVE:
-        config["d_high"] = sae.config.d_high
-    return config
 
 
-def lens_weights(sae: TemporalSAE) -> dict[str, torch.Tensor]:
+def lens_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """W_enc (d_model, d_sae), W_dec (d_sae, d_model), b_enc and threshold (d_sae,), b_dec (d_model,) on the CPU."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in sae.state_dict().items()}
-    weights["threshold"] = weights["threshold"].expand(sae.config.d_sae).contiguous()
-    return weights
-
-
-def write_saelens(sae: TemporalSAE, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
-    """Write cfg.json and sae_weights.safetensors.
-
-    Args:
-        sae: what to write.
-        folder: made where it does not exist; the same two files in it are replaced.
-        architecture: jumprelu for plain sae_lens; tsae_temporal for sae_lens with `tsae.sae.saelens` imported.
-
-    Returns:
-        the folder.
-    """
-    folder, config = Path(folder), lens_config(sae, architecture)
-    return write_folder(folder, config, lens_weights(sae))
+    found = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    return {**found, "threshold": found["threshold"].expand(len(found["b_enc"])).contiguous()}
 
 
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:

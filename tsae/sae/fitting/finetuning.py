@@ -29,8 +29,8 @@ import torch
 from tsae.activations.source import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.exchange.foreign import ForeignConfig, ForeignSAE
-from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.model import ForeignSAE, TemporalSAE, check_fits
 
 
 def starting_config(

@@ -1,10 +1,10 @@
-"""The parts of the loss that touch only active codes: selection and decoding, with sparse gradients.
+"""Selection and decoding of active codes, with sparse gradients.
 
-Of n · d_sae pre-activations k · n survive BatchTopK (0.4 % at k 32 of 8,192). Only encoding needs the dense product;
-decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the survivors. The
-values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
+Of n · d_sae pre-activations BatchTopK keeps k · n (0.4 % at k 32 of 8,192). Only encoding needs the dense product.
+Decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the
+codes that are kept. The values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
 
-A process may hold a share of the batch's tokens (`tsae.base.distributed`): what survives is chosen in the whole batch.
+Where a process holds a share of a batch (`tsae.base.distributed`), the codes are selected in the whole batch.
 """
 
 from __future__ import annotations

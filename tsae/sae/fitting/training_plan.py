@@ -47,7 +47,7 @@ class Plan:
         if start is None:
             site, config = training.site or _only_site(store), sae or SAEConfig()
         else:
-            start = start if isinstance(start, TemporalSAE) else TemporalSAE.load(start)
+            start = TemporalSAE.of(start)
             site, config = start.site, starting_config(start, store, sae, training.site)
         if config.dead_after_tokens is None:
             dead_after = min(10_000_000, max(training.tokens // 30, training.batch_tokens))

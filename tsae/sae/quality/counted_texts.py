@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tsae.activations.windows import Windows
+from tsae.activations.windows import Windows
 
 T = TypeVar("T")
 

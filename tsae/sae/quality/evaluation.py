@@ -16,7 +16,10 @@ import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan
+from tsae.activations.windows import Windows
 from tsae.base.views import views
+from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
@@ -27,8 +30,6 @@ from tsae.sae.quality.splice import LossRecovered, loss_recovered
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from tsae.checkpoints.series import CheckpointSeries
 
 _OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
 
@@ -178,9 +179,7 @@ def evaluate(
     Raises:
         TsaeError: where the SAE does not fit the store, or there is nothing to measure.
     """
-    from tsae.activations.windows import Windows
-
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    sae = TemporalSAE.of(sae)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
     windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=10.0 if max_norm is None else max_norm)
@@ -243,8 +242,6 @@ def evaluate(
     )
     if series is None:
         return result
-    from tsae.checkpoints.loading import ModelLoader
-
     losses, loader = [], ModelLoader(device=str(device))
     targets: TokenSpan = "response" if span in ("all", "last_prompt") else span
     for id in store.readers:

@@ -11,14 +11,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy.optimize
 import scipy.sparse as sp
+from einops import reduce
+from threadpoolctl import threadpool_limits
 
+from tsae.base.bootstrap import counts
 from tsae.errors import TsaeError
 
 PENALTIES = (1e-2, 1e-3, 1e-4)
@@ -67,16 +70,8 @@ class Probe:
 
     def draws(self, seed: int = 0) -> np.ndarray:
         """(n_draws,) accuracies under the bootstrap over units; the same draws for probes of the same task."""
-        n = len(self.hit)
-        times = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
+        times = counts(len(self.hit), _DRAWS, seed)
         return (times @ self.hit) / (times @ self.weight)
-
-
-def interval(draws: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of bootstrap draws."""
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return float(low), float(high)
 
 
 def probe(codes: sp.csr_array | np.ndarray, task: Task) -> Probe:
@@ -90,21 +85,24 @@ def probe(codes: sp.csr_array | np.ndarray, task: Task) -> Probe:
     fold = task.fold[task.unit]
     n_folds = int(task.fold.max()) + 1
     right = np.zeros(len(task.y), dtype=bool)
-    for k in range(n_folds):
-        inner = fold == (k + 1) % n_folds
-        test, train = fold == k, fold != k
-        penalty = PENALTIES[0]
-        if n_folds > 2:
-            x, scaled = _scaled(features, train & ~inner)
-            best, weights = -np.inf, None
-            for candidate in PENALTIES:
-                weights = _fit(x, task, train & ~inner, candidate, weights)
-                hits = _predict(scaled(inner), weights) == task.y[inner]
-                score = float(task.weight[inner] @ hits)
-                if score > best:
-                    best, penalty = score, candidate
-        x, scaled = _scaled(features, train)
-        right[test] = _predict(scaled(test), _fit(x, task, train, penalty)) == task.y[test]
+
+    def fit(scaled: Callable[[np.ndarray], Any], rows: np.ndarray, penalty: float, start: Any = None) -> np.ndarray:
+        return fit_logistic(scaled(rows), task.y[rows], task.n_classes, task.weight[rows], penalty, start)
+
+    # The problems are many and small: BLAS threads would wait for one another most of the time.
+    with threadpool_limits(1, user_api="blas"):
+        for k in range(n_folds):
+            inner, test, train = fold == (k + 1) % n_folds, fold == k, fold != k
+            penalty = PENALTIES[0]
+            if n_folds > 2:
+                scaled, best, weights = _scaling(features, train & ~inner), -np.inf, None
+                for candidate in PENALTIES:
+                    weights = fit(scaled, train & ~inner, candidate, weights)
+                    score = float(task.weight[inner] @ (_predict(scaled(inner), weights) == task.y[inner]))
+                    if score > best:
+                        best, penalty = score, candidate
+            scaled = _scaling(features, train)
+            right[test] = _predict(scaled(test), fit(scaled, train, penalty)) == task.y[test]
     return Probe(
         hit=np.bincount(task.unit, weights=task.weight * right, minlength=task.n_units),
         weight=np.bincount(task.unit, weights=task.weight, minlength=task.n_units),
@@ -147,55 +145,16 @@ def fit_logistic(
         gradient = np.empty_like(parameters)
         gradient[:d] = np.asarray(x.T @ p) + penalty * parameters[:d]
         gradient[d] = p.sum(0)
-        return float(value), gradient
+        return float(value), gradient.ravel()
 
-    return minimize(loss, np.zeros((d + 1, n_classes)) if start is None else start)
-
-
-def minimize(
-    loss: Callable[[np.ndarray], tuple[float, np.ndarray]],
-    start: np.ndarray,
-    *,
-    tolerance: float = 1e-5,
-    memory: int = 10,
-    most: int = 200,
-) -> np.ndarray:
-    """Minimum of a convex function that gives its value and gradient: L-BFGS with backtracking (Nocedal & Wright, 7.4).
-
-    scipy's spends most of its time waiting for BLAS threads where cores are shared: thousands of small problems took
-    ten times as long.
-    """
-    at, (value, gradient) = start, loss(start)
-    steps: deque[tuple[np.ndarray, np.ndarray, float]] = deque(maxlen=memory)
-    for _ in range(most):
-        if np.abs(gradient).max() <= tolerance:
-            break
-        direction, shares = gradient, []
-        for s, y, scale in reversed(steps):
-            shares.append((s * direction).sum() / scale)
-            direction = direction - shares[-1] * y
-        if steps:
-            s, y, scale = steps[-1]
-            direction = direction * (scale / (y * y).sum())
-        else:
-            direction = direction / max(1.0, float(np.linalg.norm(gradient)))
-        for s, y, scale in steps:
-            direction = direction + (shares.pop() - (y * direction).sum() / scale) * s
-        slope, length = float((gradient * direction).sum()), 1.0
-        while length > 1e-10:
-            moved = at - length * direction
-            new_value, new_gradient = loss(moved)
-            if new_value <= value - 1e-4 * length * slope:
-                break
-            length /= 2
-        else:
-            break
-        s, y = moved - at, new_gradient - gradient
-        curvature = float((s * y).sum())
-        if curvature > 1e-14:
-            steps.append((s, y, curvature))
-        at, value, gradient = moved, new_value, new_gradient
-    return at
+    found = scipy.optimize.minimize(
+        lambda flat: loss(flat.reshape(d + 1, n_classes)),
+        np.zeros((d + 1) * n_classes) if start is None else start.ravel(),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": 200, "gtol": 1e-5, "ftol": 0.0},
+    )
+    return found.x.reshape(d + 1, n_classes)
 
 
 def folds(n_units: int, n_folds: int, seed: int, *, within: np.ndarray | None = None) -> np.ndarray:
@@ -215,32 +174,19 @@ def folds(n_units: int, n_folds: int, seed: int, *, within: np.ndarray | None = 
     return fold
 
 
-def _fit(
-    x: sp.csr_array | np.ndarray, task: Task, rows: np.ndarray, penalty: float, start: np.ndarray | None = None
-) -> np.ndarray:
-    return fit_logistic(x, task.y[rows], task.n_classes, task.weight[rows], penalty, start)
-
-
 def _predict(x: sp.csr_array | np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.asarray(np.asarray(x @ weights[:-1]) + weights[-1]).argmax(1)
 
 
-def _scaled(features: Any, train: np.ndarray) -> tuple[Any, _Scaling]:
-    """The training rows in units of their root mean square, and the same for other rows."""
-    scaling = _Scaling(features, train)
-    return scaling(train), scaling
+def _scaling(features: Any, train: np.ndarray) -> Callable[[np.ndarray], Any]:
+    """Rows of features by mask, divided by the root mean square of the training rows; dense ones are centred first."""
+    rows = features[train]
+    mean = None if sp.issparse(features) else reduce(rows, "token feature -> feature", "mean")
+    values = rows.data if mean is None else rows - mean
+    size = float(np.sqrt((values**2).sum() / max(train.sum(), 1))) or 1.0
 
+    def scaled(wanted: np.ndarray) -> Any:
+        picked = features[wanted]
+        return (picked if mean is None else picked - mean) / size
 
-class _Scaling:
-    """One number (and, of dense features, a mean), taken from training rows."""
-
-    def __init__(self, features: Any, train: np.ndarray) -> None:
-        self.features = features
-        rows = features[train]
-        self.mean = None if sp.issparse(features) else rows.mean(0)
-        values = rows.data if self.mean is None else rows - self.mean
-        self.size = float(np.sqrt((values**2).sum() / max(train.sum(), 1))) or 1.0
-
-    def __call__(self, rows: np.ndarray) -> Any:
-        picked = self.features[rows]
-        return (picked if self.mean is None else picked - self.mean) / self.size
+    return scaled

@@ -24,13 +24,15 @@ import scipy.sparse as sp
 import torch
 
 from tsae.activations.store import ActivationStore
+from tsae.activations.windows import Windows
+from tsae.base.bootstrap import percentile_interval
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.counted_texts import counted_texts, spread
 from tsae.sae.quality.evaluation import plain
 from tsae.sae.quality.probe_tasks import Annotator, Places, token_tasks, trajectory_tasks
-from tsae.sae.quality.probes import Probe, interval, probe
+from tsae.sae.quality.probes import Probe, probe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +55,7 @@ class Score:
     accuracy: float
     """Weighted so that all classes count the same."""
     low: float
-    """Bounds of the 95 % interval."""
+    """Bounds of the 95 % percentile_interval."""
     high: float
     chance: float
     l0: float
@@ -73,7 +75,7 @@ class Gain:
     level: str
     gain: float
     low: float
-    """Bounds of the 95 % interval, paired."""
+    """Bounds of the 95 % percentile_interval, paired."""
     high: float
 
 
@@ -108,7 +110,7 @@ class Separation:
             "Separation",
             {"not probed": [f"{label} ({why})" for label, why in self.skipped.items()] or None},
             ("probes of single response tokens: accuracy, all classes weighing the same", self.table()[kept]),
-            ("gain over the baseline, 95 % interval over problems", self.gain_table()),
+            ("gain over the baseline, 95 % percentile_interval over problems", self.gain_table()),
         )
 
     def __str__(self) -> str:
@@ -122,7 +124,7 @@ class Separation:
             cells = "".join(f"{by_probe[(*column, label)].accuracy:>12.3f}" for column in columns)
             lines.append(f"{of.level + ' ' + label:<32.31}{of.chance:>8.3f}{cells}")
         if self.gains:
-            lines += ["", "gain over the baseline, 95 % interval over problems"]
+            lines += ["", "gain over the baseline, 95 % percentile_interval over problems"]
         for g in self.gains:
             lines.append(f"{g.level + ' ' + g.label:<32.31}{g.group:>8}{g.gain:>+12.3f}  [{g.low:+.3f}, {g.high:+.3f}]")
         lines += [f"not probed: {label} ({why})" for label, why in self.skipped.items()]
@@ -160,7 +162,7 @@ def separation(
         TsaeError: where an SAE does not fit, or nothing can be probed.
     """
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
-    loaded = {name: s if isinstance(s, TemporalSAE) else TemporalSAE.load(s) for name, s in saes.items()}
+    loaded = {name: TemporalSAE.of(sae) for name, sae in saes.items()}
     if not loaded or ACTIVATIONS in loaded:
         raise TsaeError(
             f"SAEs are named {list(loaded)}", where="separation", fix='Give at least one, not "activations".'
@@ -190,7 +192,7 @@ def separation(
         for task in tasks:
             found = probe(codes, task)
             probes[name, group, task.label] = found
-            low, high = interval(found.draws(seed))
+            low, high = map(float, percentile_interval(found.draws(seed)))
             active = codes[task.token]
             scores.append(
                 Score(
@@ -215,7 +217,7 @@ def separation(
             pair = [probes.get((name, group, task.label)) for name in names[:2]]
             if pair[0] is None or pair[1] is None:
                 continue
-            low, high = interval(pair[0].draws(seed) - pair[1].draws(seed))
+            low, high = map(float, percentile_interval(pair[0].draws(seed) - pair[1].draws(seed)))
             gain = pair[0].accuracy - pair[1].accuracy
             gains.append(Gain(group, task.label, levels[task.label], gain, low, high))
     return Separation(tuple(scores), tuple(gains), {**skipped, **token_skipped})
@@ -232,8 +234,6 @@ def _sample(
 ) -> tuple[np.ndarray, Places]:
     """Activations (n, d_model) and places of response tokens of a reader, up to a norm; without one up to 10 times the
     median."""
-    from tsae.activations.windows import Windows
-
     store.reader_info(reader)
     windows = Windows(store, site, span="response", held_out=None)
     texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)

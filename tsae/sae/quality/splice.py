@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from tsae.activations.store import ActivationStore, TokenSpan, rows_mask
-from tsae.checkpoints.hooks import rewritten
+from tsae.base.bootstrap import counts, percentile_interval
+from tsae.checkpoints.hooks import positions, rewritten
+from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
+from tsae.checkpoints.series import Checkpoint
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tsae.checkpoints.loading import ModelLoader
-    from tsae.checkpoints.series import Checkpoint
 
 _DRAWS = 1000
 
@@ -89,8 +89,6 @@ def loss_recovered(
     Raises:
         TsaeError: where the checkpoint is not the one that the store was captured with, or no tokens count.
     """
-    from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
-
     expected = store.reader_info(checkpoint.id).get("weights")
     if expected is not None and expected != weights_fingerprint(checkpoint):
         raise TsaeError(
@@ -189,8 +187,6 @@ def spliced_losses(
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, T, vocabulary) float32."""
-    from tsae.checkpoints.hooks import positions
-
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
     return logits.float().log_softmax(-1)
 
@@ -209,8 +205,8 @@ def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> L
 
     loss, spliced, zero, recovered, kl = measures(by_problem.sum(0)).tolist()
     n = len(by_problem)
-    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
-    low, high = np.nanquantile(measures(draws @ by_problem)[:, 3:], [0.025, 0.975], axis=0).tolist()
+    drawn = measures(counts(n, _DRAWS, seed) @ by_problem)
+    (recovered_low, kl_low), (recovered_high, kl_high) = percentile_interval(drawn[:, 3:])
     return LossRecovered(
         reader=reader,
         n_tokens=int(sums[:, 4].sum()),
@@ -220,9 +216,9 @@ def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> L
         loss_spliced=spliced,
         loss_ablated=zero,
         recovered=recovered,
-        recovered_low=low[0],
-        recovered_high=high[0],
+        recovered_low=float(recovered_low),
+        recovered_high=float(recovered_high),
         kl=kl,
-        kl_low=low[1],
-        kl_high=high[1],
+        kl_low=float(kl_low),
+        kl_high=float(kl_high),
     )

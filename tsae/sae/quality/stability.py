@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tsae.base.provenance import write_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
+from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
-
-    from tsae.sae.model import TemporalSAE
 
 FILE = "stability.json"
 FOUND_AGAIN = 0.7
@@ -172,10 +171,10 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
     """
     if not others:
         raise TsaeError("no other SAE to compare with", where="stability", fix="Train one with another seed.")
-    mine = _load(sae)
+    mine = TemporalSAE.of(sae)
     names, cosines, groups = [], [], []
     for number, item in enumerate(others):
-        other = _load(item)
+        other = TemporalSAE.of(item)
         name = str(item) if isinstance(item, (str, Path)) else f"SAE {number + 1}"
         if (other.d_model, other.site) != (mine.d_model, mine.site):
             raise TsaeError(
@@ -210,9 +209,3 @@ def matched_cosines(mine: torch.Tensor, others: torch.Tensor) -> tuple[np.ndarra
     cosine, match = np.full(len(table), np.nan), np.full(len(table), -1)
     cosine[rows], match[rows] = table[rows, columns], columns
     return cosine, match
-
-
-def _load(sae: TemporalSAE | str | Path) -> TemporalSAE:
-    from tsae.sae.model import TemporalSAE
-
-    return sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
