@@ -1,7 +1,7 @@
-"""Fine-tuning: a training that starts from an SAE in place of random weights, such as that of an earlier checkpoint.
+"""Fine-tuning: training that starts from an SAE, such as that of an earlier checkpoint, in place of random weights.
 
-What every latent computes and writes stays, so that latent i of the result is the start's latent i, moved by what the
-new activations ask for. Which latents are kept is training's: BatchTopK, k per token on average.
+Every latent starts with what it computes and writes, so that latent i of the result is the start's latent i, moved by
+the new activations. Training selects latents in its own way: BatchTopK, k per token on average.
 
 | start | its codes until the first step | k without a config |
 |---|---|---|
@@ -11,8 +11,8 @@ new activations ask for. Which latents are kept is training's: BatchTopK, k per 
 | sae_lens: topk | the k largest of each token become k per token on average | its own |
 | sae_lens: standard (ReLU) | the same; training puts a threshold where there was none | L0 |
 
-L0 is measured on a sample of the new store. Without a config an SAE of sae_lens goes on as what it is there, one group
-without a temporal term: a plain BatchTopK SAE. Its decoder rows may have any norm, ours have norm 1: the norms go into
+L0 is measured on a sample of the new store. Without a config, training on from an SAE of sae_lens gives a plain
+BatchTopK SAE: one group, no temporal term. Its decoder rows may have any norm, ours have norm 1: the norms go into
 the encoder, and codes grow by them.
 
 The threshold is calibrated on the new store at the end, and the temporal term has its full weight from the first step.

@@ -1,4 +1,4 @@
-"""The decoder bias that training starts from, from a sample of tokens."""
+"""The first value of the decoder bias, from a sample of tokens."""
 
 from __future__ import annotations
 

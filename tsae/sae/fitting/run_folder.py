@@ -1,16 +1,16 @@
-"""The folder of one training, from which a run that was killed at any moment goes on and ends with the same bits.
+"""The folder of one training: a run that was killed at any moment resumes from it and ends with the same bits.
 
 ::
 
     folder/
-      metrics.jsonl              appended while training; cut back to the checkpoint when a run goes on
+      metrics.jsonl              appended while training; cut back to the checkpoint when a run resumes
       checkpoint/0000000500/     state after 500 steps: written as `partial`, flushed to disk, then renamed
         state.safetensors        weights, Adam's moments, counters
         state.json               what is trained, on what
       sae.safetensors, config.json, training.json
       run.json                   written last: the training is finished, and checkpoint/ is removed
 
-The checkpoint before is removed only after the new one has its name, so that one whole checkpoint is always there.
+The old checkpoint is removed only after the new one has its name, so that one whole checkpoint always exists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 
 _NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "wandb_project")
-"""Fields of TrainingConfig that say where a training runs and what is kept of it. (The site is among the inputs.)"""
+"""Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
 
 class RunFolder:
@@ -45,7 +45,7 @@ class RunFolder:
         path: the folder; made when the first thing is written.
         sae: config, defaults resolved.
         training: config.
-        inputs: what the training reads, as JSON; it goes on only from a checkpoint with equal configs and inputs.
+        inputs: what the training reads, as JSON. A checkpoint must have equal configs and inputs to be resumed.
     """
 
     def __init__(self, path: str | Path, sae: SAEConfig, training: TrainingConfig, inputs: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def id(self) -> str | None:
-        """Of this training in this folder, the same when it goes on; None where it starts anew each time."""
+        """Names this training in this folder, the same when it resumes; None with resume="never"."""
         if self.training.resume == "never":
             return None
         text = json.dumps([str(self.path.resolve()), self.identity], sort_keys=True)
@@ -63,17 +63,17 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether a training ended here; call `claim` first, which makes sure that it is this one."""
+        """Whether a training ended here; `claim` checks that it was this one."""
         return (self.path / "run.json").is_file()
 
     @property
     def steps(self) -> int:
-        """That the latest checkpoint has seen."""
+        """Steps before the latest checkpoint; 0 without one."""
         latest = self._latest()
         return int(latest.name) if latest else 0
 
     def claim(self) -> None:
-        """Make sure that what the folder holds, if anything, is this training; with resume="never", remove it.
+        """Check that the folder is empty or holds this training; with resume="never", empty it.
 
         Raises:
             TsaeError: where it holds another training, naming what differs, or a damaged checkpoint.
@@ -110,10 +110,10 @@ class RunFolder:
             raise TsaeError(f"cannot be read ({error})", where=latest, fix=_ANEW) from error
 
     def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the state after a number of steps; the one before stays until this one is whole.
+        """Write the state after a number of steps. The checkpoint before stays until this one is whole.
 
         Raises:
-            TsaeError: where it cannot be written, for instance on a full disk. The one before is then untouched.
+            TsaeError: where it cannot be written, for instance on a full disk. The checkpoint before is then untouched.
         """
         partial, whole = self.checkpoints / "partial", self.checkpoints / f"{steps:010d}"
         state = {
@@ -141,7 +141,7 @@ class RunFolder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def last_row(self) -> dict[str, float]:
-        """Of metrics.jsonl; empty where there is none."""
+        """The last row of metrics.jsonl; empty where there is none."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return dict(json.loads(lines[-1])) if lines else {}
@@ -202,7 +202,7 @@ _OTHER_FOLDER = f"Give another folder. {_ANEW}"
 
 
 def _identity(config: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two trainings the same, as JSON reads it back."""
+    """The configs and inputs that two runs of one training share, as JSON gives them back."""
     training = {k: v for k, v in config["training"].items() if k not in _NOT_COMPARED}
     identity = {"sae": config["sae"], "training": training, "inputs": inputs}
     return dict(json.loads(json.dumps(identity)))
@@ -234,11 +234,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or folder."""
-    if not path.exists():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Flush a file or folder to the disk, if it exists."""
+    if path.exists():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,13 +1,13 @@
-"""The inference threshold, set after training so that tokens which were not trained on have k active codes on average.
+"""The inference threshold, set after training so that tokens outside training have k active codes on average.
 
-BatchTopK keeps k codes per token of a batch; inference keeps what exceeds a threshold. A running mean of the batches'
-smallest codes lags behind weights that still move: after 600 steps it left 12 % too few codes. The quantile of the
-finished SAE's own codes has no lag, and needs one pass over a sample.
+BatchTopK keeps k codes per token of a batch; inference keeps the codes above a threshold. A running mean of the
+batches' smallest codes lags behind weights that still move: after 600 steps it left 12 % too few codes. The quantile of
+the finished SAE's own codes has no lag, and needs one pass over a sample.
 
-The sample is of the problems that training leaves out. Tokens that were trained on have fewer codes than others, the
-more so the more often they were read: after six passes over 300 problems, new problems had 9 % more than k codes. Only
-this one number is learnt from those problems, and no error is made smaller by it. Where fewer than `FEWEST` problems
-were left out, chance would move the number more than that, and the sample is of training tokens.
+The sample comes from the problems that training leaves out. Training tokens have fewer codes than others, and the more
+often they were seen, the fewer: after six passes over 300 problems, new problems had 9 % more than k codes. Only this
+one number comes from those problems, and it is not set to make any error smaller. With fewer than `FEWEST` problems
+chance would move the number more than that; the sample is then of training tokens.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def train(
 
 
 def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list[TemporalSAE]:
-    """Carry out trainings that differ in site, seed and folder alone: those of a site read every batch once."""
+    """Run trainings that differ only in site, seed and folder; those of one site share every batch."""
     from tqdm.auto import tqdm
 
     training = plans[0].training
@@ -106,15 +106,15 @@ def _train(
     windows: Windows, unseen: np.ndarray | None, plans: Sequence[Plan], processes: Processes, bar: Any
 ) -> list[TemporalSAE]:
     runs = [_Run(windows, unseen, plan, processes) for plan in plans]
-    # A kill may have left one behind: it reads what the others have seen, until it is where they are.
-    reader = min((run.trainer for run in runs), key=lambda trainer: trainer.steps)
-    for batch in reader.batches():
-        steps = reader.steps
+    # A kill may have left one run behind: its batches come first, until it has caught up with the others.
+    leader = min((run.trainer for run in runs), key=lambda trainer: trainer.steps)
+    for batch in leader.batches():
+        steps = leader.steps
         due = [run for run in runs if run.trainer.steps == steps]
         for run in due:
-            run.trainer.epoch, run.trainer.next_batch = reader.epoch, reader.next_batch
+            run.trainer.epoch, run.trainer.next_batch = leader.epoch, leader.next_batch
             run.step(batch)
-        bar.update(len(due) * reader.training.batch_tokens)
+        bar.update(len(due) * leader.training.batch_tokens)
         rows = [run.row for run in due if run.row.get("step") == steps]
         if rows:
             fve, alive = (sum(row[name] for row in rows) / len(rows) for name in ("fve", "alive"))
@@ -123,7 +123,7 @@ def _train(
 
 
 class _Run:
-    """One of the trainings that share batches: its trainer, and what is written of it.
+    """One of the trainings that share batches: its trainer, folder and W&B run.
 
     Attributes:
         row: its last metrics.

@@ -1,13 +1,12 @@
-"""Several sites and seeds over the same data: `train` in one pass.
+"""Train several sites and seeds over the same data in one pass.
 
-A site's seeds share every batch: it is read, cut and checked once. That saves disk traffic where a store is larger than
-memory; from memory, reading is a small part of a step. Sites come one after another and share the index of windows:
-their activations lie in different datasets, so that nothing else is common, and one site's optimizers are held at a
-time.
+A site's seeds share every batch: it is loaded, cut and checked once. This saves disk traffic where a store is larger
+than memory; from memory, loading is a small part of a step. Sites come one after another and share only the index of
+windows, as their activations lie in different datasets.
 
-Every run folder is what `train` alone would have written with the same seed and data_seed, bit for bit, and a pass that
-was killed goes on with the same bits. That seeds share the data's order makes them differ in initial weights alone,
-which is how stability across seeds is usually measured (Paulo & Belrose, arXiv 2501.16615).
+Every run folder is what `train` alone writes with the same seed and data_seed, bit for bit, and a pass that was killed
+resumes with the same bits. The seeds share the data's order, so that they differ in initial weights alone. Stability
+across seeds is usually measured so (Paulo & Belrose, arXiv 2501.16615).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Trainer:
         self.idle_tokens = torch.zeros(config.d_sae, dtype=torch.long, device=self.device)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that the next step depends on. Weights, moments and idle tokens are the live tensors."""
+        """All that the next step depends on. Weights, moments and idle tokens are the live tensors."""
         state = {f"sae.{name}": tensor for name, tensor in self.sae.state_dict().items()}
         for name, parameter in self.sae.named_parameters():
             state.update({f"adam.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()})
@@ -76,7 +76,7 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
         for name, live in self.state().items():
             live.copy_(state[name])
         self.steps, self.epoch, self.next_batch = state["position"].tolist()
@@ -157,7 +157,7 @@ class Trainer:
         return min(1.0, (step + 1) / max(warmup, 1), (self.n_steps - step) / max(decay, 1))
 
     def _project_gradient(self) -> None:
-        """Without its part along the rows, which renormalising would undo but Adam's moments would remember."""
+        """Remove the part along the rows: renormalising would undo it, but Adam's moments would keep it."""
         gradient, rows = self.sae.W_dec.grad, self.sae.W_dec.detach()
         assert gradient is not None
         gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)

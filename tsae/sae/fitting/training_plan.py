@@ -1,4 +1,4 @@
-"""What a training is before anything is read: its config with defaults resolved, its start, its inputs, its folder."""
+"""The plan of one training, made before any activation is loaded: config, start, inputs and folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plan:
         start: TemporalSAE | str | Path | None = None,
         to: str | Path | None = None,
     ) -> Plan:
-        """As `train` takes them."""
+        """The plan of a call of `train` with these arguments."""
         if start is None:
             site, config = training.site or _only_site(store), sae or SAEConfig()
         else:
@@ -61,11 +61,12 @@ class Plan:
         return cls(site, config, training, start, inputs, folder)
 
     def windows(self, store: Source) -> Windows:
-        """Of the problems that it trains on."""
+        """Windows of the problems to train on."""
         training = self.training
         partner = training.partner if self.config.temporal_weight > 0 else None
-        options = self._read_alike()
-        return store.windows(self.site, held_out=False, partner=partner, step_ends=training.step_ends, **options)
+        return store.windows(
+            self.site, held_out=False, partner=partner, step_ends=training.step_ends, **self._window_options()
+        )
 
     def unseen(self, store: Source) -> np.ndarray | None:
         """(n, d_model) tokens of the problems that training leaves out; None where these are too few to go by."""
@@ -74,10 +75,10 @@ class Plan:
         if len(set(problems.to_pylist())) < FEWEST:
             return None
         # A live source computes them, into a buffer that is given back before the training's is filled.
-        return store.windows(self.site, held_out=True, partner=None, **self._read_alike()).first_tokens
+        return store.windows(self.site, held_out=True, partner=None, **self._window_options()).first_tokens
 
-    def _read_alike(self) -> dict[str, Any]:
-        """Options of the windows on either side."""
+    def _window_options(self) -> dict[str, Any]:
+        """Options that both kinds of windows share."""
         training = self.training
         assert training.data_seed is not None
         return {

@@ -1,4 +1,4 @@
-"""The trajectories of a store as measures read them: whole, with the places of their counted tokens."""
+"""The trajectories of a store, whole, with the places of their counted tokens."""
 
 from __future__ import annotations
 

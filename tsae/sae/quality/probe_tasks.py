@@ -1,18 +1,18 @@
-"""What probes predict from the codes of single response tokens, on which of these, and with which folds.
+"""Tasks for probes of single response tokens: labels, the tokens that have them, weights and folds.
 
-What is not allowed to help:
+Shortcuts that are ruled out:
 
-- Problems: folds are over problems, so that a probe never sees a problem that it is tested on. Only for the label
-  "problem" must every problem be seen: there folds are over trajectories, and only problems with several count.
+- The problem: folds are over problems, so that a probe never sees the problems that it is tested on. Only the label
+  "problem" needs every problem in training: there folds are over trajectories, and only problems with several count.
 - Difficulty: outcome and behaviours are balanced within each problem (only problems that have both kinds count), so
   that knowing the problem does not help.
-- The prompt: only tokens of responses are read.
+- The prompt: only response tokens are probed.
 - Frequent classes: all classes weigh the same; chance is 1 / number of classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,26 +51,24 @@ def trajectory_tasks(
     """
     frame = rollouts.frame
     problem = np.unique(frame.problem_id.to_numpy(), return_inverse=True)[1]
-    tasks: list[Task] = []
-    skipped: dict[str, str] = {}
-
-    def keep(label: str, task: Task | str) -> None:
-        if isinstance(task, str):
-            skipped[label] = task
-        else:
-            tasks.append(task)
-
+    found: dict[str, Task | str] = {}
     band = np.array([BANDS.index(b) if b in BANDS else -1 for b in frame.band])
-    keep("band", _between("band", band[places.row], problem[places.row], seed))
+    found["band"] = _between("band", band[places.row], problem[places.row], seed)
     outcome = np.array([{"failure": 0, "success": 1}.get(o, -1) for o in frame.outcome])
-    keep("outcome", _within("outcome", outcome[places.row], problem[places.row], seed))
+    found["outcome"] = _within("outcome", outcome[places.row], problem[places.row], seed)
     for name in rollouts.info.get("behaviours", []):
         values = frame[name].to_numpy(dtype=float)
         if set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}:
             code = np.where(np.isnan(values), -1, values).astype(int)
-            keep(name, _within(name, code[places.row], problem[places.row], seed))
-    keep("problem", _which_problem(problem, places.row, max_problems, seed))
-    return tasks, skipped
+            found[name] = _within(name, code[places.row], problem[places.row], seed)
+    found["problem"] = _which_problem(problem, places.row, max_problems, seed)
+    return _tasks_and_reasons(found)
+
+
+def _tasks_and_reasons(found: Mapping[str, Task | str]) -> tuple[list[Task], dict[str, str]]:
+    """The tasks, and the reasons of the labels that cannot be probed."""
+    tasks = [task for task in found.values() if isinstance(task, Task)]
+    return tasks, {label: reason for label, reason in found.items() if isinstance(reason, str)}
 
 
 def token_tasks(
@@ -97,19 +95,14 @@ def token_tasks(
         if token_strings is None:
             raise TsaeError("an annotator needs the text of tokens", where="separation", fix="Give token_strings.")
         labels["class"] = _classes(rollouts, places, annotator, token_strings)
-    tasks: list[Task] = []
-    skipped: dict[str, str] = {}
+    found: dict[str, Task | str] = {}
     for label, values in labels.items():
         names, code, count = np.unique(values, return_inverse=True, return_counts=True)
         common = np.argsort(-count, kind="stable")[:max_tokens]
         rank = np.full(len(names), -1)
         rank[common] = np.arange(len(common))
-        task = _between(label, rank[code], problem, seed)
-        if isinstance(task, str):
-            skipped[label] = task
-        else:
-            tasks.append(task)
-    return tasks, skipped
+        found[label] = _between(label, rank[code], problem, seed)
+    return _tasks_and_reasons(found)
 
 
 def _classes(rollouts: Rollouts, places: Places, annotator: Annotator, token_strings: Sequence[str]) -> np.ndarray:

@@ -1,20 +1,22 @@
-"""How well an SAE reconstructs tokens, in sums over them, so that parts add up to the whole.
+"""How well an SAE reconstructs tokens, as sums over tokens: the sums of parts add up to those of the whole.
 
-- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone. Of a slice
-  (a reader, a band, prompts or responses) x̄ is the slice's own mean, so that what tells the slices apart does not count
-  as explained.
+- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone. In a
+  slice (a reader, a band, prompts or responses) x̄ is the slice's own mean: differences between slices do not count as
+  explained.
 - cosine: mean over tokens of cos(x, x̂).
 - L0: mean number of active latents per token, at the inference threshold.
-- silent: share of tokens on which no high-level latent is active, smooth for want of anything to change.
+- silent: share of tokens on which no high-level latent is active. Such tokens look smooth, as nothing can change.
 - alive: share of latents that are active on at least one token.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import reduce
 
 from tsae.rollouts.table import BANDS
 from tsae.sae.model import TemporalSAE
@@ -30,6 +32,9 @@ _SPANS = {
     "answer": ("answer",),
 }
 """Spans, and of which cells each is made up."""
+
+
+_MEANS = ("cosine", "cosine_high", "l0", "l0_high", "silent_high")
 
 
 @dataclass(frozen=True)
@@ -53,64 +58,50 @@ class Slice:
 
 
 class TokenSums:
-    """Running sums over tokens, of which slices are made."""
+    """Running sums over tokens, from which slices are made."""
 
     def __init__(self, sae: TemporalSAE) -> None:
-        self.sae, self.d_high = sae, sae.config.d_high
-        self.n, self.active, self.active_high, self.silent = 0, 0, 0, 0
-        self.error = self.error_high = self.cosine = self.cosine_high = self.square = 0.0
+        self.sae, self.n = sae, 0
+        self.sums: dict[str, float] = defaultdict(float)  # cosine, …: the means of a `Slice`; error; square: Σ‖x‖²
         self.x = torch.zeros(sae.d_model, dtype=torch.float64)
         self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
 
     @classmethod
     def union(cls, parts: Iterable[TokenSums]) -> TokenSums:
-        """Of the tokens of all parts, of which there is at least one."""
+        """The sums over the tokens of all parts; there is at least one."""
         parts = list(parts)
         whole = cls(parts[0].sae)
         for part in parts:
-            whole.n, whole.square = whole.n + part.n, whole.square + part.square
-            whole.error, whole.error_high = whole.error + part.error, whole.error_high + part.error_high
-            whole.cosine, whole.cosine_high = whole.cosine + part.cosine, whole.cosine_high + part.cosine_high
-            whole.active, whole.active_high = whole.active + part.active, whole.active_high + part.active_high
-            whole.x, whole.fired = whole.x + part.x, whole.fired | part.fired
-            whole.silent += part.silent
+            whole.n, whole.x, whole.fired = whole.n + part.n, whole.x + part.x, whole.fired | part.fired
+            for name, value in part.sums.items():
+                whole.sums[name] += value
         return whole
 
     def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
         """Tokens x (n, d_model) with their codes (n, d_sae)."""
-        high, sae = codes[:, : self.d_high], self.sae
-        x_hat, x_high = sae.decode(codes), high @ sae.W_dec[: self.d_high] + sae.b_dec
+        sae, d_high = self.sae, self.sae.config.d_high
+        high = codes[:, :d_high]
+        x_high = high @ sae.W_dec[:d_high] + sae.b_dec
+        for suffix, x_hat, active in (("", sae.decode(codes), codes > 0), ("_high", x_high, high > 0)):
+            self.sums["error" + suffix] += (x - x_hat).pow(2).sum().item()
+            self.sums["cosine" + suffix] += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
+            self.sums["l0" + suffix] += int(active.sum())
+        self.sums["silent_high"] += int((~reduce(high > 0, "token latent -> token", "any")).sum())
+        self.sums["square"] += x.double().pow(2).sum().item()
         self.n += len(x)
-        self.error += (x - x_hat).pow(2).sum().item()
-        self.error_high += (x - x_high).pow(2).sum().item()
-        self.cosine += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
-        self.cosine_high += torch.cosine_similarity(x, x_high, dim=1).sum().item()
-        self.active += int((codes > 0).sum())
-        self.active_high += int((high > 0).sum())
-        self.silent += int((high > 0).any(1).logical_not().sum())
-        self.square += x.double().pow(2).sum().item()
-        self.x += x.sum(0).double().cpu()
-        self.fired |= (codes > 0).any(0).cpu()
+        self.x += reduce(x, "token d_model -> d_model", "sum").double().cpu()
+        self.fired |= reduce(codes > 0, "token latent -> latent", "any").cpu()
 
     def slice(self, by: str, value: str) -> Slice:
-        """What these tokens' reconstruction is like."""
-        variance = self.square - self.x.pow(2).sum().item() / self.n
+        """The reconstruction of these tokens."""
+        variance = self.sums["square"] - self.x.pow(2).sum().item() / self.n
         # A slice of tokens that are all alike has no variance to explain.
-        explained = (1 - e / variance if variance > 0 else float("nan") for e in (self.error, self.error_high))
-        fve, fve_high = explained
-        return Slice(
-            by,
-            value,
-            n_tokens=self.n,
-            fve=fve,
-            fve_high=fve_high,
-            cosine=self.cosine / self.n,
-            cosine_high=self.cosine_high / self.n,
-            l0=self.active / self.n,
-            l0_high=self.active_high / self.n,
-            silent_high=self.silent / self.n,
-            alive=self.fired.float().mean().item(),
+        fve, fve_high = (
+            1 - self.sums[name] / variance if variance > 0 else float("nan") for name in ("error", "error_high")
         )
+        means = {name: self.sums[name] / self.n for name in _MEANS}
+        alive = self.fired.float().mean().item()
+        return Slice(by, value, n_tokens=self.n, fve=fve, fve_high=fve_high, **means, alive=alive)
 
 
 def slices_of(cells: Mapping[Cell, TokenSums], readers: Sequence[str]) -> Iterator[Slice]:

@@ -9,7 +9,7 @@ A T-SAE separates if its high-level codes predict the first better, and its low-
 those of a plain Matryoshka SAE (temporal_weight = 0) of the same data, width and k. Activations themselves are probed
 too: what is not linearly in them cannot be in the codes.
 
-What is not allowed to help, and which tokens a label is probed on: see `tsae.sae.quality.probe_tasks`.
+`tsae.sae.quality.probe_tasks` says which tokens a label is probed on, and which shortcuts are ruled out.
 """
 
 from __future__ import annotations

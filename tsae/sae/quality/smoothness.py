@@ -27,6 +27,7 @@ import scipy.fft
 import scipy.linalg
 import scipy.optimize
 import torch
+from einops import reduce
 
 
 class Smoothness(NamedTuple):
@@ -53,11 +54,11 @@ def smoothness(x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjac
     ratio = change / size[:, None]
     silent = ~active[inside].any(0)
     # 0 / 0, a feature active only on tokens without a counted neighbour, is NaN as it should be.
-    robust = change.sum(0) / (size @ concerned)
+    robust = reduce(change, "step feature -> feature", "sum") / (size @ concerned)
     nan = float("nan")
     return Smoothness(
-        largest=ratio.amax(0).masked_fill(silent, nan),
-        mean=ratio.mean(0).masked_fill(silent, nan),
+        largest=reduce(ratio, "step feature -> feature", "max").masked_fill(silent, nan),
+        mean=reduce(ratio, "step feature -> feature", "mean").masked_fill(silent, nan),
         robust=robust.masked_fill(silent, nan),
     )
 

@@ -7,10 +7,9 @@ One forward pass as the model is, one with x̂ in place of x at the counted toke
   no better than nothing. It means nothing where zeros do the model no harm;
 - KL: mean over replaced tokens of KL(model as it is ‖ model with x̂), in nats.
 
-Special tokens and tokens beyond the outlier limit keep their activations, as they do in training: the SAE never saw
-them. Intervals are percentile bootstraps over problems. By default only predictions of response
-tokens count, although prompts are replaced too: reinforcement learning leaves what a model expects of prompts to
-itself, and a loss that the model never minded says little about what it lost.
+Special tokens and tokens beyond the outlier limit keep their activations: the SAE saw none of them in training.
+Intervals are percentile bootstraps over problems. By default only predictions of response tokens count, although
+prompts are replaced too: reinforcement learning does not train predictions of the prompt.
 """
 
 from __future__ import annotations
