@@ -1,7 +1,7 @@
-"""How far an edit goes beyond the same edit of random features: the random sets are a sample, not a constant.
+"""Compare an edit with the same edit of random features, taking the random sets as a sample, not a constant.
 
 Random sets differ from each other, often by more than the choice of problems explains. An interval that varies only the
-problems is therefore too narrow: by it a sixth random set goes "beyond" five others in up to two of three draws
+problems is therefore too narrow: with it a sixth random set lies "beyond" five others in up to two of three draws
 (docs/measured.md). Let D be the chosen features' mean over problems minus the mean over sets and problems. Its interval
 has three parts:
 

@@ -1,4 +1,4 @@
-"""What chosen features are compared with: random features that are alike, and the plain mean difference."""
+"""Controls for chosen features: matched random features, and the plain mean difference."""
 
 from __future__ import annotations
 

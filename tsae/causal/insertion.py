@@ -1,4 +1,4 @@
-"""Does a feature fire because of a token, or because of where it stands? Its top tokens, inserted into other contexts.
+"""Test whether a feature fires because of a token or its context: insert its top tokens into other contexts.
 
 1. Half of the problems says which tokens carry most of a feature's activation, and how strongly it fires on them.
 2. In trajectories of the other half, places are drawn at which the feature has not fired so far and does not fire next:

@@ -260,7 +260,7 @@ def _unit(direction: torch.Tensor, sae: TemporalSAE) -> torch.Tensor:
 
 
 def _rows(drawn: Rollouts) -> dict[str, int]:
-    """What one condition's numbers rest on."""
+    """Problems, trajectories and tokens of one condition."""
     tokens = int(drawn.lengths("response_ids").sum())
     return {"problems": drawn.n_problems, "trajectories": len(drawn), "tokens": tokens}
 

@@ -24,7 +24,7 @@ from tsae.rollouts.difficulty import wilson_interval
 from tsae.rollouts.table import BANDS, Rollouts
 
 _SET = re.compile(r"_\d+$")
-"""What tells one random set of a condition from the pooled ones."""
+"""Matches the name of a single random set, such as random_1; the pooled sets have no number."""
 _KEYS = ["condition", "band", "behaviour"]
 _BEYOND = ["beyond_random", "beyond_low", "beyond_high"]
 _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
@@ -125,7 +125,7 @@ class Intervention:
         return table.reset_index(drop=True)
 
     def summary(self, behaviour: str = "direct_answer", band: str = "all") -> str:
-        """One sentence: the change with its interval, and those of the controls."""
+        """One sentence with the change, its interval, and the same of the controls."""
         rows = self.table(behaviour=behaviour, band=band).set_index("condition")
         unmeasured = [n for n in _NEEDED if n not in rows.index or not (n == "none" or rows.loc[n].n_paired > 0)]
         if unmeasured:
@@ -211,7 +211,7 @@ class Intervention:
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """What a report says of the test: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
+        """Facts for reports: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
         and the changes over all problems that these sentences name."""
         config = self.info["config"]
         conditions = [*_NEEDED[1:], "mean_difference"]

@@ -93,7 +93,7 @@ class TemporalSAE(torch.nn.Module):
         return None if limit is None else float(limit)
 
     def outliers(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, d_model) -> (…) bool: tokens beyond `norm_limit`, of which the SAE saw none and can say nothing."""
+        """(…, d_model) -> (…) bool: tokens beyond `norm_limit`; the SAE saw none of them in training."""
         limit = self.norm_limit
         norm = x.norm(dim=-1)
         return torch.zeros_like(norm, dtype=torch.bool) if limit is None else norm > limit
@@ -129,7 +129,7 @@ class TemporalSAE(torch.nn.Module):
 
     @torch.no_grad()
     def fold_scale(self, scale: float) -> None:
-        """Make an SAE of scale · x one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
+        """Turn an SAE of scale · x into one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
         self.b_enc.div_(scale)
         self.b_dec.div_(scale)
         self.threshold.div_(scale)
@@ -185,9 +185,9 @@ class TemporalSAE(torch.nn.Module):
 
 
 class ForeignSAE(TemporalSAE):
-    """An SAE of sae_lens behind the face of ours: `encode`, `evaluate` and what follows take it as they take a T-SAE.
+    """An SAE of sae_lens, which `encode`, `evaluate` and all later stages take like a T-SAE.
 
-    It is saved as sae_lens saves it. Training starts from it (`tsae.sae.fitting.finetuning`) and gives a `TemporalSAE`.
+    It is saved as sae_lens saves it. `tsae.sae.fitting.finetuning` starts from it and gives a `TemporalSAE`.
     """
 
     config: ForeignConfig
@@ -220,11 +220,11 @@ class ForeignSAE(TemporalSAE):
         return torch.zeros_like(pre).scatter_(-1, largest.indices, torch.relu(largest.values))
 
     def save(self, folder: str | Path) -> Path:
-        """As `to_saelens`: this is the form that `TemporalSAE.load` reads it from."""
+        """Write it as `to_saelens` does; `TemporalSAE.load` loads that form."""
         return self.to_saelens(folder)
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
-        """Write it as sae_lens reads it; its own architecture stays."""
+        """Write it in the form that sae_lens loads, with its own architecture."""
         if architecture == NATIVE:
             raise TsaeError(f"an SAE of sae_lens is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
@@ -261,7 +261,7 @@ def read_saelens(folder: str | Path, *, site: str | None = None, device: str = "
 
 
 def check_fits(sae: TemporalSAE, store: Source) -> None:
-    """That the SAE was made for the store's activations.
+    """Check that the SAE was made for the store's activations.
 
     Raises:
         TsaeError: where the site or d_model differ.

@@ -9,7 +9,7 @@
 | any of these that `to_saelens` wrote | the `TemporalSAE` that it was |
 
 Codes equal sae_lens's bit for bit; where a config asks for codes rescaled by decoder norms, the norms are folded into
-the weights, which costs the last bits. Latents are one group: which are high-level is not known of them.
+the weights, which costs the last bits. All latents form one group: nothing says which are high-level.
 
 Refused, with what to do: weights that expect normalised activations (sae_lens computes the factors from data or per
 token, and does not write them down), reshaped attention heads, single heads, other architectures.
@@ -43,7 +43,7 @@ _NORMALIZED = {
 
 @dataclass(frozen=True)
 class ForeignConfig(SAEConfig):
-    """What an SAE of sae_lens is. How it was trained is not known here: fields about training mean nothing."""
+    """Config of an SAE of sae_lens. Fields about training mean nothing: how it was trained is not known."""
 
     k: int = 0
     """Latents active per token; 0 where a threshold decides."""
@@ -62,12 +62,12 @@ class ForeignConfig(SAEConfig):
 
 
 def is_saelens(folder: Path) -> bool:
-    """That sae_lens, or `to_saelens`, wrote this folder, and `TemporalSAE.save` did not."""
+    """Whether sae_lens or `to_saelens` wrote this folder, and not `TemporalSAE.save`."""
     return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
 class LensSAE(NamedTuple):
-    """What a folder of sae_lens holds, in the terms of this package."""
+    """The content of a folder of sae_lens, in the terms of this package."""
 
     config: SAEConfig
     """A `ForeignConfig`, or the config of the T-SAE that `to_saelens` wrote."""
@@ -146,7 +146,7 @@ def not_fitting(weights: str, config: str, folder: Path, fix: str) -> Iterator[N
 def _check(
     config: dict[str, Any], metadata: dict[str, Any], architecture: str, weights: dict[str, torch.Tensor], folder: Path
 ) -> None:
-    """That what the config asks for is what is computed here."""
+    """Refuse configs that ask for what is not computed here."""
     where = folder / CONFIG_FILE
     written_by = str(metadata.get("sae_lens_version") or config.get("sae_lens_version") or "")
     if not written_by or int(written_by.split(".")[0]) < 6:

@@ -30,7 +30,7 @@ NATIVE: LensArchitecture = "tsae_temporal"
 """The name that `tsae.sae.saelens` registers. ("temporal" is sae_lens's name for something else, arXiv 2511.01836.)"""
 
 FORMAT = "tsae-temporal-sae"
-"""Of our own config.json, and of what our cfg.json says under ``tsae``."""
+"""Format of our config.json, and of the entry ``tsae`` in our cfg.json."""
 CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"
 
 

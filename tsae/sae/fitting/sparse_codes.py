@@ -131,7 +131,7 @@ def _largest(pre: torch.Tensor, n: int, processes: Processes) -> torch.Tensor:
 
 
 def _largest_of_all(flat: torch.Tensor, n: int, bound: torch.Tensor, processes: Processes) -> torch.Tensor:
-    """This process's part. Above its bound lie at least n of its entries, or all that are positive."""
+    """This process's part of the largest. At least n of its entries, or all positive ones, lie above its bound."""
     # So above the lowest bound lie at least as many as are wanted in all.
     found = (flat > processes.least(bound)).nonzero()[:, 0]
     mine = flat[found]

@@ -1,6 +1,6 @@
 """The temporal terms of the loss on active codes, with sparse gradients: InfoNCE, and distances for the weighted L1.
 
-Of several processes (`tsae.base.distributed`) each holds a share of the batch's pairs, and the gradient of its codes is
+With several processes (`tsae.base.distributed`) each holds a share of the batch's pairs. The gradient of its codes is
 that of the whole batch's loss.
 """
 
@@ -94,7 +94,7 @@ class _Partners(NamedTuple):
     """(N, n_kinds) pairs whose groups of any kind are equal are not contrasted."""
 
     def gathered(self, processes: Processes) -> tuple[_Partners, int]:
-        """Those of all processes, and the number of this one's first pair among them."""
+        """The codes and pairs of all processes, and the number of this process's first pair among them."""
         if processes.size == 1:
             return self, 0
         n_tokens = processes.counts(self.n_tokens)

@@ -29,7 +29,7 @@ class Plan:
     start: TemporalSAE | None
     """None for random weights."""
     inputs: dict[str, Any]
-    """What it reads, as JSON."""
+    """The training's inputs, as JSON."""
     folder: RunFolder | None
     """None for a training that is not written."""
 

@@ -25,7 +25,7 @@ class Text(NamedTuple):
 
     @property
     def has_steps(self) -> bool:
-        """That two counted tokens follow one another."""
+        """Whether two counted tokens follow one another."""
         return bool((np.diff(self.tokens) == 1).any())
 
 

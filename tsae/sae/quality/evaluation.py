@@ -1,4 +1,4 @@
-"""How good a T-SAE is, on problems that its training held out.
+"""Measure how good a T-SAE is, on problems that its training left out.
 
 - FVE, cosine, L0, silent, alive, of everything and of its parts: see `tsae.sae.quality.reconstruction`.
 - smoothness: see `tsae.sae.quality.smoothness`; the paper's, fragile, and a robust one beside it.
@@ -46,7 +46,7 @@ class Evaluation:
     """Fraction of variance explained by the high-level codes alone."""
     cosine: float
     cosine_high: float
-    """Of the reconstruction from the high-level codes alone."""
+    """Cosine with the reconstruction from the high-level codes alone."""
     l0: float
     l0_high: float
     silent_high: float
@@ -55,20 +55,20 @@ class Evaluation:
     alive_high: float
     """Share of the high-level latents."""
     smoothness_high: float
-    """Of the high-level features; the paper's measure."""
+    """The paper's measure, over the high-level features."""
     smoothness_all: float
-    """Of all features; the paper's measure."""
+    """The paper's measure, over all features."""
     smoothness_high_mean: float
-    """Of the high-level features, with the mean over adjacent tokens in place of the largest."""
+    """The mean over adjacent tokens in place of the largest, over the high-level features."""
     smoothness_high_robust: float
-    """Of the high-level features; the ratio of sums."""
+    """The ratio of sums, over the high-level features."""
     smoothness_all_robust: float
-    """Of all features; the ratio of sums."""
+    """The ratio of sums, over all features."""
     slices: tuple[Slice, ...] = ()
     """Everything, then by reader, by band (where bands are known), by prompt and response, and, where any response has
     thinking, by thinking and answer."""
     losses: tuple[LossRecovered, ...] = ()
-    """One a reader whose checkpoint was given."""
+    """One for each reader whose checkpoint was given."""
     alive_in_training: float | None = None
     """Share of latents that fired in the last `dead_after_tokens` tokens of training; None where that is not known.
     The tokens measured on may be too few for a rare latent to fire."""
@@ -86,7 +86,7 @@ class Evaluation:
         return pd.DataFrame([asdict(loss) for loss in self.losses])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: None stands for it."""
+        """The content as JSON, with None for NaN."""
         return plain(asdict(self))
 
     @classmethod
@@ -255,7 +255,7 @@ def evaluate(
 
 
 def _mean(values: np.ndarray) -> float:
-    """Over trajectories in which something is active; NaN where there is none."""
+    """Mean over trajectories in which something is active; NaN where there is none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 

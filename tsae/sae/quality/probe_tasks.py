@@ -41,7 +41,7 @@ class Places(NamedTuple):
 def trajectory_tasks(
     rollouts: Rollouts, places: Places, max_problems: int, seed: int
 ) -> tuple[list[Task], dict[str, str]]:
-    """What trajectories are about: band, outcome, behaviours, problem; and labels that cannot be probed, with reasons.
+    """Tasks about trajectories: band, outcome, behaviours, problem; and the reasons of labels that cannot be probed.
 
     Args:
         rollouts: that the tokens are of.
@@ -79,7 +79,7 @@ def token_tasks(
     token_strings: Sequence[str] | None,
     seed: int,
 ) -> tuple[list[Task], dict[str, str]]:
-    """What tokens are: identity and class; and labels that cannot be probed, with reasons.
+    """Tasks about tokens: identity and class; and the reasons of labels that cannot be probed.
 
     Args:
         rollouts: that the tokens are of.

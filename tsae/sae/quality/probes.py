@@ -32,7 +32,7 @@ _DRAWS = 1000
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be predicted of some tokens."""
+    """What a probe predicts: a label of some tokens."""
 
     label: str
     token: np.ndarray

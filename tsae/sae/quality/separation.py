@@ -89,19 +89,19 @@ class Separation:
     """Labels that could not be probed, and why."""
 
     def table(self) -> pd.DataFrame:
-        """One row a probe."""
+        """One row for each probe."""
         import pandas as pd
 
         return pd.DataFrame([asdict(score) for score in self.scores])
 
     def gain_table(self) -> pd.DataFrame:
-        """One row a label and group; empty where there was no baseline."""
+        """One row for each label and group; empty without a baseline."""
         import pandas as pd
 
         return pd.DataFrame([asdict(gain) for gain in self.gains])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content as JSON, with None for NaN."""
         return plain(asdict(self))
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""How smoothly features change from token to token, relative to how far the residual stream moves.
+"""Smoothness: how much features change from token to token, relative to how far the residual stream moves.
 
 For feature f and the steps t − 1 → t of a trajectory, with Δf and Δx the changes over a step:
 
@@ -9,12 +9,12 @@ For feature f and the steps t − 1 → t of a trajectory, with Δf and Δx the 
 Each is a Lipschitz-like ratio in the same units, lower is smoother, and is averaged over the features active in a
 trajectory, then over trajectories.
 
-Why the robust one. The largest ratio is set by one step of a trajectory: one pair of nearly equal tokens (‖Δx‖ near 0)
-decides it, and the expected maximum grows with the number of steps, so that longer responses look rougher. The mean has
-neither fault's full weight but another: steps at which a feature is silent on both sides count as perfectly smooth, so
-that the sparser of two equally abrupt features looks smoother. The ratio of sums is the mean ratio over the steps that
-concern the feature, each weighted by its ‖Δx‖: a step weighs as much as the stream moves in it, length does not enter,
-nor does silence. It never exceeds the largest ratio, and equals it where all steps are alike.
+Why the robust measure. One step of a trajectory sets the largest ratio: a pair of nearly equal tokens (‖Δx‖ near 0)
+decides it. The expected maximum also grows with the number of steps, so that longer responses look rougher. The mean
+suffers less from both, but counts steps at which a feature is silent on both sides as perfectly smooth: of two equally
+abrupt features the sparser one looks smoother. The ratio of sums is the mean ratio over the steps that concern the
+feature, each weighted by its ‖Δx‖. Neither length nor silence changes it. It never exceeds the largest ratio, and
+equals it where all steps are alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from einops import reduce
 
 
 class Smoothness(NamedTuple):
-    """One entry a feature, (d_sae,); NaN for features that are not active, or that no counted step concerns."""
+    """(d_sae,) one entry for each feature; NaN where it is not active, or active at no counted step."""
 
     largest: torch.Tensor
     mean: torch.Tensor
@@ -39,7 +39,7 @@ class Smoothness(NamedTuple):
 
 
 def smoothness(x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjacent: torch.Tensor) -> Smoothness:
-    """Of one trajectory.
+    """Smoothness of every feature in one trajectory.
 
     Args:
         x: (T, d_model) tokens.
@@ -64,7 +64,7 @@ def smoothness(x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjac
 
 
 class SlowVariance:
-    """How much variance a reconstruction can explain that moves less than the residual stream does.
+    """The variance that a reconstruction can explain if it moves less than the residual stream does.
 
     Of a reconstruction y of trajectories x, its roughness r is the root of Σ_t ‖Δy_t‖² / Σ_t ‖Δx_t‖². Two answers:
 

@@ -1,4 +1,4 @@
-"""What the model loses when the SAE's reconstruction takes the place of its residual stream.
+"""Splice the SAE's reconstruction into the residual stream, and measure what the model loses.
 
 One forward pass as the model is, one with x̂ in place of x at the counted tokens, one with 0 there:
 
@@ -36,7 +36,7 @@ _DRAWS = 1000
 
 @dataclass(frozen=True)
 class LossRecovered:
-    """Of one reader. Losses and KL in nats per token."""
+    """What one reader loses. Losses and KL are in nats per token."""
 
     reader: str
     n_tokens: int
@@ -44,7 +44,7 @@ class LossRecovered:
     n_trajectories: int
     n_problems: int
     loss: float
-    """As the model is."""
+    """Loss of the model as it is."""
     loss_spliced: float
     loss_ablated: float
     recovered: float

@@ -1,4 +1,4 @@
-"""Which latents another training finds again: cosine of matched decoder directions.
+"""Stability: which latents another training finds again, by the cosine of matched decoder directions.
 
 Latents of two dictionaries are matched one to one so that the sum of their cosines is largest (the assignment problem,
 as Paulo & Belrose do, arXiv 2501.16615), regardless of group. A latent that no other seed has need not be an artefact,
@@ -37,12 +37,12 @@ FOUND_AGAIN = 0.7
 
 @dataclass(frozen=True)
 class Stability:
-    """Of one SAE's latents against other SAEs."""
+    """Stability of one SAE's latents: how well other SAEs match them."""
 
     sae: str
     """Fingerprint of the SAE."""
     others: tuple[str, ...]
-    """What it was compared with."""
+    """Names of the SAEs that it was compared with."""
     cosine: np.ndarray
     """(n_others, d_sae) cosine with the matched latent of each; NaN where the other is narrower and has none left."""
     same_group: np.ndarray
@@ -141,14 +141,14 @@ class Stability:
 
     @classmethod
     def beside(cls, folder: str | Path, sae: str | None) -> Stability | None:
-        """What stands in the folder of an SAE of this fingerprint, or of its features; None where nothing does."""
+        """Load it from the folder of an SAE of this fingerprint, or of its features; None where there is none."""
         return cls.load(folder).of(sae, folder) if (Path(folder) / FILE).is_file() else None
 
     def of(self, sae: str | None, where: str | Path) -> Stability:
-        """This, after making sure that it is that of the SAE with a fingerprint.
+        """Return this stability, after a check that it belongs to the SAE of this fingerprint.
 
         Raises:
-            TsaeError: where it is that of another.
+            TsaeError: where it belongs to another SAE.
         """
         if self.sae != sae:
             raise TsaeError(
@@ -191,7 +191,7 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
 
 
 def matched_cosines(mine: torch.Tensor, others: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """One-to-one matching of directions.
+    """Match directions one to one.
 
     Args:
         mine: (n, d_model).
