@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from einops import reduce
 
 from tsae.activations.reading import OutOfMemory, read_batches
 from tsae.base.bootstrap import bootstrap_interval
@@ -239,7 +240,7 @@ def _measure(
         [np.bincount(problems, weights=x) / size for x in (inserted - control, inserted / typical.mean())], 1
     )
     low, high = bootstrap_interval(by_problem, config.n_bootstrap, config.confidence, config.seed)
-    difference, kept = by_problem.mean(0)
+    difference, kept = reduce(by_problem, "problem measure -> measure", "mean")
     verdict = UNDECIDED
     if high[1] < _KEPT:
         verdict = CONTEXT_DEPENDENT

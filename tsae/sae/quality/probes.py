@@ -134,7 +134,8 @@ def fit_logistic(
     weight = weight / weight.sum()
     rows = np.arange(n)
 
-    def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+    def flat_loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        parameters = flat.reshape(d + 1, n_classes)
         logits = np.asarray(x @ parameters[:d]) + parameters[d]
         logits -= logits.max(1, keepdims=True)
         p = np.exp(logits)
@@ -147,13 +148,9 @@ def fit_logistic(
         gradient[d] = p.sum(0)
         return float(value), gradient.ravel()
 
-    found = scipy.optimize.minimize(
-        lambda flat: loss(flat.reshape(d + 1, n_classes)),
-        np.zeros((d + 1) * n_classes) if start is None else start.ravel(),
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": 200, "gtol": 1e-5, "ftol": 0.0},
-    )
+    first: np.ndarray = np.zeros((d + 1) * n_classes) if start is None else start.ravel()
+    options: Any = {"maxiter": 200, "gtol": 1e-5, "ftol": 0.0}
+    found = scipy.optimize.minimize(flat_loss, first, jac=True, method="L-BFGS-B", options=options)
     return found.x.reshape(d + 1, n_classes)
 
 

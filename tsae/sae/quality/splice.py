@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from einops import reduce
 
 from tsae.activations.store import ActivationStore, TokenSpan, rows_mask
 from tsae.base.bootstrap import counts, percentile_interval
@@ -174,7 +175,7 @@ def spliced_losses(
     with rewritten(model, sae.site, ablated):
         zero = _log_probabilities(model, ids, mask)
     replaced = reached[0] & scored
-    kl = (clean.exp() * (clean - spliced)).sum(-1)  # (B, T)
+    kl = reduce(clean.exp() * (clean - spliced), "batch token vocabulary -> batch token", "sum")
     has_next = replaced[:, :-1] & mask[:, 1:].bool()
     columns = [has_next.double().sum(1)]
     for log_p in (clean, spliced, zero):

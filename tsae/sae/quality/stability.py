@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from einops import reduce
 
 from tsae.base.provenance import write_json
 from tsae.base.views import views
@@ -52,7 +53,7 @@ class Stability:
     @property
     def per_latent(self) -> np.ndarray:
         """(d_sae,) mean cosine over the others; a missing match counts as 0."""
-        return np.nan_to_num(self.cosine).mean(0)
+        return reduce(np.nan_to_num(self.cosine), "other latent -> latent", "mean")
 
     def table(self) -> pd.DataFrame:
         """One row a latent, indexed by feature: group, stability (mean matched cosine), lowest, same_group (share)."""
@@ -63,9 +64,9 @@ class Stability:
         return pd.DataFrame(
             {
                 "group": np.where(latents < self.d_high, "high", "low"),
-                "stability": cosine.mean(0),
-                "lowest": cosine.min(0),
-                "same_group": self.same_group.mean(0),
+                "stability": self.per_latent,
+                "lowest": reduce(cosine, "other latent -> latent", "min"),
+                "same_group": reduce(self.same_group.astype(float), "other latent -> latent", "mean"),
             },
             index=pd.RangeIndex(len(latents), name="feature"),
         )
