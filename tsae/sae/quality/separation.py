@@ -55,7 +55,7 @@ class Score:
     accuracy: float
     """Weighted so that all classes count the same."""
     low: float
-    """Bounds of the 95 % percentile_interval."""
+    """Bounds of the 95 % interval."""
     high: float
     chance: float
     l0: float
@@ -75,7 +75,7 @@ class Gain:
     level: str
     gain: float
     low: float
-    """Bounds of the 95 % percentile_interval, paired."""
+    """Bounds of the 95 % interval, paired."""
     high: float
 
 
@@ -110,7 +110,7 @@ class Separation:
             "Separation",
             {"not probed": [f"{label} ({why})" for label, why in self.skipped.items()] or None},
             ("probes of single response tokens: accuracy, all classes weighing the same", self.table()[kept]),
-            ("gain over the baseline, 95 % percentile_interval over problems", self.gain_table()),
+            ("gain over the baseline, 95 % interval over problems", self.gain_table()),
         )
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Separation:
             cells = "".join(f"{by_probe[(*column, label)].accuracy:>12.3f}" for column in columns)
             lines.append(f"{of.level + ' ' + label:<32.31}{of.chance:>8.3f}{cells}")
         if self.gains:
-            lines += ["", "gain over the baseline, 95 % percentile_interval over problems"]
+            lines += ["", "gain over the baseline, 95 % interval over problems"]
         for g in self.gains:
             lines.append(f"{g.level + ' ' + g.label:<32.31}{g.group:>8}{g.gain:>+12.3f}  [{g.low:+.3f}, {g.high:+.3f}]")
         lines += [f"not probed: {label} ({why})" for label, why in self.skipped.items()]
