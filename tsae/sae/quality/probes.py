@@ -11,15 +11,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 import scipy.sparse as sp
 from einops import reduce
-from threadpoolctl import threadpool_limits
 
 from tsae.base.bootstrap import counts
 from tsae.errors import TsaeError
@@ -89,20 +88,18 @@ def probe(codes: sp.csr_array | np.ndarray, task: Task) -> Probe:
     def fit(scaled: Callable[[np.ndarray], Any], rows: np.ndarray, penalty: float, start: Any = None) -> np.ndarray:
         return fit_logistic(scaled(rows), task.y[rows], task.n_classes, task.weight[rows], penalty, start)
 
-    # The problems are many and small: BLAS threads would wait for one another most of the time.
-    with threadpool_limits(1, user_api="blas"):
-        for k in range(n_folds):
-            inner, test, train = fold == (k + 1) % n_folds, fold == k, fold != k
-            penalty = PENALTIES[0]
-            if n_folds > 2:
-                scaled, best, weights = _scaling(features, train & ~inner), -np.inf, None
-                for candidate in PENALTIES:
-                    weights = fit(scaled, train & ~inner, candidate, weights)
-                    score = float(task.weight[inner] @ (_predict(scaled(inner), weights) == task.y[inner]))
-                    if score > best:
-                        best, penalty = score, candidate
-            scaled = _scaling(features, train)
-            right[test] = _predict(scaled(test), fit(scaled, train, penalty)) == task.y[test]
+    for k in range(n_folds):
+        inner, test, train = fold == (k + 1) % n_folds, fold == k, fold != k
+        penalty = PENALTIES[0]
+        if n_folds > 2:
+            scaled, best, weights = _scaling(features, train & ~inner), -np.inf, None
+            for candidate in PENALTIES:
+                weights = fit(scaled, train & ~inner, candidate, weights)
+                score = float(task.weight[inner] @ (_predict(scaled(inner), weights) == task.y[inner]))
+                if score > best:
+                    best, penalty = score, candidate
+        scaled = _scaling(features, train)
+        right[test] = _predict(scaled(test), fit(scaled, train, penalty)) == task.y[test]
     return Probe(
         hit=np.bincount(task.unit, weights=task.weight * right, minlength=task.n_units),
         weight=np.bincount(task.unit, weights=task.weight, minlength=task.n_units),
@@ -134,8 +131,7 @@ def fit_logistic(
     weight = weight / weight.sum()
     rows = np.arange(n)
 
-    def flat_loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        parameters = flat.reshape(d + 1, n_classes)
+    def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         logits = np.asarray(x @ parameters[:d]) + parameters[d]
         logits -= logits.max(1, keepdims=True)
         p = np.exp(logits)
@@ -146,12 +142,55 @@ def fit_logistic(
         gradient = np.empty_like(parameters)
         gradient[:d] = np.asarray(x.T @ p) + penalty * parameters[:d]
         gradient[d] = p.sum(0)
-        return float(value), gradient.ravel()
+        return float(value), gradient
 
-    first: np.ndarray = np.zeros((d + 1) * n_classes) if start is None else start.ravel()
-    options: Any = {"maxiter": 200, "gtol": 1e-5, "ftol": 0.0}
-    found = scipy.optimize.minimize(flat_loss, first, jac=True, method="L-BFGS-B", options=options)
-    return found.x.reshape(d + 1, n_classes)
+    return minimize(loss, np.zeros((d + 1, n_classes)) if start is None else start)
+
+
+def minimize(
+    loss: Callable[[np.ndarray], tuple[float, np.ndarray]],
+    start: np.ndarray,
+    *,
+    tolerance: float = 1e-5,
+    memory: int = 10,
+    most: int = 200,
+) -> np.ndarray:
+    """Minimum of a convex function that gives its value and gradient: L-BFGS with backtracking (Nocedal & Wright, 7.4).
+
+    scipy's L-BFGS-B stops at other points within the same tolerance, which moves accuracies by up to .013 on the testbed.
+    Where cores are shared it also waits for BLAS threads: thousands of small problems took ten times as long.
+    """
+    at, (value, gradient) = start, loss(start)
+    steps: deque[tuple[np.ndarray, np.ndarray, float]] = deque(maxlen=memory)
+    for _ in range(most):
+        if np.abs(gradient).max() <= tolerance:
+            break
+        direction, shares = gradient, []
+        for s, y, scale in reversed(steps):
+            shares.append((s * direction).sum() / scale)
+            direction = direction - shares[-1] * y
+        if steps:
+            s, y, scale = steps[-1]
+            direction = direction * (scale / (y * y).sum())
+        else:
+            direction = direction / max(1.0, float(np.linalg.norm(gradient)))
+        for s, y, scale in steps:
+            direction = direction + (shares.pop() - (y * direction).sum() / scale) * s
+        slope, length = float((gradient * direction).sum()), 1.0
+        while length > 1e-10:
+            moved = at - length * direction
+            new_value, new_gradient = loss(moved)
+            if new_value <= value - 1e-4 * length * slope:
+                break
+            length /= 2
+        else:
+            break
+        s, y = moved - at, new_gradient - gradient
+        curvature = float((s * y).sum())
+        if curvature > 1e-14:
+            steps.append((s, y, curvature))
+        at, value, gradient = moved, new_value, new_gradient
+    return at
 
 
 def folds(n_units: int, n_folds: int, seed: int, *, within: np.ndarray | None = None) -> np.ndarray:
