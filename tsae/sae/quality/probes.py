@@ -157,7 +157,7 @@ def minimize(
 ) -> np.ndarray:
     """Minimum of a convex function that gives its value and gradient: L-BFGS with backtracking (Nocedal & Wright, 7.4).
 
-    scipy's L-BFGS-B stops at other points within the same tolerance, which moves accuracies by up to .013 on the testbed.
+    scipy's L-BFGS-B stops at other points within the same tolerance: accuracies on the testbed move by up to .013.
     Where cores are shared it also waits for BLAS threads: thousands of small problems took ten times as long.
     """
     at, (value, gradient) = start, loss(start)
