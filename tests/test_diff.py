@@ -20,6 +20,7 @@ import scipy.sparse as sp
 from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.comparisons import comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import draw
@@ -28,7 +29,14 @@ from tsae.diff.null import null_counts
 from tsae.diff.permutations import sign_flips
 from tsae.diff.result import FeatureDiff
 from tsae.diff.rows import Rows
-from tsae.diff.statistics import Draws, bootstrap_interval, infer, outcomes, paired_inference, q_values, sequential_p
+from tsae.diff.statistics import (
+    Draws,
+    infer,
+    outcomes,
+    paired_inference,
+    q_values,
+    sequential_p,
+)
 from tsae.diff.threads import in_threads
 from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError

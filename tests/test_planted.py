@@ -12,11 +12,11 @@ from planted import CONTRASTS, contrasts_of, planted, token_level_q
 from scipy.stats import false_discovery_control, mannwhitneyu
 from scipy.stats import t as student
 
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.power import detectable_delta, power, power_text
 from tsae.diff.statistics import (
     Draws,
-    bootstrap_interval,
     infer,
     interaction,
     outcomes,

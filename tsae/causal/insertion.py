@@ -24,10 +24,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader
-from tsae.diff.statistics import bootstrap_interval
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.sae.model import TemporalSAE

@@ -24,10 +24,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.rows import Rows
-from tsae.diff.statistics import bootstrap_interval
 from tsae.diff.threads import one_blas_thread
 from tsae.diff.within_problems import problem_aurocs, side_means
 from tsae.errors import TsaeError

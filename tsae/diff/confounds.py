@@ -25,11 +25,11 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.base.bootstrap import group_interval
 from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import Contrast
 from tsae.diff.rows import Rows
-from tsae.diff.statistics import group_interval
 from tsae.diff.threads import in_threads
 from tsae.diff.within_problems import group_difference
 from tsae.features.sums import grouped_sums

@@ -32,7 +32,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from tsae.base.bootstrap import weights
+from tsae.base.bootstrap import counts, percentile_interval
 from tsae.base.views import views
 from tsae.diff.comparisons import comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
@@ -222,8 +222,7 @@ def _onsets(
 ) -> dict[str, np.ndarray]:
     """Onset steps of the features that are not flat."""
     found = {name: np.full(len(kind), np.nan) for name in ("onset", "onset_low", "onset_high")}
-    drawn_problems = weights(len(shifts[0]), config.n_bootstrap, config.seed)
-    tail = (1 - config.confidence) / 2
+    drawn_problems = counts(len(shifts[0]), config.n_bootstrap, config.seed) / len(shifts[0])
     clear = np.flatnonzero(kind != FLAT)
     for block in (clear[i : i + _BLOCK] for i in range(0, len(clear), _BLOCK)):
         observed = np.stack([shift[:, block].mean(0) for shift in shifts])[:, None]
@@ -232,7 +231,7 @@ def _onsets(
         found["onset"][block] = steps[_half_way(observed * sign, goal[block])[0]]
         position = _half_way(drawn * sign, goal[block])
         # The steps at the ends of the interval are saved ones: no interpolation between them.
-        low, high = np.quantile(position, [tail, 1 - tail], axis=0, method="nearest")
+        low, high = percentile_interval(position, config.confidence, method="nearest")
         found["onset_low"][block], found["onset_high"][block] = steps[low.astype(int)], steps[high.astype(int)]
     return found
 

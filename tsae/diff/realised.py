@@ -10,6 +10,7 @@ import pandas as pd
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
+from tsae.base.bootstrap import counts, percentile_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.covariance import Samples, sums
 from tsae.diff.permutations import permuted_weights
@@ -107,10 +108,9 @@ class _Pairs:
         union = np.union1d(self.mine, self.theirs)
         at, to = np.searchsorted(union, self.mine), np.searchsorted(union, self.theirs)
         # Scaling of either side does not move ranks, so that weights need not be normalised.
-        weights = rng.multinomial(len(union), np.full(len(union), 1 / len(union)), size=config.n_bootstrap)
+        weights = counts(len(union), config.n_bootstrap, rng)
         drawn = spearman(weights[:, at] @ self.predicted, weights[:, to] @ self.realised)
-        tail = (1 - config.confidence) / 2
-        low, high = np.quantile(drawn, [tail, 1 - tail])
+        low, high = percentile_interval(drawn, config.confidence)
         half = np.argsort(np.argsort(rng.random((_SPLITS, len(union))), axis=1), axis=1) % 2 == 0  # (splits, n)
         p_a, p_b = half[:, at] @ self.predicted, ~half[:, at] @ self.predicted
         r_a, r_b = half[:, to] @ self.realised, ~half[:, to] @ self.realised

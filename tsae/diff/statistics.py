@@ -37,11 +37,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import scipy.sparse as sp
 
+from tsae.base.bootstrap import studentised
 from tsae.diff.config import FalseDiscoveries
 from tsae.diff.permutations import (
     Count,
@@ -54,7 +54,6 @@ from tsae.diff.permutations import (
 
 _FIRST = 250  # draws before features are settled for the first time
 _ENOUGH = 100  # draws as extreme that settle a feature
-_WIDE = 512  # features whose bootstrap draws are made at once, which stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ def weighted(
 def infer(tested: Tested, draws: Draws) -> Inference:
     """Size, interval and both tests."""
     difference, scale = tested.difference, tested.scale
-    half, error, p_at = _bootstrap(
+    half, error, p_at = studentised(
         tested.groups, draws.n_bootstrap, draws.confidence, draws.seed, np.zeros_like(difference)
     )
     p = p_differs = moved_p(tested, draws)
@@ -292,7 +291,7 @@ def moved_p(tested: Tested, draws: Draws) -> np.ndarray:
     common = (tested.n_tests, len(size), draws.n_permutations, draws.q, draws.method)
     p = sequential_p(tested.tests(least), *common, among=beyond)
     groups = [group[:, beyond] for group in tested.groups]
-    half, _, p_at = _bootstrap(groups, draws.n_bootstrap, draws.confidence, draws.seed, least[beyond])
+    half, _, p_at = studentised(groups, draws.n_bootstrap, draws.confidence, draws.seed, least[beyond])
     # The interval reaches the null.
     p[beyond] = np.where(half >= size[beyond] - least[beyond], np.maximum(p[beyond], p_at), p[beyond])
     return p
@@ -301,74 +300,3 @@ def moved_p(tested: Tested, draws: Draws) -> np.ndarray:
 def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
     """`infer` of `paired`."""
     return infer(paired(differences, scale, draws.seed), draws)
-
-
-def bootstrap_interval(
-    differences: np.ndarray, n_bootstrap: int, confidence: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) studentised interval of the mean over problems; (n_problems, n_features) in, (n_features,) out."""
-    _, low, high = group_interval([differences], n_bootstrap, confidence, seed)
-    return low, high
-
-
-def group_interval(
-    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over problems with its studentised interval (low, high), or the difference of two groups' means.
-
-    Args:
-        groups: one or two (n_problems, n_features).
-        n_bootstrap: draws of problems within each group.
-        confidence: of the interval.
-        seed: of the draws.
-    """
-    mean = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
-    half, _, _ = _bootstrap(groups, n_bootstrap, confidence, seed, np.zeros_like(mean))
-    return mean, mean - half, mean + half
-
-
-@lru_cache(maxsize=16)
-def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.ndarray]:
-    """(n_bootstrap, n_problems) weight of every problem of every group in every draw."""
-    rng = np.random.default_rng([seed, 3])
-    return [rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float32) / np.float32(n) for n in sizes]
-
-
-def _bootstrap(
-    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int, least: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of a mean or of a difference of two means: half the interval, standard error, and p of a size up to `least`.
-
-    Args:
-        groups: one or two (n_problems, n_features).
-        n_bootstrap: draws of problems within each group.
-        confidence: of the interval.
-        seed: of the draws.
-        least: (n_features,).
-    """
-    n_features = groups[0].shape[1]
-    weights = _weights(tuple(len(group) for group in groups), n_bootstrap, seed)
-    half, error, p = np.empty(n_features), np.empty(n_features), np.empty(n_features)
-    for start in range(0, n_features, _WIDE):
-        part = slice(start, start + _WIDE)
-        shift: np.ndarray | float = 0.0
-        variance: np.ndarray | float = 0.0
-        se_squared: np.ndarray | float = 0.0
-        observed: np.ndarray | float = 0.0
-        for sign, group, weight in zip((1, -1), groups, weights, strict=False):
-            n = len(group)
-            # Features in rows, so that a feature's draws lie together.
-            centred = np.ascontiguousarray((group[:, part] - group[:, part].mean(0)).astype(np.float32).T)
-            mean, square = centred @ weight.T, centred**2 @ weight.T
-            spread = (centred**2).mean(1, keepdims=True)
-            shift = shift + sign * mean
-            observed = observed + sign * group[:, part].mean(0)
-            # A draw that repeats one problem varies by nothing; a spread of 1/n of the sample's keeps its t finite.
-            variance = variance + np.maximum(square - mean**2, spread / n) / (n - 1)
-            se_squared = se_squared + spread[:, 0] / (n - 1)
-        t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
-        error[part] = np.sqrt(se_squared)
-        half[part] = np.quantile(t, confidence, axis=1) * error[part]
-        beyond = np.abs(observed) - least[part]
-        p[part] = (1 + (t * error[part][:, None] >= beyond[:, None]).sum(1)) / (1 + n_bootstrap)
-    return half, error, p

@@ -26,11 +26,12 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.comparisons import outcome_comparison
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrasts import draw
 from tsae.diff.rows import Rows
-from tsae.diff.statistics import bootstrap_interval, outcomes, sequential_p
+from tsae.diff.statistics import outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig
