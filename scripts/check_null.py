@@ -34,10 +34,10 @@ import tsae
 from tsae.base.provenance import versions, write_json
 from tsae.checkpoints.noise import Update, update_of
 from tsae.demo import DemoConfig
-from tsae.diff.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrasts import Contrast, draw
-from tsae.diff.null import null_counts
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
+from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls.null import null_counts
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
 from tsae.rollouts.checking import find_verifier

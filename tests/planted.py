@@ -15,11 +15,11 @@ import numpy as np
 from builders import EOS, feature_table
 from scipy.stats import norm, ttest_ind
 
-from tsae.diff.comparisons import interaction_comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, draw
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import q_values
+from tsae.diff.contrast.comparisons import interaction_comparisons, outcome_comparisons, shift_comparisons
+from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import q_values
 from tsae.rollouts.table import Rollouts
 
 N_FEATURES = 40

@@ -10,10 +10,10 @@ import pytest
 from builders import BOS, EOS, feature_table
 
 import tsae
-from tsae.diff.comparisons import comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draw
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.rows import Rows
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.confounding import confounding

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 from test_report import MARKUP, describe, make, reader
 
 import tsae
-from tsae.diff.baselines import WAYS
+from tsae.diff.controls.baselines import WAYS
 from tsae.features.table import FeatureTable
 from tsae.report import write_report
 from tsae.rollouts.table import Rollouts

@@ -15,13 +15,13 @@ from tsae.activations.store import FORMAT, VERSION, ActivationStore
 from tsae.activations.writing import write_shard
 from tsae.base.provenance import write_json
 from tsae.commands.analysis import Causal
-from tsae.diff.baselines import baselines
-from tsae.diff.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draw
-from tsae.diff.diff import feature_diff
-from tsae.diff.null import null_counts, null_of
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls.baselines import baselines
+from tsae.diff.controls.null import null_counts, null_of
+from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.report.page import render

@@ -11,8 +11,8 @@ import scipy.sparse as sp
 from builders import EOS, feature_table
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.confounds import SURVIVES, TOO_FEW
-from tsae.diff.diff import feature_diff
+from tsae.diff.controls.confounds import SURVIVES, TOO_FEW
+from tsae.diff.feature_diff import feature_diff
 from tsae.diff.result import FeatureDiff
 from tsae.rollouts.table import Rollouts
 

@@ -21,15 +21,15 @@ from builders import EOS, feature_table
 from scipy.stats import false_discovery_control, spearmanr
 
 from tsae.base.bootstrap import bootstrap_interval
-from tsae.diff.comparisons import comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draw
-from tsae.diff.diff import feature_diff
-from tsae.diff.null import null_counts
-from tsae.diff.permutations import sign_flips
+from tsae.diff.contrast.comparisons import comparisons, outcome_comparisons, shift_comparisons
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls.null import null_counts
+from tsae.diff.feature_diff import feature_diff
 from tsae.diff.result import FeatureDiff
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import (
+from tsae.diff.significance.inference import (
     Draws,
     infer,
     outcomes,
@@ -37,8 +37,8 @@ from tsae.diff.statistics import (
     q_values,
     sequential_p,
 )
+from tsae.diff.significance.permutations import sign_flips
 from tsae.diff.threads import in_threads
-from tsae.diff.within_problems import group_difference
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
@@ -68,7 +68,7 @@ def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.Monkey
     means = np.abs(signs @ differences / n)
     exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
     draws = 40_000
-    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)  # as many for every feature
+    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)  # as many for every feature
     found = sequential_p(sign_flips(differences, 0), 1, 12, draws, 0.05, "bh")
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     assert exact[0] == 2 / 2**n
@@ -121,7 +121,7 @@ def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.Monkey
     exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
-    monkeypatch.setattr("tsae.diff.statistics._ENOUGH", draws)
+    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)
     scale = rng.uniform(0.5, 2, size=10)
     asked = outcomes(three, scale, sp.csr_array(values[shuffled]), success[shuffled], problem[shuffled], DRAWS.seed)
     found = infer(asked, replace(DRAWS, n_permutations=draws))

@@ -14,8 +14,8 @@ import scipy.sparse as sp
 from builders import BOS, EOS, SHARED, feature_table
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.diff import feature_diff
 from tsae.diff.families import Families, assign_families, find_families
+from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.annotations import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes

@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as sp
 from scipy.stats import t as student
 
-from tsae.diff.permutations import Count, band_permutations, label_permutations, sign_flips
-from tsae.diff.statistics import (
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.significance.inference import (
     Draws,
     Inference,
     infer,
@@ -22,7 +22,7 @@ from tsae.diff.statistics import (
     paired_inference,
     q_values,
 )
-from tsae.diff.within_problems import group_difference
+from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, sign_flips
 
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 

@@ -18,7 +18,7 @@ import tsae
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.noise import Noise, add_noise, update_of
 from tsae.cli import main
-from tsae.diff.noise import noise_null
+from tsae.diff.controls.noise_null import noise_null
 from tsae.errors import TsaeError
 from tsae.report.noise import noise_lines
 from tsae.sae.config import SAEConfig
@@ -231,7 +231,7 @@ def test_little_noise_moves_nothing(
 def test_problems_come_from_every_band(
     series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path]
 ) -> None:
-    from tsae.diff.noise import _choose
+    from tsae.diff.controls.noise_null import _choose
 
     _, features, _ = read
     config = replace(QUICK, noise_problems=9)

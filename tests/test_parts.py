@@ -22,9 +22,9 @@ from tsae.activations.windows import Windows
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 from tsae.cli import main
 from tsae.diff.config import InfluenceConfig
-from tsae.diff.derivatives import padded
-from tsae.diff.probabilities import response_logprobs
-from tsae.diff.reinforcement import reinforcement
+from tsae.diff.policy_gradient.derivatives import padded
+from tsae.diff.policy_gradient.log_probabilities import response_logprobs
+from tsae.diff.policy_gradient.measure_reinforcement import reinforcement
 from tsae.features.contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.exporting import write_credit

@@ -12,10 +12,9 @@ from builders import feature_table, make_rollouts
 from scipy.stats import hypergeom, spearmanr
 
 from tsae.diff.config import DiffConfig, FalseDiscoveries
-from tsae.diff.diff import _length_correlation
-from tsae.diff.permutations import Count, label_permutations, weight_permutations
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import (
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.descriptions import _length_correlation
+from tsae.diff.significance.inference import (
     Draws,
     infer,
     interaction,
@@ -24,6 +23,7 @@ from tsae.diff.statistics import (
     q_values,
     sequential_p,
 )
+from tsae.diff.significance.permutations import Count, label_permutations, weight_permutations
 from tsae.features.sums import active_counts, grouped_sums
 
 DRAWS = Draws(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -95,7 +95,7 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
 
     Arrangements of both, of the smaller or of neither are written out.
     """
-    monkeypatch.setattr("tsae.diff.permutations._ARRANGEMENTS", written_out)
+    monkeypatch.setattr("tsae.diff.significance.permutations._ARRANGEMENTS", written_out)
     problem, success = np.array([1, 0, 0, 1, 0, 0, 1, 0]), np.array([1, 1, 0, 0, 1, 0, 0, 0], dtype=bool)
     arrangements = [
         labels
@@ -106,7 +106,7 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
     # A feature an arrangement, whose difference is largest under that arrangement alone.
     values = np.array(arrangements).T.astype(float)
     draws = 30_000
-    monkeypatch.setattr("tsae.diff.permutations._DENSE_BYTES", 1)  # feature by feature
+    monkeypatch.setattr("tsae.diff.significance.permutations._DENSE_BYTES", 1)  # feature by feature
     observed = sp.csr_array(values[:, [i for i, a in enumerate(arrangements) if (a == success).all()]])
     count = label_permutations(observed, success, problem, 0)(draws, np.arange(1))[0, 0]
     assert count / draws == pytest.approx(1 / 30, abs=4 * np.sqrt(1 / 30 / draws))

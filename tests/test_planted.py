@@ -14,8 +14,8 @@ from scipy.stats import t as student
 
 from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
-from tsae.diff.power import detectable_delta, power, power_text
-from tsae.diff.statistics import (
+from tsae.diff.contrast.problem_means import group_difference, within_problem_auroc
+from tsae.diff.significance.inference import (
     Draws,
     infer,
     interaction,
@@ -23,7 +23,7 @@ from tsae.diff.statistics import (
     paired_inference,
     q_values,
 )
-from tsae.diff.within_problems import group_difference, within_problem_auroc
+from tsae.diff.significance.power import detectable_delta, power, power_text
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
 DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -179,7 +179,7 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
         axis=0,
     )
     for limit in (64_000_000, 1):
-        monkeypatch.setattr("tsae.diff.within_problems._AUROC_BYTES", limit)
+        monkeypatch.setattr("tsae.diff.contrast.problem_means._AUROC_BYTES", limit)
         found = within_problem_auroc(sp.csc_array(values), a, b, problem, problems)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 

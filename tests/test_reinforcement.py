@@ -16,10 +16,10 @@ from statements.reinforced import discoveries, false_and_right, heterogeneous, w
 
 import tsae
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
-from tsae.diff.covariance import relative_probabilities
-from tsae.diff.probabilities import response_logprobs
-from tsae.diff.realised import spearman
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.policy_gradient.covariance import relative_probabilities
+from tsae.diff.policy_gradient.log_probabilities import response_logprobs
+from tsae.diff.policy_gradient.realised import spearman
 from tsae.report.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from tsae.diff.confounds import FAILS, SURVIVES
+from tsae.diff.controls.confounds import FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable

@@ -29,7 +29,7 @@ from test_finding import cached
 
 import tsae
 from tsae.cli import main
-from tsae.diff.baselines import baselines
+from tsae.diff.controls.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.report.findings import findings
 from tsae.report.sections import gates

@@ -85,7 +85,7 @@ def analyse(
     """
     import tsae
     from tsae.checkpoints.loading import token_strings
-    from tsae.diff.baselines import baselines
+    from tsae.diff.controls.baselines import baselines
     from tsae.features.logits import logit_effects
     from tsae.report import write_report
     from tsae.report.noise import noise_lines

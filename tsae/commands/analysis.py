@@ -61,7 +61,7 @@ class Diff:
 
     def run(self) -> None:
         from tsae.causal.insertion import insert_discoveries
-        from tsae.diff.baselines import baselines
+        from tsae.diff.controls.baselines import baselines
         from tsae.diff.families import find_families
         from tsae.features.annotations import find_annotator
         from tsae.features.logits import logit_effects

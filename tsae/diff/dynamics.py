@@ -1,10 +1,10 @@
 """Dynamics: features along the steps of a run, beside what the same steps do.
 
-At every step of a run the shift of a feature against the base is that of `tsae.diff.contrasts`: the total shift where
-all steps and the base sampled the same problems, else the shift on the same trajectories. All steps of a run are
-compared over the same problems, so that its steps differ in nothing else.
+The shift of a feature at a step is that of `tsae.diff.contrast.delta`: the total shift if all steps and the base
+sampled the same problems, else the shift on the same trajectories. All steps of a run are compared over the same
+problems.
 
-A feature is *clear* in a run where some step moved it by more than the minimum effect: Simes' p over the steps (Simes
+A feature is *clear* in a run if some step moved it by more than the minimum effect: Simes' p over the steps (Simes
 1986), Benjamini–Hochberg over features, at most the config's q. Steps are judged by q over all steps and features of
 the run. The kind of a clear feature is then
 
@@ -13,12 +13,12 @@ the run. The kind of a clear feature is then
     fading     the last step is below the base
     passing    an earlier step differs from the base, but the last does not, at this q
 
-and that of all others *flat*: not found to move, which is not found to stay.
+All others are *flat*: not found to move, which does not mean that they stay.
 
 *Onset*: the first step at which the shift has reached half of the last step's (for passing features half of the
-largest clear shift). Its interval is that of the same step in bootstrap draws of problems. Only saved steps can be an
-onset: what happened between two of them is not known. How a step with the same weights would have come out with other
-rollouts is in the intervals; how another run with another seed would have gone is not.
+largest clear shift). Its interval comes from the same step in bootstrap draws of problems. Only saved steps can be an
+onset: nothing is known of what happened between them. The intervals cover other rollouts of the same weights. They do
+not cover another run with another seed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from scipy.stats import rankdata
 
 from tsae.base.bootstrap import counts, percentile_interval
 from tsae.base.views import views
-from tsae.diff.comparisons import comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import active_features, draws
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import paired_inference, q_values
+from tsae.diff.contrast.comparisons import comparisons, main_comparisons
+from tsae.diff.contrast.delta import active_features, draws
+from tsae.diff.contrast.problem_means import side_means
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import paired_inference, q_values
 from tsae.diff.threads import one_blas_thread
-from tsae.diff.within_problems import side_means
 from tsae.features.table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 
@@ -171,33 +171,19 @@ def _along(
     difference = np.stack([inference.difference for inference in inferences])
     kind, goal = _kinds(start, difference, q, q_values(simes(p), config.fdr), config.q)
     onset = _onsets(shifts, steps, kind, goal, config)
-    nothing = np.zeros(len(tested))
-    tables = [_step_rows(_step(features, base), start, nothing, nothing, nothing, nothing, nothing + 1, nothing + 1)]
-    tables += [
-        _step_rows(int(step), start + i.difference, i.difference, i.low, i.high, i.delta, i.p, q[number])
-        for number, (step, i) in enumerate(zip(steps, inferences, strict=True))
-    ]
+    columns = ["difference", "low", "high", "delta", "p"]
+    at_base = {"step": _step(features, base), "mean": start, **dict.fromkeys(columns, 0.0), "p": 1.0, "q": 1.0}
+    tables = [pd.DataFrame(at_base)]
+    for step, i, q_step in zip(steps, inferences, q, strict=True):
+        numbers = {name: getattr(i, name) for name in columns}
+        tables.append(pd.DataFrame({"step": int(step), "mean": start + i.difference, **numbers, "q": q_step}))
     same = pd.DataFrame({"run": run, "feature": tested, "kind": kind, **onset, "part": part})
     table = pd.concat([pd.concat([part, same], axis=1) for part in tables], ignore_index=True)
-    return table[list(COLUMNS)]
-
-
-def _step_rows(
-    step: int,
-    mean: np.ndarray,
-    shift: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    delta: np.ndarray,
-    p: np.ndarray,
-    q: np.ndarray,
-) -> pd.DataFrame:
-    numbers = {"mean": mean, "shift": shift, "low": low, "high": high, "delta": delta, "p": p, "q": q}
-    return pd.DataFrame({"step": step, **numbers})
+    return table.rename(columns={"difference": "shift"})[list(COLUMNS)]
 
 
 def simes(p: np.ndarray) -> np.ndarray:
-    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the least of sorted p · n / rank."""
+    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the smallest sorted p · n / rank."""
     n = len(p)
     return np.minimum((np.sort(p, axis=0) * n / np.arange(1, n + 1)[:, None]).min(0), 1.0)
 
@@ -267,9 +253,9 @@ def _step(features: FeatureTable, reader: str) -> int:
 def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -> pd.DataFrame:
     """Spearman correlation of features' means with behaviours over the steps of a run, the base among them.
 
-    A description and no test: steps of a run are few and follow one another, so that any two things that training
-    moves steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were
-    exchangeable, which they are not.
+    This is a description, not a test. Steps are few and follow one another, so any two things that training moves
+    steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were exchangeable,
+    which they are not.
 
     Args:
         table: of `Dynamics`; flat features are left out.
@@ -277,8 +263,8 @@ def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -
         band: of the behaviours.
 
     Returns:
-        run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs with fewer
-        than three points, or where one of the two does not change, are left out.
+        run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs are left out
+        if they have fewer than three points, or if one of the two does not change.
     """
     records = []
     for run, moved in table[table.kind != FLAT].groupby("run", sort=False):

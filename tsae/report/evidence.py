@@ -8,7 +8,7 @@ from __future__ import annotations
 import pandas as pd
 
 from tsae.base.intervals import too_few
-from tsae.diff.baselines import WAYS
+from tsae.diff.controls.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.result import FeatureDiff
 from tsae.report import views

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.diff.confounds import CONTROLS, FAILS
-from tsae.diff.result import CONTRAST, FeatureDiff
+from tsae.diff.contrast.comparisons import CONTRAST
+from tsae.diff.controls.confounds import CONTROLS, FAILS
+from tsae.diff.result import FeatureDiff
 from tsae.report import views
 from tsae.report.contexts import Contexts, contexts, histograms
 from tsae.report.packing import number_array, packed

@@ -11,8 +11,8 @@ import pandas as pd
 
 from tsae.base.intervals import FEWEST
 from tsae.diff.dynamics import KINDS, align
-from tsae.diff.power import power_text
 from tsae.diff.result import FeatureDiff
+from tsae.diff.significance.power import power_text
 from tsae.report.findings import bands_warning, feature_sentences, null_sentences, survival_sentences
 from tsae.report.text import visible
 from tsae.report.views import (
@@ -271,7 +271,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
 
 
 def baseline_text(table: pd.DataFrame) -> str:
-    """One line a contrast and way of `tsae.diff.baselines.baselines`."""
+    """One line a contrast and way of `tsae.diff.controls.baselines.baselines`."""
     lines = ["Plain directions beside the best features (held-out AUROC within problem, interval)"]
     for (kind, checkpoint), ways in table.groupby(["kind", "checkpoint"], sort=False):
         lines.append(f"  {'success − failure, read by' if kind == 'outcome' else 'shift of'} {checkpoint}")

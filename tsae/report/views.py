@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
+from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.result import FeatureDiff
 from tsae.report.text import count, interval, number, percent
 from tsae.sae.stability import FOUND_AGAIN

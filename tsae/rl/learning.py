@@ -27,11 +27,11 @@ import torch
 from scipy.sparse.linalg import lsmr
 
 from tsae.base.bootstrap import bootstrap_interval
-from tsae.diff.comparisons import outcome_comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draw
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import outcomes, sequential_p
+from tsae.diff.contrast.comparisons import outcome_comparison
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rl.config import CreditConfig

@@ -1,28 +1,27 @@
-"""The contrasts of a feature diff.
+"""Compute one contrast: the Δ of every feature, with its interval and p-values.
 
-*Shift* of a checkpoint B against the base 0, with E[f | policy, reader] the mean over problems of the mean activation:
+*Shift* of a checkpoint B against the base 0. E[f | policy, reader] is the mean over problems of the mean activation:
 
     total          = E[f | B, B] − E[f | 0, 0]
     policy         = E[f | B, 0] − E[f | 0, 0]     same reader, new trajectories
     representation = E[f | B, B] − E[f | B, 0]     same trajectories, new reader
     same_trajectories = E[f | 0, B] − E[f | 0, 0]  the base's trajectories, new reader
 
-total = policy + representation holds problem by problem. Shifts are split by band and by outcome; with an outcome,
-only problems that have such trajectories of both checkpoints count, in all three parts.
+total = policy + representation holds problem by problem. Shifts are split by band and by outcome. With an outcome, only
+problems count in which both checkpoints have such trajectories, in all three parts.
 
-*Outcome*: success − failure within problem, on what a checkpoint reads of its own trajectories (of all trajectories,
-where it sampled none). Problems where all rollouts agree carry no contrast and are counted.
+*Outcome*: success − failure within problem, in what a checkpoint reads of its own trajectories (of all, if it sampled
+none). Problems whose rollouts all agree carry no contrast and are counted.
 
-*Interaction*: is the outcome effect another in hard than in medium problems? The mean outcome effect of one band's
+*Interaction*: does the outcome effect differ between hard and medium problems? The mean outcome effect of one band's
 problems − that of another's, for every two bands.
 
-A trainer's log has every problem from the policy of one step: the base and a checkpoint then share no problems, and
-their own trajectories cannot be set against each other. Where all readers read the same trajectories and no two share
-enough problems, all contrasts are drawn on everything that was read, whoever sampled it.
+In a trainer's log the policy of one step answered every problem: the base and a checkpoint share no problems, and
+their own trajectories cannot be compared. Where all readers read the same trajectories and no two share enough
+problems, all contrasts are drawn on everything that was read, whoever sampled it.
 
-Three steps, so that a contrast and whatever is said about it rest on the same rows: `tsae.diff.rows` says what each row
-is, `tsae.diff.comparisons` lists which rows are set against which, and `draw` computes. Controls, nulls and plain
-directions take the same `Comparison`.
+`tsae.diff.contrast.rows` says what each row is, `tsae.diff.contrast.comparisons` lists which rows are compared, and
+`draw` computes. Controls, nulls and baselines take the same `Comparison`, so all of them rest on the same rows.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
-from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.power import detectable_delta
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import Draws, Inference, Tested, infer, interaction, outcomes, paired
-from tsae.diff.within_problems import side_means, within_problem_auroc
+from tsae.diff.contrast.comparisons import Comparison
+from tsae.diff.contrast.problem_means import side_means, within_problem_auroc
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import Draws, Inference, Tested, infer, interaction, outcomes, paired
+from tsae.diff.significance.power import detectable_delta
 
 Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """One comparison drawn over all features, or the reason why it was not."""
+    """One comparison over all features, or the reason why it was not drawn."""
 
     of: Comparison
     feature: np.ndarray
@@ -57,15 +56,15 @@ class Contrast:
     mean_b: np.ndarray | None = None
     """(n_tested,) mean of the second side: the base, or failures."""
     auroc: np.ndarray | None = None
-    """(n_tested,) chance that a trajectory of the first side has the larger mean activation than one of the second, of
-    the same problem; of an interaction that a problem of the first band has the larger outcome effect."""
+    """(n_tested,) chance that a trajectory of the first side has a larger mean activation than one of the second side
+    of the same problem; of an interaction, that a problem of the first band has a larger outcome effect."""
     detectable_delta: float = np.nan
-    """The |Δ| that is found 8 times in 10 (`tsae.diff.power`)."""
+    """The |Δ| that is found 8 times in 10 (`tsae.diff.significance.power`)."""
     note: str = ""
 
 
 def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
-    """The contrast of a comparison, over all features that are active in enough of its problems."""
+    """Draw a comparison over all features that are active in enough of its problems."""
     empty = Contrast(of, np.empty(0, dtype=int), note=of.note)
     if of.note:
         return empty
@@ -81,7 +80,16 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
     else:
         a, b = ((effect.a - effect.b)[:, feature] for effect in effects)
         mean, reference, auroc = a.mean(0), b.mean(0), _auroc_between(a, b)
-    return Contrast(of, feature, inference, mean, reference, auroc, _detectable(inference, of, config))
+    detectable = detectable_delta(
+        tuple(len(part.problems) for part in of.bands or (of,)),
+        float(np.median(inference.error)),
+        minimum_effect=config.minimum_effect,
+        q=config.q,
+        n_tested=len(feature),
+        n_discoveries=int((inference.q <= config.q).sum()),
+        method=config.fdr,
+    )
+    return Contrast(of, feature, inference, mean, reference, auroc, detectable)
 
 
 class Effects(NamedTuple):
@@ -104,7 +112,7 @@ def tested_features(rows: Rows, of: Comparison, effects: list[Effects], config: 
 
 
 def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.ndarray, config: DiffConfig) -> Tested:
-    """What is asked of the given features."""
+    """The difference of the given features and its tests."""
     scale, seed = rows.scales[of.checkpoint].deviation[feature], config.seed
     first, *others = ((effect.a - effect.b)[:, feature] for effect in effects)
     if others:
@@ -133,18 +141,6 @@ def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """(n_features,) Mann–Whitney U of the problems of a against those of b / (n_a · n_b)."""
     ranks = rankdata(np.concatenate([a, b]), axis=0)
     return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
-
-
-def _detectable(inference: Inference, of: Comparison, config: DiffConfig) -> float:
-    return detectable_delta(
-        tuple(len(part.problems) for part in of.bands or (of,)),
-        float(np.median(inference.error)),
-        minimum_effect=config.minimum_effect,
-        q=config.q,
-        n_tested=len(inference.q),
-        n_discoveries=int((inference.q <= config.q).sum()),
-        method=config.fdr,
-    )
 
 
 def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:

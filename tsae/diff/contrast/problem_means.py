@@ -7,36 +7,32 @@ import scipy.sparse as sp
 
 from tsae.features.sums import grouped_sums
 
-_AUROC_BYTES = 2_000_000  # of dense values at once, which stay in a core's cache
+_AUROC_BYTES = 2_000_000  # of dense values at once, to stay in a core's cache
 
 
 def group_difference(
     values: sp.csr_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
-    """Per-problem difference of means.
-
-    Args:
-        values: (n_rows, n_features).
-        a: rows of one side.
-        b: rows of the other.
-        problem: (n_rows,) problem code of every row.
-        problems: codes of the problems to use; each has rows on both sides.
-
-    Returns:
-        (n_problems, n_features) mean over a's rows of the problem − mean over b's.
-    """
+    """(n_problems, n_features) mean over the problem's rows in a − mean over those in b; see `side_means`."""
     return side_means(values, a, problem, problems) - side_means(values, b, problem, problems)
 
 
 def side_means(values: sp.csr_array, rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
-    """(n_problems, n_features) mean over the given rows of every problem."""
+    """(n_problems, n_features) mean over the given rows of every problem.
+
+    Args:
+        values: (n_rows, n_features).
+        rows: of one side.
+        problem: (n_rows,) problem code of every row.
+        problems: codes of the problems to use; each has such rows.
+    """
     rows, where = _of_problems(rows, problem, problems)
     weight = 1.0 / np.bincount(where, minlength=len(problems))[where]
     return grouped_sums(values, rows, where, weight, len(problems))
 
 
 def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Those of the rows that belong to the problems, and the place of each one's problem among these."""
+    """The rows that belong to the problems, and the index of each one's problem among these."""
     position = np.full(int(problem.max()) + 1, -1)
     position[problems] = np.arange(len(problems))
     where = position[problem[rows]]
@@ -56,17 +52,10 @@ def within_problem_auroc(
 def problem_aurocs(
     values: sp.csr_array | sp.csc_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
-    """Chance that a trajectory of side a has the larger value than one of side b of the same problem; ties count half.
-
-    Args:
-        values: (n_rows, n_features).
-        a: rows of one side.
-        b: rows of the other.
-        problem: (n_rows,) problem code of every row.
-        problems: codes of the problems to use; each has rows on both sides.
+    """Chance that a trajectory of side a has a larger value than one of side b of the same problem; ties count half.
 
     Returns:
-        (n_problems, n_features), .5 where the sides do not differ.
+        (n_problems, n_features), .5 if the sides do not differ. Arguments are as in `group_difference`.
     """
     dense = values.toarray()
     sides, pairs = [], np.ones(len(problems))
@@ -76,7 +65,7 @@ def problem_aurocs(
         rows, where = rows[order], where[order]
         size = np.bincount(where, minlength=len(problems))
         slot = np.arange(len(rows)) - (size.cumsum() - size)[where]
-        # An empty place is neither larger nor smaller than any value.
+        # NaN is neither larger nor smaller than any value.
         filled = np.full((int(size.max()), len(problems), dense.shape[1]), np.nan, dtype=np.float32)
         filled[slot, where] = dense[rows]
         sides.append(filled)

@@ -1,11 +1,11 @@
-"""A null for changed weights: what moves where nothing was learnt.
+"""The null for changed weights: what moves where nothing was learnt.
 
-For every checkpoint, `DiffConfig.noise_draws` noisy ones (`tsae.checkpoints.noise`): the base's weights and Gaussian
-noise with, tensor by tensor, the norm of the checkpoint's update. They read the same trajectories as the checkpoint
-did, and their shift on these is tested as the checkpoint's own is: part same_trajectories, all bands, all outcomes.
+For every checkpoint, `DiffConfig.noise_draws` noisy ones are made (`tsae.checkpoints.noise`): the base's weights and
+Gaussian noise that has, tensor by tensor, the norm of the checkpoint's update. They read the trajectories that the
+checkpoint read, and their shift is tested as the checkpoint's own is: part same_trajectories, all bands, all outcomes.
 
-Which trajectories: up to `DiffConfig.noise_problems` problems at random, as many from every band, and up to four
-trajectories of each, fewer where they are long, among those that the base and the checkpoint read; the base's own,
+Which trajectories: up to `DiffConfig.noise_problems` random problems, as many from every band, with up to four
+trajectories each (fewer where they are long) that both the base and the checkpoint read. They are the base's own,
 except in a log whose trajectories are pooled. So the checkpoint's counts here are lower than in the whole diff.
 """
 
@@ -25,10 +25,11 @@ from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
 from tsae.checkpoints.noise import update_of
 from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast, draw
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import shift_comparisons
+from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.result import NoiseNull
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
@@ -42,29 +43,8 @@ NOTHING_TRAINED = (
     "between the two is chance in sampling"
 )
 _SAMPLES = 4  # trajectories a problem, at most
-_TOKENS = 200_000  # that a reader reads; more where one trajectory a problem has more
+_TOKENS = 200_000  # that a reader reads; more if one trajectory a problem has more
 _QUANTILES = {"median": 0.5, "q90": 0.9, "q99": 0.99, "largest": 1.0}
-
-
-@dataclass(frozen=True)
-class NoiseNull:
-    """Shifts of checkpoints and of noise as large as their updates, on the same trajectories."""
-
-    table: pd.DataFrame
-    """One row a checkpoint, draw and tested feature:
-
-    checkpoint      whose update gives the size of the noise
-    draw            1, 2, …: a noisy checkpoint; 0: the checkpoint itself
-    share           norm of the noise / norm of the update
-    feature         index
-    difference      of the feature's mean from the base's, on the same trajectories; delta in standard deviations of
-                    the feature over base trajectories
-    p, q            of the null that the feature did not move; q over the features of the checkpoint or draw
-    """
-    info: dict[str, dict[str, Any]]
-    """By checkpoint: note (why there is nothing, or ""), update_norm (‖W − W₀‖ / ‖W₀‖ over all weights); and where
-    noise was read: draws, share, n_problems, n_trajectories, n_tested and n_moved of the checkpoint, noise_tested and
-    noise_moved of every draw, and quantiles of |Δ| over features of both: run and noise (median, q90, q99, largest)."""
 
 
 @one_blas_thread
@@ -79,9 +59,9 @@ def noise_null(
     scratch: str | Path | None = None,
     progress: bool = True,
 ) -> NoiseNull:
-    """Read with noisy checkpoints what the checkpoints of a feature table read, and test their shifts likewise.
+    """Let noisy checkpoints read what the checkpoints of a feature table read, and test their shifts in the same way.
 
-    For every checkpoint two whole models are in memory while the update is measured, and one while noise is read.
+    Two whole models are in memory while an update is measured, and one while a noisy checkpoint reads.
 
     Args:
         series: the checkpoints that read, by the ids of the table.
@@ -89,12 +69,12 @@ def noise_null(
         features: or its folder.
         config: of the diff.
         share: norm of the noise / norm of the update.
-        capturing: device and precision of the reading; its plan does not count.
-        scratch: folder for a store of activations that is deleted again; by default the system's.
+        capturing: device and precision; its plan does not count.
+        scratch: folder for a temporary store of activations; by default the system's.
         progress: show bars.
 
     Returns:
-        for a checkpoint without an update, or one whose weights cannot be set against the base's, a note.
+        a note for a checkpoint without an update, or whose weights cannot be set against the base's.
 
     Raises:
         TsaeError: where the SAE is not that of the table, or the series lacks a checkpoint of it.
@@ -112,15 +92,16 @@ def noise_null(
             where=series.name,
             fix="Give the checkpoints that read the features.",
         )
-    # Bands and outcomes are split elsewhere; here there is one count for each checkpoint.
+    # Bands are split elsewhere; here there is one count for each checkpoint.
     config = replace(config, bands=())
+    reading = _Reading(
+        sae, replace(capturing or CaptureConfig(), plan="all", token_statistics=False), scratch, progress
+    )
     own = Rows.of(features, config).own(features.readers[0])
     tables, info = [], {}
     for checkpoint in [series[reader] for reader in features.readers[1:]]:
         try:
-            found, info[checkpoint.id] = _of_checkpoint(
-                checkpoint, sae, features, own, config, share, capturing, scratch, progress
-            )
+            found, info[checkpoint.id] = _of_checkpoint(checkpoint, reading, features, own, config, share)
             tables.append(found)
         except TsaeError as error:
             info[checkpoint.id] = {"note": str(error).rstrip(".")}
@@ -128,16 +109,34 @@ def noise_null(
     return NoiseNull(pd.concat(together, ignore_index=True) if together else _empty(), info)
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """How noisy checkpoints read."""
+
+    sae: TemporalSAE
+    config: CaptureConfig
+    scratch: str | Path | None
+    progress: bool
+
+    def codes(self, checkpoint: Checkpoint, noisy: Sequence[Checkpoint], texts: Rollouts) -> FeatureTable:
+        """The codes of the base and of the noisy checkpoints; the store of activations is deleted again."""
+        assert checkpoint.base is not None
+        series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
+        if self.scratch is not None:
+            Path(self.scratch).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="noise-", dir=self.scratch) as folder:
+            to, sites = Path(folder) / "acts", [self.sae.site]
+            store = capture(series, texts, sites, to=to, config=self.config, progress=self.progress)
+            return encode(self.sae, store, progress=False)
+
+
 def _of_checkpoint(
     checkpoint: Checkpoint,
-    sae: TemporalSAE,
+    reading: _Reading,
     features: FeatureTable,
     policy: str | None,
     config: DiffConfig,
     share: float,
-    capturing: CaptureConfig | None,
-    scratch: str | Path | None,
-    progress: bool,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     update = update_of(checkpoint)
     norm = {"update_norm": update.relative}
@@ -145,17 +144,24 @@ def _of_checkpoint(
         return _empty(), {"note": NOTHING_TRAINED, **norm}
     base = features.readers[0]
     chosen = _choose(features, checkpoint.id, policy, config)
-    texts = _as_of(features.rollouts.select(chosen), base)
+    texts = features.rollouts.select(chosen)
+    # Who sampled a trajectory makes no difference to how it is read: all count as the base's.
+    texts = texts.with_column("policy", [base] * len(texts))
     own = _shift(_part(features, [base, checkpoint.id], chosen, texts), config, checkpoint.id)
     noisy = [update.noisy(checkpoint, i, share=share, seed=config.seed) for i in range(1, config.noise_draws + 1)]
-    table = _read(checkpoint, noisy, texts, sae, capturing, scratch, progress)
-    drawn = [_shift(table, config, reader.id) for reader in noisy]
-    refused = [contrast.note for contrast in (own, *drawn) if contrast.inference is None]
-    if refused:
-        return _empty(), {"note": refused[0], **norm}
-    rows = pd.concat([_rows(checkpoint.id, i, share, c) for i, c in enumerate((own, *drawn))], ignore_index=True)
+    table = reading.codes(checkpoint, noisy, texts)
+    drawn = [own, *(_shift(table, config, reader.id) for reader in noisy)]
+    parts = []
+    for number, contrast in enumerate(drawn):
+        if (found := contrast.inference) is None:
+            return _empty(), {"note": contrast.note, **norm}
+        keys = {"checkpoint": checkpoint.id, "draw": number, "share": share, "feature": contrast.feature}
+        parts.append(
+            pd.DataFrame({**keys, **{name: getattr(found, name) for name in ("difference", "delta", "p", "q")}})
+        )
+    rows = pd.concat(parts, ignore_index=True)
     moved = rows.assign(moved=rows.q <= config.q).groupby("draw").moved
-    size = rows.delta.abs()
+    size, of_run = rows.delta.abs(), rows.draw == 0
     return rows, {
         "note": "",
         **norm,
@@ -167,13 +173,13 @@ def _of_checkpoint(
         "n_moved": int(moved.sum()[0]),
         "noise_tested": [int(n) for n in moved.size()[1:]],
         "noise_moved": [int(n) for n in moved.sum()[1:]],
-        "run": _quantiles(size[rows.draw == 0]),
-        "noise": _quantiles(size[rows.draw > 0]),
+        "run": {name: float(size[of_run].quantile(at)) for name, at in _QUANTILES.items()},
+        "noise": {name: float(size[~of_run].quantile(at)) for name, at in _QUANTILES.items()},
     }
 
 
 def _choose(features: FeatureTable, reader: str, policy: str | None, config: DiffConfig) -> np.ndarray:
-    """Row ids, sorted, of the trajectories of a policy, or of all, that are read with noise."""
+    """Sorted row ids of the trajectories, of a policy or of all, that noisy checkpoints read."""
     frame, base = features.rollouts.frame, features.readers[0]
     read = np.intersect1d(*(features.trajectory[features.rows(reader=id)] for id in (base, reader)))
     read = read if policy is None else read[frame.policy.to_numpy()[read] == policy]
@@ -200,11 +206,6 @@ def _choose(features: FeatureTable, reader: str, policy: str | None, config: Dif
     return rows
 
 
-def _as_of(rollouts: Rollouts, policy: str) -> Rollouts:
-    """Who sampled a trajectory makes no difference to how it is read; all count as one policy's."""
-    return rollouts.with_column("policy", [policy] * len(rollouts))
-
-
 def _part(features: FeatureTable, readers: Sequence[str], chosen: np.ndarray, texts: Rollouts) -> FeatureTable:
     """The rows of some readers on the chosen trajectories, as a table whose rollouts are `texts`."""
     rows = np.concatenate([features.rows(reader=reader) for reader in readers])
@@ -224,26 +225,6 @@ def _part(features: FeatureTable, readers: Sequence[str], chosen: np.ndarray, te
     )
 
 
-def _read(
-    checkpoint: Checkpoint,
-    noisy: Sequence[Checkpoint],
-    texts: Rollouts,
-    sae: TemporalSAE,
-    capturing: CaptureConfig | None,
-    scratch: str | Path | None,
-    progress: bool,
-) -> FeatureTable:
-    """The base's and the noisy checkpoints' codes, by way of a store that is deleted again."""
-    assert checkpoint.base is not None
-    series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
-    reading = replace(capturing or CaptureConfig(), plan="all", token_statistics=False)
-    if scratch is not None:
-        Path(scratch).mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="noise-", dir=scratch) as folder:
-        store = capture(series, texts, [sae.site], to=Path(folder) / "acts", config=reading, progress=progress)
-        return encode(sae, store, progress=False)
-
-
 def _shift(table: FeatureTable, config: DiffConfig, reader: str) -> Contrast:
     """The reader's shift on the same trajectories."""
     rows = Rows.of(table, config)
@@ -251,17 +232,6 @@ def _shift(table: FeatureTable, config: DiffConfig, reader: str) -> Contrast:
     key = (reader, "same_trajectories", "all", "all")
     of = next(of for of in found if (of.checkpoint, of.part, of.band, of.outcome) == key)
     return draw(rows, of, config)
-
-
-def _rows(checkpoint: str, number: int, share: float, contrast: Contrast) -> pd.DataFrame:
-    i = contrast.inference
-    assert i is not None
-    keys = {"checkpoint": checkpoint, "draw": number, "share": share, "feature": contrast.feature}
-    return pd.DataFrame({**keys, "difference": i.difference, "delta": i.delta, "p": i.p, "q": i.q})
-
-
-def _quantiles(size: pd.Series) -> dict[str, float]:
-    return {name: float(size.quantile(at)) for name, at in _QUANTILES.items()}
 
 
 def _empty() -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""How far shifts that rollouts predict come true in runs: ranks of features, predicted against realised."""
+"""How far predicted shifts come true in runs: ranks of features, predicted against realised."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scipy.stats import rankdata
 
 from tsae.base.bootstrap import counts, percentile_interval
 from tsae.diff.config import DiffConfig
-from tsae.diff.covariance import Samples, sums
-from tsae.diff.permutations import permuted_weights
-from tsae.diff.rows import Rows
-from tsae.diff.within_problems import group_difference
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.policy_gradient.covariance import Samples, sums
+from tsae.diff.significance.permutations import permuted_weights
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
@@ -32,17 +32,17 @@ def agreements(
     checkpoint: str,
     part: str,
 ) -> Iterator[dict[str, object]]:
-    """Rows of `tsae.diff.reinforcement.Reinforcement.compare` of one checkpoint and part.
+    """Compare predictions with one part of a checkpoint's realised shift: rows of `Reinforcement.compare`.
 
     Args:
-        source: of the features.
+        source: the features.
         rows: of the source.
-        picked: those that predict.
+        picked: the rows that predict.
         samples: of these.
         features: that were tested.
         config: of the draws.
         checkpoint: whose shifts were realised.
-        part: of these; see `tsae.diff.contrasts`.
+        part: of these; see `tsae.diff.contrast.delta`.
     """
     base = source.readers[0]
     info = source.reader_info(checkpoint)
@@ -70,25 +70,21 @@ def agreements(
                 theirs = both if realised_on == "all" else both[band[both].to_numpy() == realised_on]
                 record = keys | {"gradient": gradient, "predicted_on": predicted_on, "realised_on": realised_on}
                 record |= {"matched": predicted_on == trained_on, "n_features": len(tested), "n_problems": len(theirs)}
-                empty = dict.fromkeys(_NUMBERS, np.nan)
+                numbers, note = dict.fromkeys(_NUMBERS, np.nan), ""
                 used = np.isin(problem, mine)
                 if min(len(mine), len(theirs)) < 2 * config.min_problems or len(tested) < 3:
                     note = f"{len(mine)} and {len(theirs)} problems, {len(tested)} features: too few"
                 elif not weight[used].any():
                     note = "no group there has rollouts that differ in advantage"
                 else:
-                    note = ""
                     pairs = _Pairs(predicted[np.isin(codes, mine)], mine, realised[np.isin(both, theirs)], theirs)
-                    empty = pairs.statistics(config)
-                    nulls = [
-                        spearman(drawn @ moved[used].astype(np.float32), pairs.realised.mean(0)[None])
-                        for drawn in permuted_weights(
-                            weight[used], group[used], config.n_bootstrap, np.random.default_rng([config.seed, 5])
-                        )
-                    ]
-                    extreme = np.abs(np.concatenate(nulls)) >= abs(empty["rho"]) * (1 - 1e-5)
-                    empty["p"] = (1 + extreme.sum()) / (1 + len(extreme))
-                yield {**record, **empty, "note": note}
+                    numbers, rng = pairs.statistics(config), np.random.default_rng([config.seed, 5])
+                    shift, single = pairs.realised.mean(0)[None], moved[used].astype(np.float32)
+                    permuted = permuted_weights(weight[used], group[used], config.n_bootstrap, rng)
+                    nulls = np.concatenate([spearman(drawn @ single, shift) for drawn in permuted])
+                    extreme = np.abs(nulls) >= abs(numbers["rho"]) * (1 - 1e-5)
+                    numbers["p"] = (1 + extreme.sum()) / (1 + len(extreme))
+                yield {**record, **numbers, "note": note}
 
 
 _NUMBERS = ("rho", "low", "high", "p", "reliability_predicted", "reliability_realised", "ceiling", "rho_halves")
@@ -96,7 +92,7 @@ _NUMBERS = ("rho", "low", "high", "p", "reliability_predicted", "reliability_rea
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Per-problem predictions and realised shifts of the same features, over problems that may overlap."""
+    """Predictions and realised shifts of the same features by problem, over problems that may overlap."""
 
     predicted: np.ndarray
     mine: np.ndarray
@@ -107,7 +103,7 @@ class _Pairs:
         rng = np.random.default_rng([config.seed, 6])
         union = np.union1d(self.mine, self.theirs)
         at, to = np.searchsorted(union, self.mine), np.searchsorted(union, self.theirs)
-        # Scaling of either side does not move ranks, so that weights need not be normalised.
+        # Scaling does not change ranks, so weights need not be normalised.
         weights = counts(len(union), config.n_bootstrap, rng)
         drawn = spearman(weights[:, at] @ self.predicted, weights[:, to] @ self.realised)
         low, high = percentile_interval(drawn, config.confidence)
@@ -115,20 +111,14 @@ class _Pairs:
         p_a, p_b = half[:, at] @ self.predicted, ~half[:, at] @ self.predicted
         r_a, r_b = half[:, to] @ self.realised, ~half[:, to] @ self.realised
         predicted, realised = (_full_length(spearman(a, b).mean()) for a, b in ((p_a, p_b), (r_a, r_b)))
-        return {
-            "rho": float(spearman(self.predicted.sum(0)[None], self.realised.sum(0)[None])[0]),
-            "low": float(low),
-            "high": float(high),
-            "p": np.nan,
-            "reliability_predicted": predicted,
-            "reliability_realised": realised,
-            "ceiling": float(np.sqrt(predicted * realised)),
-            "rho_halves": float((spearman(p_a, r_b).mean() + spearman(p_b, r_a).mean()) / 2),
-        }
+        halves = (spearman(p_a, r_b).mean() + spearman(p_b, r_a).mean()) / 2
+        rho = spearman(self.predicted.sum(0)[None], self.realised.sum(0)[None])[0]
+        numbers = (rho, low, high, np.nan, predicted, realised, np.sqrt(predicted * realised), halves)
+        return {name: float(number) for name, number in zip(_NUMBERS, numbers, strict=True)}
 
 
 def _full_length(r: float) -> float:
-    """Spearman–Brown: the reliability of the whole from the correlation of its halves; 0 where that is negative."""
+    """The reliability of the whole from the correlation of its halves (Spearman–Brown); at least 0."""
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 

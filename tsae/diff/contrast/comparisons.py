@@ -1,4 +1,4 @@
-"""Which rows of a feature diff are set against which: the comparisons that `tsae.diff.contrasts` draws."""
+"""Which rows are compared with which: the comparisons that `tsae.diff.contrast.delta` draws."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from itertools import combinations
 import numpy as np
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.rows import Rows
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import BANDS
 
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
+CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
+"""Columns that tell one comparison from another."""
 SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 MAIN_PARTS = ("total", "same_trajectories")
 OUTCOME_PART = "success_minus_failure"
@@ -23,7 +25,7 @@ OUTCOME_PART = "success_minus_failure"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which rows are set against which: what a contrast, its controls, its null and its plain directions rest on."""
+    """Two sides of rows. A contrast, its controls, its null and its baselines all rest on the same one."""
 
     kind: str
     """"shift", "outcome" or "interaction"."""
@@ -32,7 +34,7 @@ class Comparison:
     band: str
     outcome: str
     a: np.ndarray
-    """Rows of the first side: the checkpoint's, or successes; of an interaction those of its two bands."""
+    """Rows of the first side: the checkpoint's, or successes; of an interaction, those of both bands."""
     b: np.ndarray
     """Rows of the second side: the base's, or failures."""
     problems: np.ndarray
@@ -40,14 +42,14 @@ class Comparison:
     n_left_out: int
     """Problems of the band that lack one of the two sides."""
     bands: tuple[Comparison, Comparison] | None = None
-    """Of an interaction, the outcomes that are compared: of the harder band, and of the easier."""
+    """Of an interaction: the outcome comparisons of the harder and of the easier band."""
     note: str = ""
-    """Why nothing is drawn."""
+    """Why nothing is drawn, or ""."""
 
     @property
     def key(self) -> dict[str, str]:
-        """Columns that tell it from others."""
-        return {name: getattr(self, name) for name in ("kind", "checkpoint", "part", "band", "outcome")}
+        """The columns `CONTRAST`."""
+        return {name: getattr(self, name) for name in CONTRAST}
 
     @property
     def rows(self) -> np.ndarray:
@@ -56,7 +58,7 @@ class Comparison:
 
     @property
     def fingerprint(self) -> str:
-        """Names the rows: equal for whatever rests on the same sides, empty where there are none."""
+        """A name of the rows, the same for the same two sides; empty without rows."""
         if self.bands is not None:
             return "+".join(band.fingerprint for band in self.bands)
         if not len(self.problems):
@@ -67,7 +69,7 @@ class Comparison:
 
     @property
     def n_problems(self) -> int:
-        """Problems that count; of an interaction, of its two bands together."""
+        """Problems that count; of an interaction, in both bands together."""
         return len(self.problems) if self.bands is None else sum(len(band.problems) for band in self.bands)
 
 
@@ -75,14 +77,14 @@ def main_part(parts: Mapping[str, str]) -> str | None:
     """The shift that speaks for a checkpoint: total, or same_trajectories where that cannot be drawn.
 
     Args:
-        parts: for every part of its shift over all problems why it was not drawn, "" where it was.
+        parts: by part of its shift over all problems, why it was not drawn, or "".
     """
     present = [part for part in MAIN_PARTS if part in parts]
     return next((part for part in present if not parts[part]), present[0] if present else None)
 
 
 def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
-    """ "all", then the bands that are asked for or present.
+    """Return "all", then the bands that are asked for or present.
 
     Raises:
         TsaeError: where a band that is asked for has no problems.
@@ -135,15 +137,12 @@ def shift_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) ->
                 for outcome in ("all", "success", "failure"):
                     a = rows.pick(reader_a, policy_a, band, outcome)
                     b = rows.pick(reader_b, policy_b, band, outcome)
-                    # Both sides of the representation part are the checkpoint's trajectories; it is drawn over the
-                    # problems of the other two parts, or they would not add up.
+                    # Both sides of the representation part are the checkpoint's trajectories. It is drawn over the
+                    # problems of the other two parts: otherwise the parts would not add up.
                     among = rows.pick(base, base, band, outcome) if part == "representation" else b
                     found = _compare(rows, "shift", reader, part, band, outcome, a, b, among)
-                    if config.within_prompt and part == "policy":
-                        found = replace(found, note=_SAME_PROMPTS)
-                    elif found.n_problems < config.min_problems:
-                        have = f"{found.n_problems} problems have such trajectories on both sides"
-                        found = replace(found, note=f"{have}; {config.min_problems} are needed")
+                    note = _too_few(found, "such trajectories on both sides", config)
+                    found = replace(found, note=_SAME_PROMPTS if config.within_prompt and part == "policy" else note)
                     yield _unless_refused(features, found)
 
 
@@ -161,12 +160,8 @@ def outcome_comparison(
 ) -> Comparison:
     """Successes against failures of the same problems, both rows of the checkpoint."""
     found = _compare(rows, "outcome", checkpoint, OUTCOME_PART, band, "all", success, failure)
-    if config.within_prompt:
-        return replace(found, note=_SAME_PROMPTS)
-    if found.n_problems < config.min_problems:
-        have = f"{found.n_problems} problems have both outcomes"
-        return replace(found, note=f"{have}; {config.min_problems} are needed")
-    return found
+    note = _SAME_PROMPTS if config.within_prompt else _too_few(found, "both outcomes", config)
+    return replace(found, note=note)
 
 
 def interaction_comparisons(outcomes: list[Comparison], config: DiffConfig) -> Iterator[Comparison]:
@@ -211,7 +206,7 @@ def _compare(
     b: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Comparison:
-    """Compare rows a with rows b on the problems that both have. `among` limits these to the problems of other rows."""
+    """Compare rows a with rows b on the problems that both have, and that the rows `among` have."""
     both = np.intersect1d(rows.problem[a], rows.problem[b])
     if among is not None:
         both = np.intersect1d(both, rows.problem[among])
@@ -220,7 +215,13 @@ def _compare(
     return Comparison(kind, checkpoint, part, band, outcome, a, b, both, left_out)
 
 
+def _too_few(found: Comparison, what: str, config: DiffConfig) -> str:
+    if found.n_problems >= config.min_problems:
+        return ""
+    return f"{found.n_problems} problems have {what}; {config.min_problems} are needed"
+
+
 def _unless_refused(features: FeatureTable, found: Comparison) -> Comparison:
-    """Refuse a comparison within a band where the bands cannot be told from training steps, as their info says."""
+    """Refuse a comparison within a band if the bands' info says that they cannot be told from training steps."""
     refused = (features.rollouts.info.get("bands") or {}).get("refused")
     return replace(found, note=refused) if refused and found.band != "all" else found

@@ -1,4 +1,4 @@
-"""The rows that contrasts are drawn on: what each row is, and what Δ is measured in."""
+"""The rows that contrasts are drawn on: what each row is, and the unit of Δ."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
-from tsae.diff.within_problems import side_means
+from tsae.diff.contrast.problem_means import side_means
 from tsae.features.table import FeatureTable
 
 
 class Scale(NamedTuple):
-    """What Δ of a checkpoint's contrasts is measured in."""
+    """The unit of Δ in a checkpoint's contrasts."""
 
     deviation: np.ndarray
     """(n_features,) standard deviation over base trajectories; where silent, pooled with that of the checkpoint."""
     silent: np.ndarray
-    """(n_features,) bool: whether the base says too little of the feature's deviation. It is then active in fewer than
-    min_problems of the base's problems, or has one mean in all of the base's trajectories."""
+    """(n_features,) bool: active in fewer than min_problems of the base's problems, or with the same mean in all of its
+    trajectories, so that the base says too little of the deviation."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rows:
     """Per-row data of a FeatureTable that contrasts are drawn on."""
 
     values: sp.csr_array
-    """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it, which has no mean."""
+    """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it."""
     columns: sp.csc_array
     """The same by columns."""
     problem: np.ndarray
@@ -44,8 +44,8 @@ class Rows:
     by_reader: dict[tuple[str, str | None], np.ndarray]
     """Rows of (reader, policy) that have a token of the span; of all policies under (reader, None)."""
     pooled: bool
-    """Whether all trajectories count as one policy's: all readers read the same ones, and their own share too few
-    problems to be compared."""
+    """Whether all trajectories count as one policy's: all readers read the same ones, and their own trajectories share
+    too few problems to be compared."""
     scales: dict[str, Scale]
     """Of every reader."""
 
@@ -77,11 +77,11 @@ class Rows:
         return replace(rows, scales=dict(zip(features.readers, scales(rows, own[0], own, config), strict=True)))
 
     def own(self, reader: str) -> str | None:
-        """The policy whose trajectories stand for a reader: its own, or all where these do not count."""
+        """The policy whose trajectories count as a reader's: its own, or None for all."""
         return reader if not self.pooled and len(self.by_reader[reader, reader]) else None
 
     def without_tokens(self, features: FeatureTable) -> dict[str, int]:
-        """Trajectories left out for want of a token of the span, by reader; readers without any are not named."""
+        """Number of trajectories without a token of the span, by reader; readers with none are left out."""
         empty = {id: int((self.n_tokens[features.rows(reader=id)] == 0).sum()) for id in features.readers}
         return {id: n for id, n in empty.items() if n}
 
@@ -95,10 +95,7 @@ class Rows:
 
 
 def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: DiffConfig) -> list[Scale]:
-    """What Δ is measured in where the base's rows are compared with others: one scale for each of the others.
-
-    The deviation over the base's rows; of a feature that the base hardly has, pooled with that over the other rows.
-    """
+    """The deviation over the base's rows, for each of the others; of a silent feature, pooled with the other's rows."""
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
     of_base = _variance(rows.values[base])
@@ -113,7 +110,7 @@ def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: D
 
 
 def _variance(values: sp.csr_array) -> np.ndarray:
-    """(n_features,) variance over rows, by n − 1; 0 where rounding is all there is."""
+    """(n_features,) variance over rows, by n − 1; 0 where it is only rounding."""
     n = values.shape[0]
     if n < 2:
         return np.zeros(values.shape[1])
@@ -129,7 +126,7 @@ def _is_pooled(
     problem: np.ndarray,
     config: DiffConfig,
 ) -> bool:
-    """Whether all readers read the same trajectories, and none can be paired as the base's and a checkpoint's own."""
+    """Whether all readers read the same trajectories, and no checkpoint's own share enough problems with the base's."""
     base, *others = features.readers
     if len(np.unique(problem)) < config.min_problems:
         return False

@@ -1,35 +1,31 @@
-"""Inference with the problem as unit.
+"""Inference with the problem as unit: sizes, intervals and tests of one contrast.
 
-Trajectories of a problem are not independent, so every contrast is first reduced to one difference per problem and
-feature.
+Trajectories of a problem are not independent. Every contrast is therefore first reduced to one difference per problem
+and feature.
 
-*Size.* Two checkpoints with different weights are two deterministic functions, and enough problems tell any two such
-functions apart. Whether a difference is there is therefore the lesser question; whether it is large is the first.
-Δ = difference / the feature's standard deviation over base trajectories (Glass 1976): a unit that noise in the weights
-cannot inflate. A feature *moved* where |Δ| is larger than `minimum_effect`: the null is |Δ| ≤ minimum_effect, not Δ = 0
-(a minimum-effect test, Murphy & Myors 1999). The deviation is taken as known: with 100 base trajectories it is known to
-about 7 %.
+*Size.* Two checkpoints with different weights are two different functions, and enough problems tell any two such
+functions apart. So the first question is not whether there is a difference, but whether it is large. Δ = difference /
+the feature's standard deviation over base trajectories (Glass 1976): noise in the weights cannot inflate that unit. A
+feature *moved* if |Δ| is larger than `minimum_effect`: the null is |Δ| ≤ minimum_effect, not Δ = 0 (a minimum-effect
+test, Murphy & Myors 1999). The deviation is taken as known: with 100 base trajectories it is known to about 7 %.
 
-- *interval*: symmetric studentised bootstrap over problems (Hall 1988): difference ± the quantile of |t*| times the
-  standard error, all features under the same draws, two matrix products. Percentile intervals cover too little with few
-  problems (84 % in place of 95 % with five), equal-tailed studentised ones where most problems differ by nothing;
-- *p, paired differences*: sign-flip test. Under the null the two sides are exchangeable within a problem, so that
-  flipping the sign of a problem's difference changes nothing. Flips keep the sum of squares, so that this is the test
-  of Student's t too: effects that differ between problems and average to 0 are no discovery. For the test of the size,
-  differences are moved to the boundary of the null first;
+- *interval*: symmetric studentised bootstrap over problems (`tsae.base.bootstrap`);
+- *p, paired differences*: sign flips. Under the null the two sides of a problem are exchangeable, so flipping the sign
+  of its difference changes nothing. Flips keep the sum of squares, so this is the test of Student's t too: effects that
+  differ between problems and average to 0 are no discovery. For the test of the size, differences are first moved to
+  the boundary of the null;
 - *p, success − failure*: the larger of two. Labels permuted within problems: with one success among eight failures a
-  problem's difference is skewed under the null, which sign flips would get wrong. And sign flips: where outcome effects
-  differ between problems and average to 0, permuted labels know nothing of that and reject far too often;
-- *p, interaction*: bands permuted over problems, with Welch's t as statistic (Janssen 1997), since the two bands need
-  not vary alike;
+  problem's difference is skewed under the null, and sign flips would be wrong. And sign flips: where outcome effects
+  differ between problems and average to 0, permuted labels reject far too often;
+- *p, interaction*: bands permuted over problems, with Welch's t as statistic (Janssen 1997), since the variances of the
+  two bands may differ;
 - *p and interval agree*: where the interval reaches the null, p is at least the bootstrap's own, so that no discovery
-  has such an interval. Sign flips alone would find a feature whose difference is tiny in most problems and huge in a
-  few, of the same sign: that its differences lie above 0 is sure, what their mean is is not. A larger p-value stays
-  valid;
+  has such an interval. Sign flips alone would find a feature with a tiny difference in most problems and a huge one in
+  a few, all of the same sign: its differences surely lie above 0, but their mean is uncertain. A larger p stays valid;
 - *q*: Benjamini–Hochberg, or Benjamini–Yekutieli, over the features of one contrast.
 
-p = (1 + number of draws at least as extreme) / (1 + draws), never 0 (Phipson & Smyth 2010); `sequential_p` says how
-many draws.
+p = (1 + number of draws at least as extreme) / (1 + draws), never 0 (Phipson & Smyth 2010); `sequential_p` chooses the
+number of draws.
 """
 
 from __future__ import annotations
@@ -40,10 +36,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.stats import false_discovery_control
 
 from tsae.base.bootstrap import studentised
 from tsae.diff.config import FalseDiscoveries
-from tsae.diff.permutations import (
+from tsae.diff.significance.permutations import (
     Count,
     band_permutations,
     label_permutations,
@@ -68,7 +65,7 @@ class Inference:
     delta: np.ndarray
     delta_low: np.ndarray
     delta_high: np.ndarray
-    """Δ and its interval: difference, low and high in standard deviations of the feature over base trajectories."""
+    """Δ and its interval, in standard deviations of the feature over base trajectories."""
     p: np.ndarray
     q: np.ndarray
     """Of the null |Δ| ≤ minimum_effect."""
@@ -84,18 +81,12 @@ class Draws:
     """How p-values, q-values and intervals are drawn; see `tsae.diff.config.DiffConfig`."""
 
     n_bootstrap: int
-    """Draws of problems."""
     n_permutations: int
-    """Draws of signs, labels or bands, for features that need as many."""
     confidence: float
-    """Of the intervals."""
     seed: int
     minimum_effect: float
-    """|Δ| up to which a feature did not move."""
     q: float = 0.05
-    """False-discovery rate for which draws are to suffice."""
     method: FalseDiscoveries = "bh"
-    """Of the q-values."""
 
 
 def q_values(p: np.ndarray, method: FalseDiscoveries = "bh") -> np.ndarray:
@@ -106,18 +97,11 @@ def q_values(p: np.ndarray, method: FalseDiscoveries = "bh") -> np.ndarray:
         method: "bh" (Benjamini & Hochberg 1995), or "by" (Benjamini & Yekutieli 2001), which holds under any dependence
             between the features and is larger by 1 + 1/2 + … + 1/n.
     """
-    n = len(p)
-    order = np.argsort(p)
-    scaled = p[order] * n / np.arange(1, n + 1)
-    if method == "by":
-        scaled *= (1 / np.arange(1, n + 1)).sum()
-    q = np.empty(n)
-    q[order] = np.minimum(np.minimum.accumulate(scaled[::-1])[::-1], 1.0)
-    return q
+    return false_discovery_control(p, method=method) if len(p) else np.empty(0)
 
 
 def most_draws(n_features: int, n_permutations: int, q: float, method: FalseDiscoveries) -> int:
-    """Draws from which on a single feature can be a discovery, or n_permutations if that is more."""
+    """Draws that a single feature needs to be a discovery, or n_permutations if that is more."""
     penalty = (1 / np.arange(1, n_features + 1)).sum() if method == "by" else 1.0
     return max(n_permutations, math.ceil(penalty * n_features / q))
 
@@ -131,23 +115,22 @@ def sequential_p(
     method: FalseDiscoveries,
     among: np.ndarray | None = None,
 ) -> np.ndarray:
-    """(n_features,) p-values, of several tests the largest, with as many draws as each feature needs.
+    """(n_features,) p-values, the largest of several tests, with as many draws as each feature needs.
 
     Draws are added in doublings:
 
     1. A feature with 100 draws as extreme is settled: its p is known to a tenth (Besag & Clifford 1991, here in
-       batches). That costs no validity: with n the first look at which 101 / (n + 1) ≤ u, features settled sooner have
+       batches). The test stays valid. Let n be the first look at which 101 / (n + 1) ≤ u. Features settled sooner have
        p > u, and those that go on have p ≤ u there too. So p ≤ u in the end only if p ≤ u after n draws, which u fixes.
     2. All others have n_permutations draws.
-    3. With m features a single one is a discovery at p ≤ q / m only, which takes m / q draws. Drawing goes on up to
-       there for features that more draws can make discoveries: those that would be, were no further draw as extreme.
-       What is left behind could not have become a discovery. It ends when all of these are discoveries (Sandve,
-       Ferkingstad & Nygård 2011).
+    3. With m features, a single one is a discovery only at p ≤ q / m, which takes m / q draws. Drawing goes on up to
+       there for features that would be discoveries if no further draw were as extreme. The others could not have become
+       discoveries. Drawing ends when all of these are discoveries (Sandve, Ferkingstad & Nygård 2011).
 
     Args:
         count: makes draws.
-        n_tests: that `count` makes.
-        n_features: how many there are.
+        n_tests: number of tests that `count` makes.
+        n_features: their number.
         n_permutations: draws of features that are not settled sooner.
         q: false-discovery rate for which the number of draws is to suffice.
         method: of the q-values.
@@ -177,16 +160,15 @@ def sequential_p(
 
 @dataclass(frozen=True)
 class Tested:
-    """What is asked of a mean over problems, or of the difference of two groups' means."""
+    """A mean over problems, or the difference of two groups' means, and the tests of it."""
 
     groups: Sequence[np.ndarray]
     """One or two (n_problems, n_features)."""
     scale: np.ndarray
     """(n_features,) standard deviation that Δ is measured in, above 0."""
     tests: Callable[[np.ndarray | None], Count]
-    """Makes the tests for a least size (n_features,) of the difference; for None, for a difference of 0."""
+    """Makes the tests for a least size (n_features,) of the difference; None tests for a difference of 0."""
     n_tests: int
-    """That it makes."""
 
     @property
     def difference(self) -> np.ndarray:
@@ -238,7 +220,7 @@ def weighted(
     group: np.ndarray,
     seed: int,
 ) -> Tested:
-    """Sums of weights and values, by permuting weights within groups and by sign flips; for a size of 0 alone.
+    """Weighted sums of values, by permuting weights within groups and by sign flips; only for a size of 0.
 
     Args:
         differences: (n_problems, n_features) sums of weights · values of every problem, times the number of problems.
@@ -250,7 +232,7 @@ def weighted(
     """
 
     def tests(least: np.ndarray | None) -> Count:
-        # Moving values by a constant moves no weighted sum within groups: permutations know no other null.
+        # Moving values by a constant moves no weighted sum within groups, so there is no test of another size.
         assert least is None or not least.any()
         return together(weight_permutations(values, weights, group, seed), sign_flips(differences, seed))
 

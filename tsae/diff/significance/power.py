@@ -1,4 +1,4 @@
-"""Which effects a contrast would have found: power of a t-test at the p-value that counted as a discovery.
+"""Power: which effects a contrast would have found, by a t-test at the p-value that counted as a discovery.
 
 Permutation tests of means have the power of Student's t in large samples. The level is that of the
 Benjamini–Hochberg step: q · max(discoveries, 1) / features tested. With more discoveries smaller effects are found.
@@ -22,25 +22,24 @@ _POINTS = 1000
 
 
 def power(d: float, n_problems: Sequence[int], level: float, errors: float = 0.0) -> float:
-    """Chance that a t-test at `level` finds an effect that lies d beyond the boundary of its null, on the right side.
+    """Chance that a t-test finds, on the right side, an effect that lies d beyond the boundary of its null.
 
     Args:
-        d: of the mean − the boundary, in standard deviations of the differences; between two groups of problems in
-            pooled deviations.
+        d: (mean − boundary) in standard deviations of the differences; of two groups of problems, pooled deviations.
         n_problems: of one group of paired differences, or of two groups.
         level: p-value up to which the test rejects.
         errors: from 0 to the boundary, in standard errors: 0 for the two-sided test of a mean of 0.
     """
     df = sum(n_problems) - len(n_problems)
     shift = abs(d) / math.sqrt(sum(1 / n for n in n_problems))
-    # The mean over the estimated deviation, by its quantiles: scipy's noncentral t gives NaN far out.
+    # Average over the estimated deviation by its quantiles: scipy's noncentral t gives NaN far out.
     deviation = _deviations(df)
     return float(norm.sf(_critical(df, level, errors) * deviation - shift).mean())
 
 
 @lru_cache(maxsize=64)
 def _critical(df: int, level: float, errors: float) -> float:
-    """The t beyond the boundary of the null that has the p-value `level`: the far boundary has a tail too."""
+    """The t beyond the near boundary of the null with the p-value `level`, which counts the tail beyond the far one."""
     low, high = float(student.isf(level, df)), float(student.isf(level / 2, df))
     if errors == 0:
         return high
@@ -49,7 +48,7 @@ def _critical(df: int, level: float, errors: float) -> float:
 
 @lru_cache(maxsize=64)
 def _deviations(df: int) -> np.ndarray:
-    """(_POINTS,) quantiles of an estimated deviation, of one that is 1."""
+    """(_POINTS,) quantiles of an estimated deviation whose true value is 1."""
     return np.sqrt(chi2.ppf((np.arange(_POINTS) + 0.5) / _POINTS, df) / df)
 
 
@@ -63,11 +62,11 @@ def detectable_delta(
     n_discoveries: int,
     method: FalseDiscoveries = "bh",
 ) -> float:
-    """The |Δ| of a typical feature that is found to be above the minimum effect 8 times in 10.
+    """The |Δ| at which a typical feature is found to exceed the minimum effect 8 times in 10.
 
     Args:
         n_problems: of one group of paired differences, or of two groups; no p-value is below 2 / the number of their
-            arrangements. Draws set no limit (`tsae.diff.statistics.sequential_p`).
+            arrangements. Draws set no limit (`tsae.diff.significance.inference.sequential_p`).
         error: standard error of Δ of a typical feature.
         minimum_effect: |Δ| up to which a feature did not move.
         q: false-discovery rate.
@@ -76,7 +75,7 @@ def detectable_delta(
         method: of the q-values.
 
     Returns:
-        infinite where the problems cannot give a p-value that small.
+        infinite if the problems cannot give a p-value that small.
     """
     level = q * max(n_discoveries, 1) / n_tested
     if method == "by":

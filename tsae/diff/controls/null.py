@@ -1,7 +1,7 @@
-"""Discoveries where there is nothing to find: every contrast's own test, on its own rows, without its effect.
+"""The null of a contrast: how many discoveries its own test makes on its own rows after its effect is removed.
 
-- *shift*: the second side's trajectories of every problem split in two at random halves;
-- *outcome*: labels permuted within problem, among the trajectories of that band;
+- *shift*: the second side's trajectories of every problem are split into two random halves;
+- *outcome*: labels are permuted within problem, among the trajectories of that band;
 - *interaction*: the same in both bands.
 """
 
@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draws, problem_effects, question, tested_features
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import moved_p, q_values
+from tsae.diff.contrast.comparisons import Comparison
+from tsae.diff.contrast.delta import draws, problem_effects, question, tested_features
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import moved_p, q_values
 from tsae.diff.threads import in_threads
 
 REPEATS = 5
@@ -26,11 +26,11 @@ REPEATS = 5
 def null_counts(
     rows: Rows, found: Sequence[Comparison], config: DiffConfig, repeats: int = REPEATS
 ) -> list[tuple[float, float]]:
-    """Discoveries of every comparison where there is nothing to find.
+    """Count the discoveries of every comparison where there is nothing to find.
 
     Returns:
-        for each the mean number over the repeats, and the share of repeats with any. NaN where the comparison is not
-        drawn, within prompts, where trajectories of a problem are the same, and where fewer than min_problems problems
+        for each the mean number over the repeats, and the share of repeats with any. NaN if the comparison is not
+        drawn, within prompts (trajectories of a problem are then the same), and if fewer than min_problems problems
         have two trajectories to split.
     """
     jobs: list[Callable[[], int | None]] = []
@@ -40,7 +40,7 @@ def null_counts(
         if of.note or config.within_prompt:
             start.append(None)
             continue
-        # The base's halves are the same for all checkpoints that are compared with it, but for what Δ is measured in.
+        # All checkpoints compared with the base share its halves; only the unit of Δ differs.
         key = (of.band, of.b.tobytes())
         if of.kind == "shift" and key in halves:
             start.append(halves[key])
@@ -58,7 +58,7 @@ def null_counts(
 
 
 def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:
-    """The comparison without its effect."""
+    """Remove the comparison's effect."""
     if of.bands is not None:
         harder, easier = (null_of(rows, band, rng) for band in of.bands)
         return replace(of, bands=(harder, easier))
@@ -70,7 +70,7 @@ def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:
         order, rank = (x[size[rows.problem[order]] > 1] for x in (order, rank))
         halves = order[rank % 2 == 0], order[rank % 2 == 1]
         return replace(of, a=halves[0], b=halves[1], problems=np.unique(rows.problem[order]))
-    # Rows sorted by problem, and the same shuffled within: labels move, problems keep theirs.
+    # Rows are sorted by problem, and labels shuffled within each.
     both = np.concatenate([of.a, of.b])
     success = np.arange(len(both)) < len(of.a)
     order = np.argsort(rows.problem[both], kind="stable")
@@ -79,7 +79,7 @@ def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:
 
 
 def _discoveries(rows: Rows, of: Comparison, config: DiffConfig, repeat: int) -> int | None:
-    """How many discoveries the comparison makes without its effect."""
+    """Number of discoveries without the effect; None with too few problems."""
     nothing = null_of(rows, of, np.random.default_rng([config.seed, 4, repeat]))
     if len(nothing.problems) < config.min_problems:
         return None

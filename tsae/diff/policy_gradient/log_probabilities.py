@@ -1,17 +1,21 @@
-"""Log-probabilities of whole responses under the policies that sampled them: logged, or read by their checkpoints."""
+"""Log-probabilities of whole responses under the policies that sampled them, from the log or read by checkpoints."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from tsae.activations.plan import check_context, check_tokenizer
+from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.predictions import PredictingReader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 COLUMN = "logprob"
-"""Of rollouts: Σ log π over the response tokens that the policy sampled, the end token among them, at the temperature
-of sampling, in nats."""
+"""Column of the rollouts: Σ log π over the response tokens that the policy sampled, end token included, in nats, at the
+temperature of sampling."""
 
 
 def logged(rollouts: Rollouts, rows: np.ndarray) -> np.ndarray | None:
@@ -25,7 +29,7 @@ def logged(rollouts: Rollouts, rows: np.ndarray) -> np.ndarray | None:
 def response_logprobs(
     rollouts: Rollouts, rows: np.ndarray, series: CheckpointSeries, *, device: str = "cpu", batch_tokens: int = 16_384
 ) -> np.ndarray | None:
-    """Have every policy read its own responses once more.
+    """Let every policy read its own responses again.
 
     Args:
         rollouts: has the trajectories.
@@ -40,11 +44,6 @@ def response_logprobs(
     Raises:
         TsaeError: where a batch does not fit into memory, or a checkpoint has another tokenizer or too short a context.
     """
-    from tsae.activations.plan import check_context, check_tokenizer
-    from tsae.activations.reading import OutOfMemory, read_batches
-    from tsae.checkpoints.hooks import HuggingFaceReader
-    from tsae.checkpoints.predictions import PredictingReader
-
     policy = rollouts.frame.policy.to_numpy()[rows]
     if not set(policy) <= {checkpoint.id for checkpoint in series}:
         return None

@@ -1,18 +1,18 @@
-"""Does an effect survive what else differs between the two sides?
+"""Confounds: does an effect survive what else differs between the two sides?
 
-Three controls, each a difference per problem again, so that intervals are those of every contrast:
+Three controls, each again a difference per problem, with the intervals of every contrast:
 
-- *length*: trajectories are compared with those of the same problem and of like length (same half-octave);
-- *position*: tokens are compared with those of the same problem at like positions in the response (same half-octave);
+- *length*: trajectories are compared with those of the same problem and of similar length (same half-octave);
+- *position*: tokens are compared with those of the same problem at similar positions (same half-octave);
 - *token*: every feature minus its mean given the token's id, estimated on the other half of the problems. What is left
   is not lexical. Ids that the other half lacks are expected to have the feature's mean over all tokens.
 
-Where matched, a problem's cells count by the smaller of their two sides; cells with one side only are left out, and
-problems without a common cell. What is kept is the controlled effect against the plain effect *of the same problems*:
-other problems may have another effect, with or without a control. An effect survives where the controlled interval
-leaves out 0 on the side of the effect and at least half of the effect is left: like lengths are not equal lengths, and
-a clear feature shows what remains. Where the comparable problems do not show half of the effect even without the
-control, they cannot tell.
+In the matched controls, a problem's cells count by the smaller of their two sides. Cells with one side only are left
+out, and so are problems without a common cell. `kept` is the controlled effect / the plain effect *of the same
+problems*: other problems may have another effect, with or without a control. An effect survives if the controlled
+interval excludes 0 on the side of the effect and at least half of the effect is left: similar lengths are not equal
+lengths, and a clear feature shows what remains. If the comparable problems do not show half of the effect even without
+the control, they cannot tell.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.base.bootstrap import group_interval
-from tsae.diff.comparisons import Comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import Contrast
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import CONTRAST, Comparison
+from tsae.diff.contrast.delta import Contrast
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
-from tsae.diff.within_problems import group_difference
 from tsae.features.sums import grouped_sums
 from tsae.features.table import FeatureTable
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
-COLUMNS = ("kind", "checkpoint", "part", "band", "outcome", "feature", "control", "difference", "low", "high")
+_NUMBERS = ("difference", "low", "high", "n_problems", "plain", "kept", "verdict")
+_KEPT = 0.5
+_SHOWN = 0.5  # of the effect, that the comparable problems show without the control
+_IDS = 256  # token ids whose means are made at once
+_CONTROLLED = ("total", "success_minus_failure")
 
 
 def confound_table(
@@ -47,22 +51,16 @@ def confound_table(
 
     Returns:
         the contrast's keys, rows (as in the contrast table) and feature, control, the controlled difference with its
-        interval (NaN where too few problems are comparable), n_problems that are, plain (their difference without the
-        control), kept (controlled / plain, 0 where that is 0) and verdict.
+        interval (NaN if too few problems are comparable), n_problems that are comparable, plain (their difference
+        without the control), kept (controlled / plain, 0 if plain is 0) and verdict.
     """
     tokens = _Tokens.of(features, config)
     drawn = [c for c in contrasts if c.inference is not None and c.of.outcome == "all" and c.of.part in _CONTROLLED]
     wanted = [(contrast, control) for contrast in drawn for control in CONTROLS]
     jobs = [partial(_control, features, rows, tokens, *each, config) for each in wanted]
     parts = list(in_threads(jobs, config.threads))
-    empty = pd.DataFrame(columns=[*COLUMNS, "n_problems", "plain", "kept", "verdict", "rows"])
+    empty = pd.DataFrame(columns=[*CONTRAST, "feature", "control", *_NUMBERS, "rows"])
     return pd.concat(parts, ignore_index=True) if parts else empty
-
-
-_KEPT = 0.5
-_SHOWN = 0.5  # of the effect, that the comparable problems show without the control
-_IDS = 256  # token ids whose means are made at once
-_CONTROLLED = ("total", "success_minus_failure")
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,26 @@ def _half_octave(n: np.ndarray) -> np.ndarray:
 def _control(
     features: FeatureTable, rows: Rows, tokens: _Tokens, contrast: Contrast, control: str, config: DiffConfig
 ) -> pd.DataFrame:
+    """A row a feature that the contrast tested."""
     assert contrast.inference is not None
-    of, feature = contrast.of, contrast.feature
-    parts = [_controlled(features, rows, tokens, part, control, config.seed) for part in of.bands or (of,)]
-    if any(len(problems) < config.min_problems for problems, _ in parts):
-        return _rows_of(contrast, control, None, config)
-    plain = [
-        group_difference(rows.values, part.a, part.b, rows.problem, problems)[:, feature].mean(0)
-        for part, (problems, _) in zip(of.bands or (of,), parts, strict=True)
-    ]
-    return _rows_of(contrast, control, ([differences[:, feature] for _, differences in parts], plain), config)
+    of, feature, effect = contrast.of, contrast.feature, contrast.inference.difference
+    keys = {**of.key, "feature": feature, "control": control}
+    groups, plains = [], []
+    for part in of.bands or (of,):
+        problems, differences = _controlled(features, rows, tokens, part, control, config.seed)
+        if len(problems) < config.min_problems:
+            nothing = {**dict.fromkeys(_NUMBERS, np.nan), "n_problems": 0, "verdict": TOO_FEW}
+            return pd.DataFrame({**keys, **nothing, "rows": of.fingerprint})
+        groups.append(differences[:, feature])
+        plains.append(group_difference(rows.values, part.a, part.b, rows.problem, problems)[:, feature].mean(0))
+    mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
+    plain = plains[0] - (plains[1] if len(plains) > 1 else 0.0)
+    kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
+    shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
+    survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)
+    verdict = np.where(shown, np.where(survives, SURVIVES, FAILS), TOO_FEW)
+    numbers = {"difference": mean, "low": low, "high": high, "n_problems": sum(map(len, groups)), "plain": plain}
+    return pd.DataFrame({**keys, **numbers, "kept": kept, "verdict": verdict, "rows": of.fingerprint})
 
 
 def _controlled(
@@ -204,54 +212,14 @@ def _expected(
     return expected[np.argsort(by_half)]
 
 
-def _rows_of(
-    contrast: Contrast, control: str, found: tuple[list[np.ndarray], list[np.ndarray]] | None, config: DiffConfig
-) -> pd.DataFrame:
-    """A row a feature, of the controlled differences of one or two groups of problems and their plain means."""
-    assert contrast.inference is not None
-    effect, of = contrast.inference.difference, contrast.of
-    nothing = np.full(len(effect), np.nan)
-    keys = {**of.key, "feature": contrast.feature, "control": control}
-    if found is None:
-        numbers = {"difference": nothing, "low": nothing, "high": nothing, "n_problems": 0, "plain": nothing}
-        return pd.DataFrame({**keys, **numbers, "kept": nothing, "verdict": TOO_FEW, "rows": of.fingerprint})
-    groups, plains = found
-    mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
-    plain = plains[0] - (plains[1] if len(plains) > 1 else 0.0)
-    kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
-    shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
-    survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)
-    return pd.DataFrame(
-        {
-            **keys,
-            "difference": mean,
-            "low": low,
-            "high": high,
-            "n_problems": sum(len(group) for group in groups),
-            "plain": plain,
-            "kept": kept,
-            "verdict": np.where(shown, np.where(survives, SURVIVES, FAILS), TOO_FEW),
-            "rows": of.fingerprint,
-        }
-    )
-
-
-def survival(confounds: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
-    """The verdict of every control on given effects.
-
-    Args:
-        confounds: what `confound_table` gave.
-        found: rows of FeatureDiff.shifts.
-
-    Returns:
-        indexed as found: one column a control, such as survives_length; "not measured" where that was not.
-    """
-    keys = ["kind", "checkpoint", "part", "band", "outcome", "feature"]
+def survival(confounds: pd.DataFrame, shifts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts on every row of `FeatureDiff.shifts`: one column a control, such as survives_length."""
+    keys = [*CONTRAST, "feature"]
     verdict = confounds.set_index([*keys, "control"]).verdict if len(confounds) else pd.Series(dtype=object)
     columns = {}
     for control in CONTROLS:
         known = verdict.xs(control, level="control") if len(verdict) else verdict
-        index = pd.MultiIndex.from_frame(found[keys])
-        values = known.reindex(index) if len(known) else pd.Series([None] * len(found), dtype=object)
+        index = pd.MultiIndex.from_frame(shifts[keys])
+        values = known.reindex(index) if len(known) else pd.Series([None] * len(shifts), dtype=object)
         columns[f"survives_{control}"] = values.astype(object).fillna(NOT_MEASURED).to_numpy()
-    return pd.DataFrame(columns, index=found.index)
+    return pd.DataFrame(columns, index=shifts.index)

@@ -1,12 +1,12 @@
-"""Draws of permutation tests: counts of those that are as extreme as what was observed, all features under the same.
+"""Draws of permutation tests: how many are as extreme as what was observed, for all features under the same draws.
 
-A test may ask whether a mean is 0, or whether it lies beyond a least size on its own side (`offset`). In the second
-case values are moved so that this boundary is the null, and a draw is as extreme if it lies as far beyond the boundary
-as what was observed, or as far below the opposite one: with offset 0 that is the two-sided test.
+A test asks whether a mean is 0, or whether it lies beyond a least size on its own side (`offset`). For a least size,
+values are moved so that this boundary is the null. A draw is then as extreme if it lies as far beyond the boundary as
+the observed value, or as far below the opposite boundary. With offset 0 that is the two-sided test.
 
-A test is a function that makes further draws for the features that are asked for, so that features which need few are
-not drawn for any longer (`tsae.diff.statistics.sequential_p`). What it draws depends on how many draws were made
-before, not on the features.
+A test is a function that makes further draws for the features asked for, so that features which need few draws cost no
+more (`tsae.diff.significance.inference.sequential_p`). What it draws depends on the number of earlier draws, not on
+the features.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DENSE_BYTES = 64_000_000  # of sparse values made dense at once
 _ARRANGEMENTS = 10_000  # of labels within a problem that are written out, to be drawn by number
 
 Count = Callable[[int, np.ndarray], np.ndarray]
-"""(draws, features) -> (n_tests, n_features) how many of the further draws are as extreme as what was observed."""
+"""(draws, features) -> (n_tests, n_features): how many of these further draws are as extreme as the observed value."""
 
 
 def sign_flips(differences: np.ndarray, seed: int, offset: np.ndarray | None = None) -> Count:
-    """Counts flips of the signs of (n_problems, n_features) differences whose mean is as extreme as the observed.
+    """Count sign flips of (n_problems, n_features) differences whose mean is as extreme as the observed.
 
     Args:
         differences: of every problem.
@@ -54,7 +54,7 @@ def sign_flips(differences: np.ndarray, seed: int, offset: np.ndarray | None = N
 
 @dataclass(frozen=True)
 class _Edge:
-    """Where a statistic becomes as extreme as what was observed, for every feature."""
+    """Where a statistic is as extreme as the observed one, for every feature."""
 
     sign: np.ndarray
     """(n_features,) side on which the statistic was observed; 1 for a test for 0, which knows no side."""
@@ -62,7 +62,7 @@ class _Edge:
     """(n_features,) boundary."""
     high: np.ndarray
     low: np.ndarray
-    """As far beyond the boundary as observed, and as far below the opposite one."""
+    """Distances beyond the boundary, and below the opposite one, that count as extreme."""
     two_sided: bool
 
     @classmethod
@@ -75,11 +75,11 @@ class _Edge:
         return cls(sign, offset, _limit(size - offset), _limit(size + offset), False)
 
     def moved(self, values: np.ndarray) -> np.ndarray:
-        """(…, n_features) values whose mean lies on the boundary if the observed mean does, upwards."""
+        """(…, n_features) values turned to the observed side, less the boundary."""
         return values if self.two_sided else values * self.sign - self.offset
 
     def as_extreme(self, drawn: np.ndarray, features: np.ndarray) -> np.ndarray:
-        """(n_features,) how many of (draws, n_features) statistics are; overwrites them."""
+        """(n_features,) how many of (draws, n_features) statistics are as extreme; overwrites them."""
         high = self.high[features].astype(drawn.dtype)
         if self.two_sided:
             return np.count_nonzero(np.abs(drawn, out=drawn) >= high, axis=0)
@@ -90,7 +90,7 @@ class _Edge:
 def label_permutations(
     values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int, offset: np.ndarray | None = None
 ) -> Count:
-    """Counts permutations of labels within problems whose success − failure is as extreme as the observed.
+    """Count permutations of labels within problems whose success − failure is as extreme as the observed.
 
     Args:
         values: (n_rows, n_features) of trajectories of problems that have both outcomes.
@@ -185,7 +185,7 @@ def together(*counts: Count) -> Count:
 
 
 def band_permutations(a: np.ndarray, b: np.ndarray, seed: int, offset: np.ndarray | None = None) -> Count:
-    """Counts permutations of two bands over problems whose Welch's t is as extreme as the observed.
+    """Count permutations of two bands over problems whose Welch's t is as extreme as the observed.
 
     Args:
         a: (n_problems_a, n_features) per-problem effects.
@@ -230,7 +230,7 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int, offset: np.ndarra
 
 
 def weight_permutations(values: np.ndarray, weights: np.ndarray, group: np.ndarray, seed: int) -> Count:
-    """Counts permutations of weights within groups whose weighted sum is as extreme as the observed.
+    """Count permutations of weights within groups whose weighted sum is as extreme as the observed.
 
     Args:
         values: (n_rows, n_features).

@@ -1,8 +1,8 @@
-"""What plain directions in activation space tell of a contrast, beside the best features.
+"""Baselines: how well plain directions in activation space tell the two sides apart, beside the best features.
 
-Cross-validated over problems: whatever is chosen or fitted sees the other folds' problems only. Each way gives every
-trajectory a score, and the score's AUROC within problem says how often a trajectory of the first side (a success, or
-the checkpoint's) scores above one of the second of the same problem:
+Cross-validated over problems: whatever is chosen or fitted sees only the problems of the other folds. Each way gives
+every trajectory a score. The score's AUROC within problem is the chance that a trajectory of the first side (a success,
+or the checkpoint's) scores above one of the second side of the same problem:
 
 - *mean difference*: the mean over problems of the sides' difference of mean raw activations;
 - *linear probe*: linear discriminant analysis: that direction divided by the covariance within sides, which is shrunk
@@ -10,8 +10,8 @@ the checkpoint's) scores above one of the second of the same problem:
 - *best feature*: the feature with the largest |difference| / standard deviation over problems, with its sign;
 - *ten best features*: the ten largest of these, each divided by that deviation, with their signs.
 
-Where a probe or the plain direction tells the sides apart no worse than features, features are a reading of that
-direction and not a discovery beyond it.
+Where a probe or the mean difference does as well as features, the features are a reading of that direction and not a
+discovery beyond it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
 from tsae.base.bootstrap import bootstrap_interval
-from tsae.diff.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.rows import Rows
+from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
+from tsae.diff.contrast.problem_means import problem_aurocs, side_means
+from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import one_blas_thread
-from tsae.diff.within_problems import problem_aurocs, side_means
 from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 
@@ -42,7 +42,7 @@ _FOLDS = 5
 def baselines(
     features: FeatureTable, store: ActivationStore | str | Path, config: DiffConfig | None = None
 ) -> pd.DataFrame:
-    """Held-out AUROC within problem of the best features and of plain directions, for main shifts and outcomes.
+    """Measure held-out AUROCs within problem of the best features and plain directions, for main shifts and outcomes.
 
     Args:
         features: the table.
@@ -50,9 +50,8 @@ def baselines(
         config: of the span and the draws.
 
     Returns:
-        kind, checkpoint, part, rows (as in the contrast table), way,
-        auroc with its bootstrap interval low, high (over problems, given the folds' fits),
-        n_problems, note where it was refused, with NaN for its numbers.
+        kind, checkpoint, part, rows (as in the contrast table), way, auroc with its bootstrap interval low, high (over
+        problems, given the folds' fits), n_problems, note (why it was refused; its numbers are then NaN).
 
     Raises:
         TsaeError: where the table was not encoded from the store.
@@ -101,8 +100,8 @@ def mean_activations(features: FeatureTable, store: ActivationStore, config: Dif
 
 def _held_out(rows: Rows, raw: np.ndarray, of: Comparison, config: DiffConfig) -> list[dict[str, object]]:
     a, b, problems = of.a, of.b, of.problems
-    if len(problems) < max(config.min_problems, 2 * _FOLDS):
-        note = f"{len(problems)} problems have both sides; {max(config.min_problems, 2 * _FOLDS)} are needed"
+    if len(problems) < (needed := max(config.min_problems, 2 * _FOLDS)):
+        note = f"{len(problems)} problems have both sides; {needed} are needed"
         nothing = {"auroc": np.nan, "low": np.nan, "high": np.nan, "n_problems": len(problems), "note": note}
         return [{"way": way, **nothing} for way in WAYS]
     fold = np.random.default_rng([config.seed, 8]).permutation(len(problems)) % _FOLDS

@@ -1,4 +1,4 @@
-"""The model as a function of its weights, and its derivatives: what `tsae.diff.influence` is made of."""
+"""The model as a function of its weights, and the derivatives that influence is made of."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 
+from tsae.activations.reading import plan_batches
+from tsae.checkpoints.hooks import Site, decoder_blocks, positions
+from tsae.checkpoints.series import Checkpoint
 from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
-    from tsae.sae.model import TemporalSAE
-
-    Weights = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,6 @@ def padded(
 
     The response mask leaves out what the policy did not sample.
     """
-    import torch
-
-    from tsae.activations.reading import plan_batches
-
     prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
     for batch in plan_batches(prompt + response, config.batch_tokens):
         width = int((prompt + response)[batch].max())
@@ -97,8 +94,6 @@ class Forward:
     """The model as a function of its weights."""
 
     def __init__(self, model: PreTrainedModel, sae: TemporalSAE, temperature: float) -> None:
-        from tsae.checkpoints.hooks import Site, decoder_blocks
-
         self.model, self.sae, self.temperature = model, sae, temperature
         site = Site.parse(sae.site)
         self.block, self.after = decoder_blocks(model)[site.layer], site.point == "post"
@@ -107,10 +102,6 @@ class Forward:
         self, weights: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """((B,) Σ_t log π of the response tokens, (B, T, d_model) activations at the site)."""
-        import torch
-
-        from tsae.checkpoints.hooks import positions
-
         found: list[torch.Tensor] = []
 
         def keep(value: Any) -> None:
@@ -135,8 +126,6 @@ class Forward:
         self, x: torch.Tensor, ids: torch.Tensor, response: torch.Tensor, columns: torch.Tensor, special: list[int]
     ) -> torch.Tensor:
         """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
-        import torch
-
         x = x.to(self.sae.W_enc.dtype)
         codes = self.sae.encode(x.detach())[..., columns]
         # Where a code is active it is linear in x, and elsewhere 0: that gives its gradient for every architecture.
@@ -151,8 +140,6 @@ class Forward:
         self, weights: Weights, fixed: Fixed, columns: torch.Tensor, config: InfluenceConfig
     ) -> np.ndarray:
         """(n_trajectories, n_features)."""
-        import torch
-
         means = np.zeros((len(fixed.rollouts), len(columns)))
         with torch.no_grad():
             for rows, ids, mask, response in padded(fixed.rollouts, np.arange(len(means)), config):
@@ -164,8 +151,6 @@ class Forward:
         self, weights: Weights, fixed: Fixed, column: torch.Tensor, score: np.ndarray, config: InfluenceConfig
     ) -> dict[str, Weights]:
         """∇F of one feature, by the parts that are asked for."""
-        import torch
-
         leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
         found: dict[str, Weights] = {
             part: {name: torch.zeros_like(w) for name, w in weights.items()} for part in config.parts
@@ -187,7 +172,6 @@ class Forward:
         self, weights: Weights, direction: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
     ) -> torch.Tensor:
         """(B,) ⟨direction, Σ_t ∇ log π⟩ of every trajectory."""
-        import torch
 
         def log(moved: Weights) -> torch.Tensor:
             return self(moved, ids, mask, response)[0]

@@ -1,118 +1,43 @@
-"""Influence: which training samples push a feature, to first order and exactly.
+"""Measure the influence of training samples on features, without forming the gradient of any single sample.
 
-A step of plain SGD with learning rate η on the policy-gradient loss of a batch moves the weights by η Σ_i g_i, with
+1. Read the fixed trajectories once: activations, active codes, f(τ).
+2. For every feature and part, one backward pass over the trajectories gives ∇F.
+3. For every feature and part, one pass of forward differentiation over the samples along ∇F gives its inner product
+   with the ∇ log π of every sample at once.
 
-    g_i = w_i A_i Σ_t ∇ log π(y_it)            w_i by the loss's normalisation, over the response tokens of sample i,
-
-so that it moves a feature's mean F by η Σ_i ⟨∇F, g_i⟩ + O(η²). The influence of sample i on the feature is ⟨∇F, g_i⟩:
-the change of its mean per unit of learning rate. F is a mean over fixed trajectories τ, problems counting alike, of
-the feature's mean activation f(τ) over response tokens. It depends on the weights in two ways, and ∇F has two parts:
-
-    representation   E_τ[∇f(τ)]               the model reads the same trajectories differently
-    policy           E_τ[f(τ) ∇ log π(τ)]     it comes to write others (the score function; f has the mean of the
-                                              problem's other responses taken off, which leaves it unbiased)
-
-1. Read the trajectories once: activations, active codes, f(τ).
-2. For every feature and part one pass of backpropagation over the trajectories: ∇F.
-3. For every feature and part one pass of forward differentiation over the samples along ∇F: its inner product with
-   every sample's ∇ log π at once. No gradient of a single sample is ever formed.
-
-Which codes are active is held fixed, as differentiation does. A code that a step switches on or off at the SAE's
-threshold jumps, which no derivative sees: measured representation shifts scatter around the prediction by that
+Which codes are active is held fixed, as differentiation does. A step can switch a code on or off at the SAE's
+threshold: no derivative sees that jump. Measured representation shifts scatter around the prediction for this reason
 (docs/measured.md), the less the more tokens they are averaged over.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import torch
+from tqdm.auto import tqdm
 
-from tsae.base.filters import several
-from tsae.base.provenance import write_json
-from tsae.base.views import views
+from tsae.activations.plan import check_context, check_tokenizer
 from tsae.checkpoints.files import folder_of, is_adapter, is_gguf
+from tsae.checkpoints.hooks import check_sites
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
 from tsae.checkpoints.series import Checkpoint
 from tsae.diff.config import InfluenceConfig
-from tsae.diff.derivatives import Fixed, Forward, padded
+from tsae.diff.policy_gradient.derivatives import Fixed, Forward, padded
+from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.sae.model import TemporalSAE
-
 PARTS = ("representation", "policy")
-
-
-@dataclass(frozen=True)
-class Influence:
-    """The first-order influence of every training sample on every chosen feature."""
-
-    table: pd.DataFrame
-    """One row a trajectory and feature:
-
-    trajectory      row of the training samples
-    problem_id, policy, band, outcome, advantage, response_length
-    feature         index
-    representation, policy_part, total: change of the feature's mean activation per unit of learning rate
-    """
-    info: dict[str, Any] = field(default_factory=dict)
-    """config, checkpoint, sae, rollouts, and per feature its mean over the fixed trajectories."""
-
-    def __repr__(self) -> str:
-        n, m = self.table.trajectory.nunique(), self.table.feature.nunique()
-        return f"Influence({n:,} samples on {m:,} features of {self.info['checkpoint']})"
-
-    def _repr_html_(self) -> str:
-        facts = {"samples": self.table.trajectory.nunique(), "checkpoint": self.info["checkpoint"]}
-        caption = "change of the feature's mean activation per unit of learning rate, summed over samples"
-        return views().card("Influence", facts, (caption, self.by("band", "outcome")))
-
-    def by(self, *columns: str) -> pd.DataFrame:
-        """Sums over the samples of every feature and value of the columns, such as band and outcome."""
-        unknown = [name for name in columns if name not in self.table.columns]
-        if unknown:
-            raise TsaeError(f"no column {unknown[0]!r}", where="Influence.by", fix=", ".join(self.table.columns))
-        keys = ["feature", *columns]
-        sums = self.table.groupby(keys, dropna=False, sort=True)
-        found = sums[["representation", "policy_part", "total"]].sum()
-        found["n_samples"] = sums.trajectory.nunique()
-        return found.reset_index()
-
-    def top(self, feature: int | Sequence[int], n: int = 10) -> pd.DataFrame:
-        """The n samples with the largest |total| on a feature, or on one of several."""
-        for one in several(feature):
-            if not (self.table.feature == one).any():
-                raise TsaeError(f"feature {one} was not asked for", where="Influence.top")
-        found = self.table[self.table.feature.isin(several(feature))]
-        order = found.total.abs().sort_values(ascending=False, kind="stable").index
-        return found.loc[order].head(n).reset_index(drop=True)
-
-    def save(self, folder: str | Path) -> Path:
-        """Write influence.parquet and influence.json."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.table.to_parquet(folder / "influence.parquet", index=False)
-        write_json(folder / "influence.json", self.info)
-        return folder
-
-    @classmethod
-    def load(cls, folder: str | Path) -> Influence:
-        """Read a folder that `save` wrote."""
-        folder = Path(folder)
-        for name in ("influence.json", "influence.parquet"):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae influence`.")
-        info = json.loads((folder / "influence.json").read_text(encoding="utf-8"))
-        return cls(pd.read_parquet(folder / "influence.parquet"), info)
 
 
 def influence(
@@ -125,7 +50,7 @@ def influence(
     config: InfluenceConfig | None = None,
     progress: bool = True,
 ) -> Influence:
-    """First-order influence of training samples on the means of features, at a checkpoint's weights.
+    """Measure the first-order influence of training samples on the means of features, at a checkpoint's weights.
 
     Args:
         checkpoint: a whole model (no adapter); small, as its gradient is held twice in memory.
@@ -141,11 +66,6 @@ def influence(
             another tokenizer, too long trajectories; for the policy part also fixed trajectories that another policy
             sampled, or a problem with one response.
     """
-    import torch
-    from tqdm.auto import tqdm
-
-    from tsae.sae.model import TemporalSAE
-
     config, on = config or InfluenceConfig(), rollouts if on is None else on
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     # Forward differentiation knows no fused attention.
@@ -169,15 +89,9 @@ def influence(
                     found[part][rows, j] = along.double().cpu().numpy() * score[rows]
             bar.update()
     frame = rollouts.frame[["problem_id", "policy", "band", "outcome", "advantage", "response_length"]]
-    table = pd.concat(
-        [
-            frame.assign(
-                feature=feature, representation=found["representation"][:, j], policy_part=found["policy"][:, j]
-            )
-            for j, feature in enumerate(features)
-        ]
-    )
-    table.insert(0, "trajectory", np.tile(np.arange(len(rollouts)), len(features)))
+    frame = frame.assign(trajectory=np.arange(len(rollouts)))[["trajectory", *frame.columns]]
+    columns_of = [{"representation": r, "policy_part": p} for r, p in zip(*(x.T for x in found.values()), strict=True)]
+    table = pd.concat([frame.assign(feature=f, **parts) for f, parts in zip(features, columns_of, strict=True)])
     table["total"] = table.representation + table.policy_part
     return Influence(
         table.reset_index(drop=True),
@@ -200,9 +114,6 @@ def _check(
     rollouts: tuple[Rollouts, Rollouts],
 ) -> list[int]:
     """Special token ids of the checkpoint's tokenizer, once everything fits together."""
-    from tsae.activations.plan import check_context, check_tokenizer
-    from tsae.checkpoints.hooks import check_sites
-
     folder = folder_of(checkpoint)
     if not is_gguf(folder) and is_adapter(folder):
         raise TsaeError(
@@ -248,10 +159,7 @@ def _advantages(rollouts: Rollouts) -> np.ndarray:
 
 def _score_weights(rollouts: Rollouts, advantages: np.ndarray, config: InfluenceConfig) -> np.ndarray:
     """(n,) what multiplies Σ_t ∇ log π of every sample in the step of the whole batch."""
-    lengths, n = rollouts.n_sampled, len(rollouts)
-    if config.loss_type == "grpo":
-        return advantages / (lengths * n)
     if config.loss_type == "dapo":
-        return advantages / lengths.sum()
-    assert config.max_completion_length is not None  # InfluenceConfig has checked it.
-    return advantages / (config.max_completion_length * n)
+        return advantages / rollouts.n_sampled.sum()
+    # InfluenceConfig demands a length for dr_grpo, and only there.
+    return advantages / ((config.max_completion_length or rollouts.n_sampled) * len(rollouts))

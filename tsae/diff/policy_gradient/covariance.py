@@ -1,25 +1,24 @@
-"""Covariances of advantage and feature within groups: what policy gradient does to a feature, to first order.
+"""Covariances of advantage and feature within groups: the first-order effect of policy gradient on a feature.
 
-Consider one problem, and a policy π with one parameter for every response y: its logit θ_y. Such a policy can change
-the probability of each response on its own. A step of policy gradient on the advantages A changes the mean of a feature
-f by the learning rate times
+Take one problem, and a policy π with one parameter for every response y: its logit θ_y. Such a policy can change the
+probability of each response on its own. A step of policy gradient on the advantages A changes the mean of a feature f
+by the learning rate times
 
     natural   Σ_y π(y)  (A_y − E A) (f_y − E f) = Cov(A, f)              Fisher-preconditioned step, dθ_y ∝ A_y − E A
     vanilla   Σ_y π(y)² (A_y − E A) (f_y − E f) = Cov(π (A − E A), f)    plain step, dθ_y ∝ π(y) (A_y − E A)
 
-with means and covariances under π. Rollouts are drawn from π, so that a mean over n of them stands for one π, and what
-is left of the other is a weight of each rollout:
+with means and covariances under π. Rollouts are drawn from π, so a mean over n of them replaces one π. The other π
+becomes a weight of each rollout:
 
     1/n Σ_i w_i (A_i − Ā) (f_i − f̄)      natural: w_i = 1;  vanilla: w_i = π(y_i) / mean_j π(y_j) over the group
 
-The vanilla step makes probable responses faster to move: of two groups the one with short, probable responses would
-count e^50 times as much as the other. The scale of π is therefore set by the group: w has mean 1 in each, and only the
-relative probabilities of a problem's responses matter. Both covariances then have the same unit, and agree where all
-responses are equally probable. Probabilities of long responses underflow: they stay logarithms until the largest of the
-group has been taken off.
+Under the vanilla step probable responses move faster. Without a scale, the group with short, probable responses would
+count e^50 times as much as another. So w has mean 1 in each group, and only the relative probabilities of a problem's
+responses matter. Both covariances then have the same unit, and agree if all responses are equally probable.
+Probabilities of long responses underflow, so the largest logarithm of a group is subtracted first.
 
-Neither is what a network does. Its responses share weights, and Adam is neither step (`tsae.diff.influence` is the
-exact first order of plain SGD).
+A network does neither: its responses share weights, and Adam is neither step. `tsae.diff.policy_gradient.influence` has
+the exact first order of plain SGD.
 """
 
 from __future__ import annotations
@@ -54,12 +53,7 @@ class Samples:
 
     @classmethod
     def of(cls, frame: pd.DataFrame, logprob: np.ndarray | None, where: str) -> Samples:
-        """Group the rollouts.
-
-        Args:
-            frame: of the rollouts, with advantages.
-            logprob: (n,) log-probability of every response under its policy, in nats.
-            where: named in error messages.
+        """Group rollouts that have advantages; logprob is (n,) in nats, and `where` is named in errors.
 
         Raises:
             TsaeError: where an advantage is missing or not finite, no group has rollouts that differ in advantage,
@@ -80,18 +74,15 @@ class Samples:
 
     def moved(self, values: np.ndarray, gradient: Gradient) -> np.ndarray:
         """(n, n_features) w_i (f_i − f̄): weighted with `weight` and summed it is the covariance."""
-        centred = (
-            values - (sums(self.group, np.ones(len(values))) @ values / np.bincount(self.group)[:, None])[self.group]
-        )
+        mean = sums(self.group, np.ones(len(values))) @ values / np.bincount(self.group)[:, None]
+        centred = values - mean[self.group]
         moved: np.ndarray = centred * self.relative[gradient][:, None]
         return moved
 
     def per_group(self, values: sp.csr_array, gradient: Gradient) -> sp.csr_array:
         """(n_groups, n_features) share of every group."""
-        found: sp.csr_array = (
-            sums(self.group, within(self.weight * self.relative[gradient], self.group)) @ values
-        ).tocsr()
-        return found
+        weight = within(self.weight * self.relative[gradient], self.group)
+        return sp.csr_array(sums(self.group, weight) @ values)
 
 
 def relative_probabilities(logprob: np.ndarray, group: np.ndarray) -> np.ndarray:
