@@ -30,7 +30,6 @@ from tsae.diff.controls.null import null_counts
 from tsae.diff.feature_diff import feature_diff
 from tsae.diff.result import FeatureDiff
 from tsae.diff.significance.inference import (
-    Draws,
     infer,
     outcomes,
     paired_inference,
@@ -43,7 +42,7 @@ from tsae.errors import TsaeError
 from tsae.features.table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
-DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
+DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 # --- statistics

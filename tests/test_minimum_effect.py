@@ -10,9 +10,9 @@ import pytest
 import scipy.sparse as sp
 from scipy.stats import t as student
 
+from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.significance.inference import (
-    Draws,
     Inference,
     infer,
     interaction,
@@ -24,7 +24,7 @@ from tsae.diff.significance.inference import (
 )
 from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, sign_flips
 
-DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
+DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 
 
 def share(count: Count, draws: int, n_features: int) -> np.ndarray:

@@ -15,7 +15,6 @@ from tsae.diff.config import DiffConfig, FalseDiscoveries
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.descriptions import _length_correlation
 from tsae.diff.significance.inference import (
-    Draws,
     infer,
     interaction,
     most_draws,
@@ -26,7 +25,7 @@ from tsae.diff.significance.inference import (
 from tsae.diff.significance.permutations import Count, label_permutations, weight_permutations
 from tsae.features.sums import active_counts, grouped_sums
 
-DRAWS = Draws(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
+DRAWS = DiffConfig(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 def counted(chance: np.ndarray, rng: np.random.Generator, made: np.ndarray | None = None) -> Count:

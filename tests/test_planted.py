@@ -16,7 +16,6 @@ from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import group_difference, within_problem_auroc
 from tsae.diff.significance.inference import (
-    Draws,
     infer,
     interaction,
     outcomes,
@@ -26,7 +25,7 @@ from tsae.diff.significance.inference import (
 from tsae.diff.significance.power import detectable_delta, power, power_text
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
-DRAWS = Draws(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
+DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 def measure(repeats: int, n_problems: int, tokens: bool = False) -> dict[str, dict[str, float]]:

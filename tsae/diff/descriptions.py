@@ -20,11 +20,7 @@ from tsae.features.table import FeatureTable
 
 
 def describe(
-    features: FeatureTable,
-    rows: Rows,
-    config: DiffConfig,
-    classes: TokenClasses | None,
-    strings: Sequence[str],
+    features: FeatureTable, rows: Rows, config: DiffConfig, classes: TokenClasses | None, strings: Sequence[str]
 ) -> pd.DataFrame:
     """`FeatureDiff.features`: one row a feature, with what it responds to."""
     counted = np.flatnonzero(features.span_mask(config.span))

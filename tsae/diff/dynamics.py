@@ -36,7 +36,7 @@ from tsae.base.bootstrap import counts, percentile_interval
 from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, main_comparisons
-from tsae.diff.contrast.delta import active_features, draws
+from tsae.diff.contrast.delta import active_features
 from tsae.diff.contrast.problem_means import side_means
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import paired_inference, q_values
@@ -164,7 +164,7 @@ def _along(
     shifts = [mean[:, tested] - reference for mean in means]
     steps = np.array([_step(features, reader) for reader in readers])
     inferences = [
-        paired_inference(shift, scale[tested], draws(config)) for scale, shift in zip(deviation, shifts, strict=True)
+        paired_inference(shift, scale[tested], config) for scale, shift in zip(deviation, shifts, strict=True)
     ]
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)

@@ -23,10 +23,10 @@ from importlib import import_module
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from einops import rearrange, repeat
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import shift_comparisons
-from tsae.diff.contrast.delta import draws
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import paired_inference, q_values
@@ -95,11 +95,11 @@ def assign_families(
 
     def lifts(labels: np.ndarray) -> np.ndarray:
         """(draws, n_families, n_features) for (draws, n_tokens) labels."""
-        member = (labels[:, None, :] == np.arange(n)[None, :, None]).reshape(-1, labels.shape[1])
-        sums = by_feature @ member.T.astype(np.float32)
-        part = member.mean(1)[:, None]
-        lift = sums.T / np.where(total > 0, total, 1) / np.where(part > 0, part, np.inf)
-        return lift.reshape(len(labels), n, -1)
+        member = repeat(labels, "draw token -> draw family token", family=n) == np.arange(n)[:, None]
+        sums = by_feature @ rearrange(member, "draw family token -> token (draw family)").astype(np.float32)
+        part = rearrange(member.mean(-1), "draw family -> draw family 1")
+        sums = rearrange(sums, "feature (draw family) -> draw family feature", family=n)
+        return sums / np.where(total > 0, total, 1) / np.where(part > 0, part, np.inf)
 
     lift = lifts(label[None])[0]
     extreme, done = np.zeros(lift.shape, dtype=int), 0
@@ -197,7 +197,7 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
         varies = scale > 0
         if not of.note and varies.any():
             differences = group_difference(scores, of.a, of.b, rows.problem, of.problems)
-            found = paired_inference(differences[:, varies], scale[varies], draws(config))
+            found = paired_inference(differences[:, varies], scale[varies], config)
             for name in _NUMBERS:
                 table.loc[varies, name] = getattr(found, name)
         table.loc[~varies & (table.note == ""), "note"] = "silent at base"

@@ -37,7 +37,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
 from tsae.diff.contrast.problem_means import side_means, within_problem_auroc
 from tsae.diff.contrast.rows import Rows
-from tsae.diff.significance.inference import Draws, Inference, Tested, infer, interaction, outcomes, paired
+from tsae.diff.significance.inference import Inference, Tested, infer, interaction, outcomes, paired
 from tsae.diff.significance.power import detectable_delta
 
 Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
@@ -72,7 +72,7 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
     feature = tested_features(rows, of, effects, config)
     if not len(feature):
         return replace(empty, note="no feature is active in enough problems")
-    inference = infer(question(rows, of, effects, feature, config), draws(config))
+    inference = infer(question(rows, of, effects, feature, config), config)
     if of.bands is None:
         reference = effects[0].b.mean(0)[feature]
         mean = reference + inference.difference
@@ -123,18 +123,6 @@ def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.nda
     code = np.searchsorted(of.problems, rows.problem[picked])
     success = np.arange(len(picked)) < len(of.a)
     return outcomes(first, scale, _columns(rows.values[picked], feature), success, code, seed)
-
-
-def draws(config: DiffConfig) -> Draws:
-    return Draws(
-        n_bootstrap=config.n_bootstrap,
-        n_permutations=config.n_permutations,
-        confidence=config.confidence,
-        seed=config.seed,
-        minimum_effect=config.minimum_effect,
-        q=config.q,
-        method=config.fdr,
-    )
 
 
 def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -121,10 +121,7 @@ def _variance(values: sp.csr_array) -> np.ndarray:
 
 
 def _is_pooled(
-    features: FeatureTable,
-    by_reader: dict[tuple[str, str | None], np.ndarray],
-    problem: np.ndarray,
-    config: DiffConfig,
+    features: FeatureTable, by_reader: dict[tuple[str, str | None], np.ndarray], problem: np.ndarray, config: DiffConfig
 ) -> bool:
     """Whether all readers read the same trajectories, and no checkpoint's own share enough problems with the base's."""
     base, *others = features.readers

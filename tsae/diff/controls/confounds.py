@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from einops import rearrange, reduce
 
 from tsae.base.bootstrap import group_interval
 from tsae.diff.config import DiffConfig
@@ -151,7 +152,7 @@ def _matched(
     size = (int(problem.max()) + 1) * strata
     n_a, n_b = np.bincount(cell[a], minlength=size), np.bincount(cell[b], minlength=size)
     common = np.minimum(n_a, n_b)
-    total = common.reshape(-1, strata).sum(1)
+    total = reduce(common, "(problem stratum) -> problem", "sum", stratum=strata)
     problems = np.flatnonzero(total)
     units, weights = [], []
     for sign, side, n in ((1.0, a, n_a), (-1.0, b, n_b)):
@@ -199,13 +200,13 @@ def _expected(
         group = other[some] * size + code[some] - first
         sums = grouped_sums(codes, tokens.index[used[some]], group, np.ones(len(group)), 2 * size)
         counts = np.bincount(group, minlength=2 * size)
-        overall += sums.reshape(2, size, -1).sum(1)
+        overall += reduce(sums, "(half id) feature -> half feature", "sum", half=2)
         sums /= np.maximum(counts, 1)[:, None]
-        means = sums.astype(np.float32).reshape(2, size, -1)
+        means = rearrange(sums.astype(np.float32), "(half id) feature -> half id feature", half=2)
         often = frequency[:, first : first + size].toarray().astype(np.float32)
         for number in (0, 1):
             expected[mine[number]] += often[mine[number]] @ means[number]
-        count[:, first : first + size] = counts.reshape(2, size)
+        count[:, first : first + size] = rearrange(counts, "(half id) -> half id", half=2)
     for number in (0, 1):
         unseen = frequency[mine[number]] @ (count[number] == 0).astype(float)
         expected[mine[number]] += unseen[:, None] * (overall[number] / max(count[number].sum(), 1))

@@ -15,7 +15,7 @@ import numpy as np
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
-from tsae.diff.contrast.delta import draws, problem_effects, question, tested_features
+from tsae.diff.contrast.delta import problem_effects, question, tested_features
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import moved_p, q_values
 from tsae.diff.threads import in_threads
@@ -87,5 +87,5 @@ def _discoveries(rows: Rows, of: Comparison, config: DiffConfig, repeat: int) ->
     feature = tested_features(rows, nothing, effects, config)
     if not len(feature):
         return 0
-    p = moved_p(question(rows, nothing, effects, feature, config), draws(config))
+    p = moved_p(question(rows, nothing, effects, feature, config), config)
     return int((q_values(p, config.fdr) <= config.q).sum())

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.delta import active_features, draws
+from tsae.diff.contrast.delta import active_features
 from tsae.diff.contrast.problem_means import side_means
 from tsae.diff.contrast.rows import Rows, scales
 from tsae.diff.policy_gradient.covariance import Samples, effective_responses, graded_groups, sums
@@ -105,7 +105,7 @@ def reinforcement(
             weight = samples.weight * mask
             each = (sums(samples.problem, weight) @ moved) * n_problems  # the mean over problems is the part's share
             asked = weighted(each, deviation, moved, weight, samples.group, config.seed)
-            found = infer(asked, replace(draws(config), minimum_effect=0.0))
+            found = infer(asked, replace(config, minimum_effect=0.0))
             keys = {"gradient": gradient, "by": by, "part": part}
             n_moving = len(np.unique(samples.problem[weight != 0]))
             part_table = pd.DataFrame({**keys, "n_problems": n_moving, "feature": tested})

@@ -39,7 +39,7 @@ import scipy.sparse as sp
 from scipy.stats import false_discovery_control
 
 from tsae.base.bootstrap import studentised
-from tsae.diff.config import FalseDiscoveries
+from tsae.diff.config import DiffConfig, FalseDiscoveries
 from tsae.diff.significance.permutations import (
     Count,
     band_permutations,
@@ -74,19 +74,6 @@ class Inference:
     """Of the null Δ = 0."""
     error: np.ndarray
     """Standard error of Δ."""
-
-
-@dataclass(frozen=True)
-class Draws:
-    """How p-values, q-values and intervals are drawn; see `tsae.diff.config.DiffConfig`."""
-
-    n_bootstrap: int
-    n_permutations: int
-    confidence: float
-    seed: int
-    minimum_effect: float
-    q: float = 0.05
-    method: FalseDiscoveries = "bh"
 
 
 def q_values(p: np.ndarray, method: FalseDiscoveries = "bh") -> np.ndarray:
@@ -213,12 +200,7 @@ def interaction(a: np.ndarray, b: np.ndarray, scale: np.ndarray, seed: int) -> T
 
 
 def weighted(
-    differences: np.ndarray,
-    scale: np.ndarray,
-    values: np.ndarray,
-    weights: np.ndarray,
-    group: np.ndarray,
-    seed: int,
+    differences: np.ndarray, scale: np.ndarray, values: np.ndarray, weights: np.ndarray, group: np.ndarray, seed: int
 ) -> Tested:
     """Weighted sums of values, by permuting weights within groups and by sign flips; only for a size of 0.
 
@@ -239,16 +221,14 @@ def weighted(
     return Tested([differences], scale, tests, 2)
 
 
-def infer(tested: Tested, draws: Draws) -> Inference:
-    """Size, interval and both tests."""
+def infer(tested: Tested, config: DiffConfig) -> Inference:
+    """Compute size, interval and both tests."""
     difference, scale = tested.difference, tested.scale
-    half, error, p_at = studentised(
-        tested.groups, draws.n_bootstrap, draws.confidence, draws.seed, np.zeros_like(difference)
-    )
-    p = p_differs = moved_p(tested, draws)
-    if draws.minimum_effect > 0:
-        common = (tested.n_tests, len(difference), draws.n_permutations, draws.q, draws.method)
-        p_differs = sequential_p(tested.tests(None), *common)
+    draws = (config.n_bootstrap, config.confidence, config.seed)
+    half, error, p_at = studentised(tested.groups, *draws, np.zeros_like(difference))
+    p = p_differs = moved_p(tested, config)
+    if config.minimum_effect > 0:
+        p_differs = _permutation_p(tested, None, config)
         p_differs = np.where(half >= np.abs(difference), np.maximum(p_differs, p_at), p_differs)
         p = np.maximum(p, p_differs)  # What moved differs.
     return Inference(
@@ -259,26 +239,32 @@ def infer(tested: Tested, draws: Draws) -> Inference:
         delta_low=(difference - half) / scale,
         delta_high=(difference + half) / scale,
         p=p,
-        q=q_values(p, draws.method),
+        q=q_values(p, config.fdr),
         p_differs=p_differs,
-        q_differs=q_values(p_differs, draws.method),
+        q_differs=q_values(p_differs, config.fdr),
         error=error / scale,
     )
 
 
-def moved_p(tested: Tested, draws: Draws) -> np.ndarray:
+def paired_inference(differences: np.ndarray, scale: np.ndarray, config: DiffConfig) -> Inference:
+    """`infer` of `paired`."""
+    return infer(paired(differences, scale, config.seed), config)
+
+
+def moved_p(tested: Tested, config: DiffConfig) -> np.ndarray:
     """(n_features,) p of |Δ| ≤ minimum_effect; 1 where Δ lies there."""
-    size, least = np.abs(tested.difference), draws.minimum_effect * tested.scale
+    size, least = np.abs(tested.difference), config.minimum_effect * tested.scale
     beyond = np.flatnonzero(size > least)
-    common = (tested.n_tests, len(size), draws.n_permutations, draws.q, draws.method)
-    p = sequential_p(tested.tests(least), *common, among=beyond)
+    p = _permutation_p(tested, least, config, among=beyond)
     groups = [group[:, beyond] for group in tested.groups]
-    half, _, p_at = studentised(groups, draws.n_bootstrap, draws.confidence, draws.seed, least[beyond])
+    half, _, p_at = studentised(groups, config.n_bootstrap, config.confidence, config.seed, least[beyond])
     # The interval reaches the null.
     p[beyond] = np.where(half >= size[beyond] - least[beyond], np.maximum(p[beyond], p_at), p[beyond])
     return p
 
 
-def paired_inference(differences: np.ndarray, scale: np.ndarray, draws: Draws) -> Inference:
-    """`infer` of `paired`."""
-    return infer(paired(differences, scale, draws.seed), draws)
+def _permutation_p(
+    tested: Tested, least: np.ndarray | None, config: DiffConfig, among: np.ndarray | None = None
+) -> np.ndarray:
+    n_features, count = len(tested.scale), tested.tests(least)
+    return sequential_p(count, tested.n_tests, n_features, config.n_permutations, config.q, config.fdr, among)
