@@ -66,7 +66,7 @@ def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     product, square = np.zeros((2, features.n_features))
     for feature in range(features.n_features):
         column = slice(columns.indptr[feature], columns.indptr[feature + 1])
-        # Activations are not negative, so that zeros share the lowest ranks.
+        # Activations are not negative: zeros share the lowest ranks.
         zeros = n - (column.stop - column.start)
         above = rankdata(columns.data[column]) + (zeros - 1) / 2
         product[feature] = above @ length[columns.indices[column]]

@@ -74,7 +74,7 @@ class Dynamics:
     """
     behaviours: pd.DataFrame
     """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval low, high.
-    Empty for runs whose steps answered different problems, where steps cannot be set against each other."""
+    Empty for runs whose steps answered different problems: their steps cannot be compared."""
     notes: dict[str, str] = field(default_factory=dict)
     """Why a run has no rows, by run."""
 
@@ -89,7 +89,7 @@ class Dynamics:
         )
 
     def alignment(self) -> pd.DataFrame:
-        """How features and behaviours go together along steps; see `align`."""
+        """Correlate features with behaviours along steps; see `align`."""
         return align(self.table, self.behaviours)
 
 
@@ -153,7 +153,7 @@ def _along(
         return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
     reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
     tested = active_features(config, reference, *means)
-    # An emerging feature is silent at the base and at early steps, which then differ by nothing in whatever unit.
+    # An emerging feature is silent at the base and at early steps: they do not differ, in any unit.
     deviation = np.stack([rows.scales[reader].deviation for reader in readers])
     deviation = np.where(deviation > 0, deviation, deviation.max(0))
     tested = tested[deviation[0, tested] > 0]
@@ -191,7 +191,7 @@ def simes(p: np.ndarray) -> np.ndarray:
 def _kinds(
     start: np.ndarray, difference: np.ndarray, q: np.ndarray, q_run: np.ndarray, limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(n_tested,) kinds, and the step whose shift an onset is half of."""
+    """(n_tested,) kinds, and the index of the step whose shift defines the onset."""
     moved = (q <= limit) & (q_run <= limit)
     last, final = len(q) - 1, difference[-1]
     kind = np.full(len(start), FLAT, dtype=object)
@@ -216,14 +216,14 @@ def _onsets(
         sign = np.sign(observed[goal[block], 0, np.arange(len(block))])
         found["onset"][block] = steps[_half_way(observed * sign, goal[block])[0]]
         position = _half_way(drawn * sign, goal[block])
-        # The steps at the ends of the interval are saved ones: no interpolation between them.
+        # The ends of the interval are saved steps: no interpolation between them.
         low, high = percentile_interval(position, config.confidence, method="nearest")
         found["onset_low"][block], found["onset_high"][block] = steps[low.astype(int)], steps[high.astype(int)]
     return found
 
 
 def _half_way(shift: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """(n_draws, n) index of the first step with half of the goal's shift; the goal's own where that is not above 0.
+    """(n_draws, n) index of the first step with half of the goal's shift; the goal itself if its shift is not above 0.
 
     Args:
         shift: (n_steps, n_draws, n), positive in the direction of the goal.
@@ -251,7 +251,7 @@ def _step(features: FeatureTable, reader: str) -> int:
 
 
 def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -> pd.DataFrame:
-    """Spearman correlation of features' means with behaviours over the steps of a run, the base among them.
+    """Correlate features' means with behaviours over the steps of a run, base included (Spearman).
 
     This is a description, not a test. Steps are few and follow one another, so any two things that training moves
     steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were exchangeable,

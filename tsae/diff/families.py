@@ -62,7 +62,7 @@ def find_families(annotator: str | None) -> Families:
 def assign_families(
     features: FeatureTable, classes: TokenClasses, families: Families, config: DiffConfig
 ) -> pd.DataFrame:
-    """The family of every feature.
+    """Find the family of every feature.
 
     Args:
         features: the table.

@@ -156,5 +156,5 @@ def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[s
     """Text of the token ids that occur, by id as text (JSON has no other keys); empty without strings."""
     if strings is None:
         return {}
-    # Lone surrogates do not go into a UTF-8 file.
+    # UTF-8 cannot hold lone surrogates.
     return {str(i): strings[i].encode("utf-8", "replace").decode() for i in np.unique(features.token_ids).tolist()}

@@ -74,7 +74,7 @@ class Comparison:
 
 
 def main_part(parts: Mapping[str, str]) -> str | None:
-    """The shift that speaks for a checkpoint: total, or same_trajectories where that cannot be drawn.
+    """Choose the part that stands for a checkpoint's shift: total, or same_trajectories if total cannot be drawn.
 
     Args:
         parts: by part of its shift over all problems, why it was not drawn, or "".
@@ -110,7 +110,7 @@ def comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) -> list[
 
 
 def main_comparisons(found: Sequence[Comparison], checkpoint: str) -> list[Comparison]:
-    """Of a checkpoint, what its report speaks of first: its main shift in every band, and its outcome effects."""
+    """A checkpoint's main shift in every band, and its outcome effects: the comparisons that a report leads with."""
     shifts = [of for of in found if of.kind == "shift" and of.checkpoint == checkpoint and of.outcome == "all"]
     part = main_part({of.part: of.note for of in shifts if of.band == "all"})
     outcomes = [of for of in found if of.kind == "outcome" and of.checkpoint == checkpoint]
@@ -128,7 +128,7 @@ def shift_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) ->
             "same_trajectories": ((reader, base), (base, base)),
         }
         if rows.own(base) is None:
-            # Logs of other policies, or of other problems: there is only what all readers read.
+            # In logs of other policies or other problems, only what all readers read can be compared.
             sides = {"same_trajectories": ((reader, None), (base, None))}
         elif len(rows.by_reader[reader, reader]) == 0:
             sides = {"same_trajectories": sides["same_trajectories"]}

@@ -105,7 +105,7 @@ def problem_effects(rows: Rows, of: Comparison) -> Effects:
 
 
 def tested_features(rows: Rows, of: Comparison, effects: list[Effects], config: DiffConfig) -> np.ndarray:
-    """Features active in at least min_problems problems, on any side, that vary: blind to the contrast's sign."""
+    """The `active_features` that vary."""
     a, b = (np.concatenate(side) for side in zip(*effects, strict=True))
     active = active_features(config, a, b)
     return active[rows.scales[of.checkpoint].deviation[active] > 0]
@@ -132,7 +132,7 @@ def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:
-    """Features active in at least min_problems problems, on any side: a filter blind to the contrast's sign.
+    """Features active in at least min_problems problems, on any side. The filter does not see the contrast's sign.
 
     Args:
         config: min_problems.
@@ -143,5 +143,5 @@ def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:
 
 
 def _columns(values: Sparse, feature: np.ndarray) -> Sparse:
-    """The features' columns; all are not copied."""
+    """The features' columns, without a copy if these are all."""
     return values if len(feature) == values.shape[1] else values[:, feature]

@@ -27,7 +27,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Per-row data of a FeatureTable that contrasts are drawn on."""
+    """What contrasts need of every row of a FeatureTable."""
 
     values: sp.csr_array
     """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it."""
@@ -47,7 +47,7 @@ class Rows:
     """Whether all trajectories count as one policy's: all readers read the same ones, and their own trajectories share
     too few problems to be compared."""
     scales: dict[str, Scale]
-    """Of every reader."""
+    """By reader."""
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:

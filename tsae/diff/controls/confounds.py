@@ -48,7 +48,7 @@ _CONTROLLED = ("total", "success_minus_failure")
 def confound_table(
     features: FeatureTable, rows: Rows, contrasts: Sequence[Contrast], config: DiffConfig
 ) -> pd.DataFrame:
-    """Every control of the total shifts and of the outcome effects, over all features that were tested there.
+    """Apply every control to the total shifts and outcome effects, for all features that were tested there.
 
     Returns:
         the contrast's keys, rows (as in the contrast table) and feature, control, the controlled difference with its
@@ -172,7 +172,7 @@ def _expected(
     problems: np.ndarray,
     seed: int,
 ) -> np.ndarray:
-    """(n_problems, n_features) differences that token ids alone make, by means on the other half of problems."""
+    """(n_problems, n_features) differences that follow from token ids alone, by means on the other half of problems."""
     n_ids, n = int(tokens.id_code.max()) + 1, len(problems)
     frequency = sp.csc_array((n, n_ids))  # how much more often one side has the token
     for sign, side in zip((1.0, -1.0), places, strict=True):
@@ -188,7 +188,7 @@ def _expected(
     used = used[of_half[problem[used]] >= 0]
     used = used[np.argsort(tokens.id_code[used], kind="stable")]
     code, other = tokens.id_code[used], of_half[problem[used]]
-    # Problems whose means are those of half 0 come first, so that each half's are a slice.
+    # Problems that use the means of half 0 come first, so that each half is a slice.
     by_half = np.argsort(1 - half, kind="stable")
     frequency, first_half = frequency.tocsr()[by_half].tocsc(), int((half == 1).sum())
     mine = [slice(0, first_half), slice(first_half, n)]

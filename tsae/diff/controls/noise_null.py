@@ -195,7 +195,7 @@ def _choose(features: FeatureTable, reader: str, policy: str | None, config: Dif
     order = pd.Series(rng.permutation(len(problems)), index=problems.index)
     turn = order.groupby(problems.band).rank()
     ranked = problems.assign(turn=turn, order=order).sort_values(["turn", "order"]).problem_id
-    # No fewer problems than a contrast needs.
+    # At least as many problems as a contrast needs.
     kept = of[of.problem_id.isin(ranked.head(max(config.noise_problems, config.min_problems)))]
     place = kept.groupby("problem_id")["at"].rank(method="first")
     lengths = features.rollouts.lengths("prompt_ids") + features.rollouts.lengths("response_ids")

@@ -38,7 +38,7 @@ Gradient = Literal["natural", "vanilla"]
 
 @dataclass(frozen=True)
 class Samples:
-    """Rollouts in groups, with what weighs each of them in a covariance; all arrays (n,)."""
+    """Rollouts in groups, with the weight of each in a covariance; all arrays are (n,)."""
 
     frame: pd.DataFrame
     """Of the rollouts."""
@@ -101,7 +101,7 @@ def effective_responses(relative: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def within(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(n,) minus the mean of the group. Centred weights on raw activations are raw weights on centred activations."""
+    """(n,) minus the mean of the group. Centring the weights has the same effect as centring the activations."""
     centred: np.ndarray = values - (np.bincount(group, weights=values) / np.bincount(group))[group]
     return centred
 
@@ -112,7 +112,7 @@ def sums(code: np.ndarray, weights: np.ndarray) -> sp.csr_array:
 
 
 def graded_groups(samples: Samples) -> int:
-    """Number of groups whose advantages tell some successes, or some failures, apart.
+    """Number of groups in which advantages differ among successes, or among failures.
 
     In every other group all successes share one advantage and all failures another. With k successes among n rollouts
     their advantages are proportional to 1 − k/n and −k/n. The successes then carry exactly (n − k)/n of every feature's
@@ -138,7 +138,7 @@ def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where:
     if problem.max() < 1:
         raise TsaeError("has one problem only, which tells nothing of others", where=where, fix="Give several.")
     centred = within(advantage, group)
-    # What rounding leaves of equal advantages is no covariance.
+    # Equal advantages leave only rounding, which is no covariance.
     centred[np.abs(centred) <= 1e-12 * max(1.0, float(np.abs(advantage).max()))] = 0.0
     if not centred.any():
         raise TsaeError(

@@ -31,7 +31,7 @@ class Fixed:
 
     rollouts: Rollouts
     weight: np.ndarray
-    """(n,) of every trajectory in the mean: problems count alike."""
+    """(n,) of every trajectory in the mean; problems count alike."""
     problem: np.ndarray
     special: list[int]
     with_policy: bool
@@ -75,7 +75,7 @@ def padded(
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
 
-    The response mask leaves out what the policy did not sample.
+    The response mask leaves out tokens that the policy did not sample.
     """
     prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
     for batch in plan_batches(prompt + response, config.batch_tokens):
@@ -128,7 +128,7 @@ class Forward:
         """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
         x = x.to(self.sae.W_enc.dtype)
         codes = self.sae.encode(x.detach())[..., columns]
-        # Where a code is active it is linear in x, and elsewhere 0: that gives its gradient for every architecture.
+        # A code is linear in x where it is active, and 0 elsewhere: this gives its gradient for every architecture.
         linear = x @ self.sae.W_enc[:, columns].detach()
         codes = codes + (codes > 0) * (linear - linear.detach())
         counted = response & ~torch.isin(ids, torch.as_tensor(special, device=ids.device))
@@ -177,7 +177,7 @@ class Forward:
             return self(moved, ids, mask, response)[0]
 
         with warnings.catch_warnings():
-            # What torch brings along for forward differentiation is scripted, which torch itself deprecates.
+            # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
             tangent: torch.Tensor = torch.func.jvp(log, (weights,), (direction,))[1]
         return tangent

@@ -19,7 +19,7 @@ temperature of sampling."""
 
 
 def logged(rollouts: Rollouts, rows: np.ndarray) -> np.ndarray | None:
-    """(n,) of the trajectories, or None where one has none."""
+    """(n,) log-probabilities from the log, or None if any is missing."""
     if COLUMN not in rollouts.frame.columns:
         return None
     found = rollouts.frame[COLUMN].to_numpy(dtype=float)[rows]

@@ -68,7 +68,7 @@ def influence(
     """
     config, on = config or InfluenceConfig(), rollouts if on is None else on
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
-    # Forward differentiation knows no fused attention.
+    # Fused attention has no forward differentiation.
     model = ModelLoader(device=config.device, dtype=config.model_dtype, attention="eager").load(checkpoint)
     special = _check(checkpoint, model, sae, features, (rollouts, on))
     advantages = _advantages(rollouts)
@@ -113,7 +113,7 @@ def _check(
     features: Sequence[int],
     rollouts: tuple[Rollouts, Rollouts],
 ) -> list[int]:
-    """Special token ids of the checkpoint's tokenizer, once everything fits together."""
+    """Check that everything fits together, and return the special token ids of the checkpoint's tokenizer."""
     folder = folder_of(checkpoint)
     if not is_gguf(folder) and is_adapter(folder):
         raise TsaeError(

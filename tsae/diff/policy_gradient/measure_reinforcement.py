@@ -95,7 +95,7 @@ def reinforcement(
     masks = _parts(frame, groups.kind.to_numpy()[samples.group], by_outcome=graded > 0)
     dense = values[:, tested].toarray()
     (scale,) = scales(rows, rows.by_reader[base, rows.own(base)], [picked], config)
-    # What does not vary has no covariance, so that its Δ is 0 in any unit.
+    # A feature that does not vary has no covariance: its Δ is 0 in any unit.
     deviation = np.where(scale.deviation > 0, scale.deviation, 1.0)[tested]
     scaled_by = np.where(scale.silent, "pooled", "base")[tested]
     n_problems, tables = len(problems), []
@@ -173,7 +173,7 @@ def _group_frame(samples: Samples) -> pd.DataFrame:
 
 
 def _parts(frame: pd.DataFrame, kind: np.ndarray, *, by_outcome: bool) -> dict[tuple[str, str], np.ndarray]:
-    """Masks of rows; those of one `by` cover every row once."""
+    """Masks of rows; the masks of one `by` cover every row once."""
     parts = {("all", "all"): np.ones(len(frame), dtype=bool)}
     band = frame.band.fillna("no band").to_numpy()
     if (band != "no band").any():

@@ -41,7 +41,7 @@ class Realised(Protocol):
 
 @dataclass(frozen=True)
 class Reinforcement:
-    """Which features the rollouts of a policy reinforce, and which of them do."""
+    """Which features the rollouts of a policy reinforce, and which rollouts do it."""
 
     table: pd.DataFrame
     """One row a part and tested feature:
@@ -60,7 +60,7 @@ class Reinforcement:
     """
     groups: pd.DataFrame
     """One row a group: policy, problem_id, step (where the rollouts have it), band, n, successes, kind, and effective:
-    responses that weigh as much as the n do in the vanilla gradient, 1 where one is far more probable than the rest."""
+    the number of responses that count in the vanilla gradient, 1 if one is far more probable than the rest."""
     per_group: dict[Gradient, sp.csr_array]
     """(n_groups, n_features) each group's share of the reinforcement; the sum over groups is that of part all."""
     notes: tuple[str, ...]

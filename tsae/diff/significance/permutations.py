@@ -57,7 +57,7 @@ class _Edge:
     """Where a statistic is as extreme as the observed one, for every feature."""
 
     sign: np.ndarray
-    """(n_features,) side on which the statistic was observed; 1 for a test for 0, which knows no side."""
+    """(n_features,) side on which the statistic was observed; 1 for a test for 0, which has no side."""
     offset: np.ndarray
     """(n_features,) boundary."""
     high: np.ndarray
@@ -144,7 +144,7 @@ def label_permutations(
 
 @dataclass(frozen=True)
 class _Alike:
-    """Problems with as many rows and as many successes as each other."""
+    """Problems with the same numbers of rows and of successes."""
 
     size: int
     n_success: int
@@ -152,7 +152,7 @@ class _Alike:
     weights: np.ndarray
     """(2,) weight of a failure and of a success."""
     arrangements: np.ndarray | None
-    """(n_arrangements, size) weights of a problem's rows; None where that would be too many."""
+    """(n_arrangements, size) weights of a problem's rows; None if there are too many arrangements."""
 
     @classmethod
     def of(cls, size: int, n_success: int, problems: int, all_problems: int) -> _Alike:
@@ -169,7 +169,7 @@ class _Alike:
         if self.arrangements is not None:
             which = rng.integers(0, len(self.arrangements), size=(draws, self.problems))
             return self.arrangements.take(which, axis=0).reshape(draws, -1)
-        # Selection sampling: every row has the chance that what is left to draw gives.
+        # Selection sampling: each row is a success with probability successes left / rows left.
         drawn = np.empty((draws, self.problems, self.size), dtype=np.float32)
         left = np.full((draws, self.problems), self.n_success, dtype=np.float32)
         for i in range(self.size):
@@ -180,7 +180,7 @@ class _Alike:
 
 
 def together(*counts: Count) -> Count:
-    """Several tests of the same features."""
+    """Combine several tests of the same features."""
     return lambda draws, features: np.concatenate([count(draws, features) for count in counts])
 
 
@@ -201,7 +201,7 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int, offset: np.ndarra
     both = np.concatenate([a * sign - least, b * sign])
     both = both - both.mean(0)
     n = len(both)
-    # In double precision: a band that does not vary has a variance that is all rounding.
+    # In double precision, because the variance of a band that does not vary is only rounding.
     floor = np.maximum(both.var(0) * 1e-9, np.finfo(np.float32).tiny)
 
     def welch(member: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
