@@ -18,7 +18,6 @@ from tsae.rollouts.table import BANDS
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
 """Columns that tell one comparison from another."""
-SHIFT_PARTS = ("total", "policy", "representation", "same_trajectories")
 MAIN_PARTS = ("total", "same_trajectories")
 OUTCOME_PART = "success_minus_failure"
 
@@ -166,33 +165,30 @@ def outcome_comparison(
 
 def interaction_comparisons(outcomes: list[Comparison], config: DiffConfig) -> Iterator[Comparison]:
     """The outcome effect in the harder − in the easier of every two bands, for every reader."""
-    by_reader: dict[str, list[Comparison]] = {}
-    for found in outcomes:
-        if found.band != "all":
-            by_reader.setdefault(found.checkpoint, []).append(found)
-    for reader, of_bands in by_reader.items():
-        for easier, harder in combinations(of_bands, 2):
-            short = [part for part in (harder, easier) if part.note]
-            note = ""
-            if config.within_prompt:
-                note = _SAME_PROMPTS
-            elif short:
-                few = [f"{part.n_problems} problems of the band {part.band}" for part in short]
-                note = f"{' and '.join(few)} have both outcomes; {config.min_problems} are needed"
-                note = next((part.note for part in short if part.n_problems >= config.min_problems), note)
-            yield Comparison(
-                kind="interaction",
-                checkpoint=reader,
-                part=OUTCOME_PART,
-                band=f"{harder.band}-{easier.band}",
-                outcome="all",
-                a=np.concatenate([harder.a, easier.a]),
-                b=np.concatenate([harder.b, easier.b]),
-                problems=np.union1d(harder.problems, easier.problems),
-                n_left_out=harder.n_left_out + easier.n_left_out,
-                bands=(harder, easier),
-                note=note,
-            )
+    for easier, harder in combinations([found for found in outcomes if found.band != "all"], 2):
+        if easier.checkpoint != harder.checkpoint:
+            continue
+        short = [part for part in (harder, easier) if part.note]
+        note = ""
+        if config.within_prompt:
+            note = _SAME_PROMPTS
+        elif short:
+            few = [f"{part.n_problems} problems of the band {part.band}" for part in short]
+            note = f"{' and '.join(few)} have both outcomes; {config.min_problems} are needed"
+            note = next((part.note for part in short if part.n_problems >= config.min_problems), note)
+        yield Comparison(
+            kind="interaction",
+            checkpoint=harder.checkpoint,
+            part=OUTCOME_PART,
+            band=f"{harder.band}-{easier.band}",
+            outcome="all",
+            a=np.concatenate([harder.a, easier.a]),
+            b=np.concatenate([harder.b, easier.b]),
+            problems=np.union1d(harder.problems, easier.problems),
+            n_left_out=harder.n_left_out + easier.n_left_out,
+            bands=(harder, easier),
+            note=note,
+        )
 
 
 def _compare(
