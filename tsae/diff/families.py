@@ -23,7 +23,7 @@ from importlib import import_module
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from einops import rearrange, repeat
+from einops import rearrange
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import shift_comparisons
@@ -95,7 +95,7 @@ def assign_families(
 
     def lifts(labels: np.ndarray) -> np.ndarray:
         """(draws, n_families, n_features) for (draws, n_tokens) labels."""
-        member = repeat(labels, "draw token -> draw family token", family=n) == np.arange(n)[:, None]
+        member = rearrange(labels, "draw token -> draw 1 token") == np.arange(n)[:, None]
         sums = by_feature @ rearrange(member, "draw family token -> token (draw family)").astype(np.float32)
         part = rearrange(member.mean(-1), "draw family -> draw family 1")
         sums = rearrange(sums, "feature (draw family) -> draw family feature", family=n)

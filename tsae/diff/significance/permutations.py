@@ -115,21 +115,12 @@ def label_permutations(
     ]
     wide = max(1, _DENSE_BYTES // (4 * len(problem)))  # features made dense at once
 
-    def labels(draws: int) -> np.ndarray:
-        """(draws, n_rows) weights."""
-        drawn, start = np.empty((draws, len(problem)), dtype=np.float32), 0
-        for some in alike:
-            stop = start + some.problems * some.size
-            drawn[:, start:stop] = some.draw(draws, rng)
-            start = stop
-        return drawn
-
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         parts = [slice(start, start + wide) for start in range(0, len(features), wide)]
         extreme = np.zeros(len(features), dtype=np.int64)
         dense = columns[:, features].toarray() if len(parts) == 1 else None
         for block in _blocks(draws):
-            drawn = labels(block)
+            drawn = np.concatenate([some.draw(block, rng) for some in alike], axis=1)  # (draws, n_rows) weights
             for part in parts:
                 of_part = columns[:, features[part]].toarray() if dense is None else dense
                 statistic = drawn @ of_part
