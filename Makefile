@@ -26,7 +26,7 @@ demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: fin
 	$(BIN)/tsae demo
 
 # mypy takes one core for most of a minute: the tests run beside it.
-test: $(STAMP)  ## ruff, mypy and the fast tests
+test: $(STAMP)  ## ruff, mypy, the layers and the fast tests
 	$(MAKE) --no-print-directory -j 2 check test-fast
 
 test-fast: $(STAMP)
@@ -35,9 +35,11 @@ test-fast: $(STAMP)
 test-all: $(STAMP)  ## the slow suites
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
-check: $(STAMP)  ## ruff and mypy
+check: $(STAMP)  ## ruff, mypy, the layers, and the linter of the report's JavaScript and CSS
 	$(BIN)/ruff check .
+	$(BIN)/biome lint tsae/report/templates
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## the documentation's site, into build/site

@@ -42,15 +42,16 @@ import tyro
 from tqdm.auto import tqdm
 
 import tsae
-from tsae.activations.capture import capture_shard
-from tsae.activations.plan import cut
-from tsae.activations.readers import open_reader
-from tsae.activations.reading import pad, plan_batches
-from tsae.activations.store import DTYPES, FORMAT, VERSION
-from tsae.activations.windows import Windows
-from tsae.activations.writing import write_shard
-from tsae.base.provenance import write_json
-from tsae.checkpoints.hooks import decoder_blocks, positions
+from tsae.activations.batches.windows import Windows
+from tsae.activations.reader.assignment import cut
+from tsae.activations.reader.forward_passes import pad, plan_batches
+from tsae.activations.reader.opening import open_reader
+from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.shard import DTYPES
+from tsae.activations.shards.writer import write_shard
+from tsae.base.files import write_json
+from tsae.checkpoints.forward.hooks import decoder_blocks, positions
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
 

@@ -45,7 +45,7 @@ def measure(reference: Path, steps: int, threads: int) -> tuple[np.ndarray, np.n
 
     import tsae
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
-    from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
+    from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 
     torch.set_num_threads(threads)
     base = tsae.testbed.series().base

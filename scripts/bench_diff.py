@@ -37,17 +37,18 @@ import pandas as pd
 import scipy.sparse as sp
 import tyro
 
-import tsae.diff.diff as whole
+import tsae.diff.effect_tables as tables
+import tsae.diff.feature_diff as whole
 from tsae.diff.config import DiffConfig
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 _IDS = 8000
 _STAGES = {
-    "_draw": "contrasts",
-    "confound_table": "controls",
-    "null_counts": "nulls",
-    "_describe": "descriptions",
+    "contrasts": (whole, "_draw"),
+    "controls": (whole, "confound_table"),
+    "nulls": (tables, "null_counts"),
+    "descriptions": (whole, "describe"),
 }
 
 
@@ -162,8 +163,8 @@ def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
 
         return wrapper
 
-    for function, name in _STAGES.items():
-        setattr(whole, function, timed(name, getattr(whole, function)))
+    for name, (module, function) in _STAGES.items():
+        setattr(module, function, timed(name, getattr(module, function)))
     start = time.perf_counter()
     table = timed("load", FeatureTable.load)(folder)
     diff = whole.feature_diff(table, config, progress=False)

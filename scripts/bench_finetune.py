@@ -22,8 +22,9 @@ import tyro
 
 import tsae
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.demo import DemoConfig, demo_rollouts
-from tsae.sae.stability import matched_cosines
+from tsae.config import DemoConfig
+from tsae.demo import demo_rollouts
+from tsae.sae.quality.stability import matched_cosines
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ SAE, and groups=(1.0,) besides is a plain BatchTopK SAE. Trained SAEs stay in --
 Every cell is mean ± standard deviation over seeds, on held-out problems. `roughness_high` is how much the high-level
 group's reconstruction moves from token to token, as a share of how much the stream moves; `smooth_bound` is the largest
 FVE that any reconstruction of that roughness can have, and `smooth_linear` what the best linear function of a token has
-(`tsae.sae.smoothness.SlowVariance`).
+(`tsae.sae.quality.smoothness.SlowVariance`).
 
 Thresholds are set on the held-out problems, where L0 is therefore k. `l0_elsewhere` sets them on one half of these
 problems, for the other: by its mean over both halves, and by how far the two are apart (`l0_apart`), new problems can
@@ -35,11 +35,12 @@ import torch
 import tyro
 
 import tsae
-from tsae.demo import DemoConfig, demo_rollouts
-from tsae.sae.calibration import calibrate
-from tsae.sae.separation import separation
-from tsae.sae.smoothness import SlowVariance
-from tsae.sae.texts import counted_texts
+from tsae.config import DemoConfig
+from tsae.demo import demo_rollouts
+from tsae.sae.fitting.threshold import calibrate
+from tsae.sae.quality.counted_texts import counted_texts
+from tsae.sae.quality.separation import separation
+from tsae.sae.quality.smoothness import SlowVariance
 
 MEASURES = [
     "fve",

@@ -22,7 +22,7 @@ import scipy.sparse as sp
 import tyro
 
 import tsae
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
 READERS = ("base", "run-a", "run-b")

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import tyro
 
 from tsae.sae.config import Precision, SAEConfig
-from tsae.sae.loss import temporal_loss
+from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 
 
@@ -58,7 +58,7 @@ class Bench:
 
 
 def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """The loss of tsae.sae.loss written densely; x: (n, d_model), pairs: (N, 2) rows of x."""
+    """The loss of tsae.sae.fitting.loss written densely; x: (n, d_model), pairs: (N, 2) rows of x."""
     config = sae.config
     pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
     values, indices = pre.flatten().topk(config.k * len(x), sorted=False)

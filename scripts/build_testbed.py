@@ -30,12 +30,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from organism.measuring import Measurement, measure, to_markdown, to_records
+from organism.pretraining import BaseConfig, ModelConfig, train_base
+
 from tsae.errors import TsaeError
-from tsae.testbed.base import BaseConfig, ModelConfig, train_base
-from tsae.testbed.measure import Measurement, measure, to_markdown, to_records
-from tsae.testbed.problems import LEVELS, N_EASY_CHAINS, generate_problems
+from tsae.testbed.chains import LEVELS, N_EASY_CHAINS, generate_problems
+from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import make_tokenizer
-from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.verifier import given_answer
 
 STAGES = ("base", *LEVELS, "measure")

@@ -25,10 +25,10 @@ from tsae.base.intervals import mean_interval
 from tsae.causal.beyond import beyond_random
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
 from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.hooks import rewritten
+from tsae.checkpoints.forward.hooks import rewritten
 from tsae.testbed.annotate import describe_response
-from tsae.testbed.measure import MAX_RESPONSE_TOKENS
-from tsae.testbed.problems import LEVELS
+from tsae.testbed.chains import LEVELS
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 UP, DOWN = "hard-150", "medium-150"
 Tests = list[tuple[str, Literal["ablate", "steer"], float, Literal["predicting", "first"]]]

@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
-    from tsae.features.table import FeatureTable
+    from tsae.features.feature_table import FeatureTable
     from tsae.rl.credit import Credit
 
 LEVELS = ("medium", "hard")
@@ -76,7 +76,7 @@ def check(reference: Path, n_problems: int) -> None:
 def judged_features(reference: Path, level: str, n_problems: int) -> FeatureTable:
     """Features of the base's rollouts on other problems of a level."""
     import tsae
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+    from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
     to = reference / "judged" / level
     if (to / "features" / "run.json").is_file():

@@ -31,18 +31,19 @@ import pandas as pd
 import tyro
 
 import tsae
-from tsae.base.provenance import versions, write_json
-from tsae.checkpoints.noise import Update, update_of
-from tsae.demo import DemoConfig
-from tsae.diff.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrasts import Contrast, draw
-from tsae.diff.null import null_counts
-from tsae.diff.rows import Rows
+from tsae.base.files import write_json
+from tsae.base.provenance import versions
+from tsae.checkpoints.updates.update_size import Update, update_of
+from tsae.config import DemoConfig
+from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
+from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls.null import null_counts
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
-from tsae.rollouts.checking import find_verifier
+from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.problems import read_problems
-from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 SHARES = (0.01, 0.1, 1.0)
 LEVEL = 30
@@ -111,6 +112,8 @@ def main() -> None:
 
 def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     """The shift of a checkpoint that sampled with another seed."""
+    assert options.checkpoint is not None
+    assert options.sae is not None
     first = options.sampling.seed + 2 * pair
     seeds = {"base": first, "again": first + 1}
     series = tsae.CheckpointSeries(

@@ -4,7 +4,8 @@
     python scripts/check_reinforcement.py --demo demo
 
 For each run of the testbed, on the problems of the band that it was trained on: reinforcement of every feature from the
-base's rollouts alone (`tsae.diff.covariance`), beside the realised change in two parts, *same_trajectories* (the run
+base's rollouts alone (`tsae.diff.policy_gradient.covariance`), beside the realised change in two parts,
+*same_trajectories* (the run
 reads the base's trajectories) and *total* (each reads its own). Counted are features that moved by more than .1 of
 their standard deviations over base trajectories. *Sign* is the share of them that moved the way the covariance says,
 *r* the correlation of covariance and change over them, both in standard deviations of the feature, *rho* that of their
@@ -23,12 +24,12 @@ import numpy as np
 import scipy.sparse as sp
 
 import tsae
-from tsae.diff.covariance import Samples, effective_responses, sums
-from tsae.diff.permutations import permuted_weights
-from tsae.diff.probabilities import response_logprobs
-from tsae.diff.realised import spearman
-from tsae.diff.rows import Rows
-from tsae.diff.within_problems import group_difference
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.policy_gradient.covariance import Samples, effective_responses, sums
+from tsae.diff.policy_gradient.log_probabilities import response_logprobs
+from tsae.diff.policy_gradient.realised import spearman
+from tsae.diff.significance.permutations import permuted_weights
 
 DRAWS = 2000
 LEAST = 0.1

@@ -42,7 +42,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig, ShapingConfig
 
@@ -146,7 +146,7 @@ def prepare(to: Path, *, quick: bool = False) -> None:
     import tsae
     from tsae.rl.config import CreditConfig
     from tsae.rl.learning import fit_credit
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
+    from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
     if (to / "credit" / "credit.json").is_file():
         return
@@ -218,9 +218,9 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     from transformers import LlamaForCausalLM, TrainerCallback
 
     import tsae
-    from tsae.rl.sampling import Curriculum, write_history
+    from tsae.rl.curriculum import Curriculum, write_history
     from tsae.rl.trl import FeatureGRPOTrainer
-    from tsae.testbed.training import data_set, grpo_on_cpu, right_answers
+    from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -277,8 +277,8 @@ def problems_of(arm: str, n: int, seed: int) -> list[Problem]:
     """The training problems of an arm."""
     import random
 
-    from tsae.rl.chains import reformulate_chains
-    from tsae.testbed.problems import generate_problems
+    from tsae.testbed.backward import reformulate_chains
+    from tsae.testbed.chains import generate_problems
 
     if arm == "adaptive":
         return [
@@ -302,7 +302,7 @@ def problems_of(arm: str, n: int, seed: int) -> list[Problem]:
 
 
 def n_ops_of(prompt: str) -> int:
-    from tsae.testbed.problems import parse_prompt
+    from tsae.testbed.chains import parse_prompt
 
     return parse_prompt(prompt).n_ops
 
@@ -352,7 +352,7 @@ def oracle(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group
     import torch
 
     from tsae.testbed.annotate import annotate
-    from tsae.testbed.problems import parse_prompt
+    from tsae.testbed.chains import parse_prompt
     from tsae.testbed.tokenizer import VOCABULARY
 
     weights = torch.zeros(batch["completion_ids"].shape)
@@ -376,8 +376,9 @@ def oracle(rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group
 
 def measure_model(model: Any, responses: int) -> dict[str, dict[str, float]]:
     """Accuracy and behaviour by band."""
+    from organism.measuring import measure
+
     import tsae
-    from tsae.testbed.measure import measure
 
     training, cache = model.training, model.config.use_cache
     model.eval()

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
+
+from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"

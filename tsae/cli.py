@@ -1,69 +1,32 @@
-"""The command line: one subcommand per stage, whose options are the stage's own config."""
+"""The command line: one subcommand a stage, whose options are the stage's own config.
+
+`tsae.commands.options` holds the options and stays light, so that --help takes half a second. `tsae.commands.actions`
+holds what the commands do, and needs torch. `action` is the one place that loads a module by its name.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, subcommand
 
-from tsae.commands.analysis import Causal, Diff, Influence, Reinforcement, Report
-from tsae.commands.capturing import Capture, Drift
-from tsae.commands.common import as_json
 from tsae.commands.helptext import WrappedOutput, join_lines
-from tsae.commands.rl import CreditCommand, Reformulate
-from tsae.commands.rollouts import RolloutsCommand
-from tsae.commands.store import StoreCommand
-from tsae.commands.training import Encode, Evaluate, Export, Train, start_as_default
-from tsae.demo import DemoConfig
+from tsae.commands.options.causal import Causal, Influence
+from tsae.commands.options.checkpoints import Capture, Drift
+from tsae.commands.options.diff import Diff, Reinforcement, Report
+from tsae.commands.options.pipeline import Demo, Run
+from tsae.commands.options.rl import CreditCommand, Reformulate
+from tsae.commands.options.rollouts import RolloutsCommand
+from tsae.commands.options.sae import Encode, Evaluate, Export, Train
+from tsae.commands.options.store import StoreCommand
 from tsae.errors import TsaeError
-from tsae.run import RunConfig
-
-
-@dataclass(frozen=True)
-class Run:
-    """The whole pipeline on what a trainer left: from the checkpoints and the rollout log of a run to a report.
-
-    Every stage is a folder and says what it decided; the same command goes on where it was interrupted.
-    """
-
-    config: Annotated[RunConfig, arg(name="")]
-    json: Path | None = None
-    """File for the results as JSON; - for standard output, and text then goes to standard error."""
-
-    def run(self) -> None:
-        from tsae.report.findings import findings_content
-        from tsae.report.terminal import print_findings
-        from tsae.run import analyze_run
-
-        with as_json(self.json) as write:
-            diff = analyze_run(self.config)
-            print_findings(diff)
-            print(f"\nReport: {(self.config.to / 'report.html').resolve()}")
-            write(findings_content(diff))
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The whole pipeline on the shipped arithmetic checkpoints: a findings table and a report."""
-
-    config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
-    open: bool = False
-    """Open the report in the browser."""
-
-    def run(self) -> None:
-        from tsae.demo import demo
-
-        report = demo(self.config)
-        if self.open and not webbrowser.open(report.resolve().as_uri()):
-            raise TsaeError("no browser was found to open it", where=report, fix="Open that file yourself.")
 
 
 @dataclass(frozen=True)
@@ -78,10 +41,7 @@ class Completion:
     """
 
     shell: Positional[Literal["bash", "zsh", "fish"]]
-    """Whose script."""
-
-    def run(self) -> None:
-        tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", self.shell, "-"])
+    """The shell that the script is for."""
 
 
 Command = (
@@ -107,7 +67,7 @@ Command = (
 
 
 def parse(args: Sequence[str]) -> Any:
-    """The command that arguments name, not yet run.
+    """The options of the command that arguments name.
 
     Raises:
         SystemExit: after --help (0), and for options that do not parse (2).
@@ -116,18 +76,35 @@ def parse(args: Sequence[str]) -> Any:
     helping = "-h" in args or "--help" in args
     if helping or list(args[:1]) == ["completion"]:
         join_lines(Command)
-    # Parsing makes the configs, whose checks raise TsaeError too.
-    start = start_as_default(args)
-    given: dict[str, Any] = {} if start is None else {"default": start}
+    given: dict[str, Any] = {}
+    if list(args[:1]) == ["train"] and any(text.startswith("--start") for text in args):
+        start = action("sae", "start_as_default")(args)
+        given = {} if start is None else {"default": start}
     with redirect_stdout(WrappedOutput()) if helping else nullcontext():
         return tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
+
+
+def action(room: str, name: str) -> Callable[..., Any]:
+    """The function of this name in `tsae.commands.actions`, where everything heavy is imported."""
+    found: Callable[..., Any] = getattr(import_module(f"tsae.commands.actions.{room}"), name)
+    return found
+
+
+def run(options: Any) -> None:
+    """Run a command: the options `Diff` of ``options/diff.py`` go to `run_diff` of ``actions/diff.py``."""
+    if isinstance(options, Completion):
+        tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
+        return
+    options = getattr(options, "command", options)  # of a group, such as `tsae store`
+    room = type(options).__module__.rpartition(".")[2]
+    action(room, f"run_{type(options).__name__.lower()}")(options)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script.
 
     Exit status: 0 done; 2 a `TsaeError`, printed in one paragraph, or options that do not parse; 130 interrupted; 141
-    the reader of the output went away; 1 anything else, with its traceback.
+    the output was closed; 1 anything else, with its traceback.
     """
     if not sys.stderr.isatty():
         # A log keeps every state of a bar; tqdm reads this when it is imported.
@@ -135,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     status: Any = None
     try:
         try:
-            parse(sys.argv[1:] if args is None else args).run()
+            run(parse(sys.argv[1:] if args is None else args))
         except TsaeError as error:
             print(f"tsae: {error}", file=sys.stderr)
             status = 2
@@ -144,10 +121,10 @@ def main(args: Sequence[str] | None = None) -> None:
             status = 130
         except SystemExit as said:  # of --help, and of options that do not parse
             status = said.code or 0
-        # The interpreter would do it after all handlers, and print that the reader went away.
+        # Else the interpreter flushes after all handlers, and prints an error for a closed pipe.
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough (`tsae … | head`); nothing is left to be flushed at exit.
+        # The output's other end was closed (`tsae … | head`): leave nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = status or 141
     if status is not None:
@@ -156,10 +133,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. All of them
-run on the folder of a training run with `tsae run`, and on shipped checkpoints with `tsae demo`. What a diff found is
-tested by `tsae causal`, and put to use in training by `tsae credit` and `tsae reformulate`; `tsae drift` needs none of
-the stages.
+The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
+runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae causal` tests what a diff
+found; `tsae credit` and `tsae reformulate` use it in training. `tsae drift` needs none of the stages.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
-goes on; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""
+resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

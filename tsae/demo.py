@@ -1,61 +1,40 @@
 """`tsae demo`: the whole pipeline on the shipped arithmetic checkpoints, from sampling to the report.
 
-Bands are measured on rollouts of their own, so that the base's luck on the analysed rollouts does not decide which
-problems are called hard.
+Bands are measured on separate rollouts. Else the base's luck on the analysed rollouts would decide which problems are
+called hard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tsae.sae.config import SAEConfig, TrainingConfig
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.rollouts.table import Rollouts
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Size and seed of the demo."""
-
-    to: Path = Path("demo")
-    """Folder for rollouts, activations, SAE, features, diff and report."""
-    problems: int = 60
-    """Problems of each level (1, 4 to 6, and 10 to 14 operations)."""
-    samples: int = 8
-    """Responses per problem and checkpoint."""
-    band_samples: int = 24
-    """Further responses of the base per problem, only to measure bands."""
-    steps: bool = False
-    """Follow features along steps 25, 50, 100 and 150 of the runs too: more sampling and reading, about a minute."""
-    seed: int = 0
-    """Seed of everything random."""
-    sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
-    """The T-SAE."""
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
-    """Its training."""
+import tsae
+from tsae.base.provenance import versions
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.config import DemoConfig
+from tsae.pipeline import Choice, analyse, claim
+from tsae.report.printed.findings import print_findings
+from tsae.rollouts.table import Rollouts
+from tsae.testbed import eval_problems, verify
+from tsae.testbed import series as shipped_series
+from tsae.testbed.classes import FAMILIES, token_classes, with_behaviours
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 
 def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
-    """Run the demo and print its findings; stages that an earlier run of the same config finished are read from disk.
+    """Run the demo and print its findings. Stages that an earlier run with this config finished are read from disk.
 
     Returns:
-        path of the report.
+        Path of the report.
     """
-    import tsae
-    from tsae.base.provenance import versions
-    from tsae.pipeline import Choice, analyse, claim
-    from tsae.report.terminal import print_findings
-    from tsae.testbed.classes import FAMILIES, token_classes
-
     config = config or DemoConfig()
     to = config.to
     claim(to, "demo.json", {"demo": {**asdict(config), "to": None}, "versions": versions()}, "a demo")
-    series = tsae.testbed.series().final()
+    series = shipped_series().final()
     rollouts = demo_rollouts(config, progress=progress)
     print(f"{rollouts}\n  read by {', '.join(c.id for c in series)}")
     diff, evaluation = analyse(
@@ -77,14 +56,11 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
-    """The demo's rollouts, sampled, or read where an earlier run left them."""
-    import tsae
-    from tsae.testbed.classes import with_behaviours
-
+    """Sample the demo's rollouts, or read those of an earlier run."""
     path = config.to / "rollouts.parquet"
     if path.is_file():
         return tsae.Rollouts.read(path)
-    series = tsae.testbed.series().final()
+    series = shipped_series().final()
     for_bands = _sampled([series.base], config, progress, n_samples=config.band_samples, seed=config.seed + 1)
     rollouts = with_behaviours(_sampled(series, config, progress)).with_advantages()
     rollouts = rollouts.with_bands(series.base, measured_on=for_bands)
@@ -93,11 +69,8 @@ def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
 
 
 def demo_steps(config: DemoConfig, rollouts: Rollouts, *, progress: bool = True) -> tuple[CheckpointSeries, Rollouts]:
-    """All shipped checkpoints with the demo's rollouts and as many of every earlier step."""
-    import tsae
-    from tsae.testbed.classes import with_behaviours
-
-    series, path = tsae.testbed.series(), config.to / "steps" / "rollouts.parquet"
+    """All shipped checkpoints, and the demo's rollouts together with as many of every earlier step."""
+    series, path = shipped_series(), config.to / "steps" / "rollouts.parquet"
     if path.is_file():
         return series, tsae.Rollouts.read(path)
     earlier = [checkpoint for checkpoint in series if checkpoint.id not in rollouts.policies]
@@ -109,16 +82,12 @@ def demo_steps(config: DemoConfig, rollouts: Rollouts, *, progress: bool = True)
     return series, together
 
 
-def _sampled(checkpoints: Iterable[Checkpoint], config: DemoConfig, progress: bool, **changes: int) -> Rollouts:
-    import tsae
-    from tsae.testbed.measure import MAX_RESPONSE_TOKENS
-
-    problems = tsae.testbed.eval_problems(config.problems, seed=config.seed)
+def _sampled(checkpoints: Iterable[Checkpoint], config: DemoConfig, progress: bool, **changes: Any) -> Rollouts:
+    problems = eval_problems(config.problems, seed=config.seed)
     sampling = tsae.SamplingConfig(
         n_samples=config.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=config.seed
     )
     sampling = replace(sampling, **changes)
-    verify = tsae.testbed.verify
     return tsae.Rollouts.concat(
         [tsae.sample(checkpoint, problems, sampling, verify=verify, progress=progress) for checkpoint in checkpoints]
     )

@@ -1,7 +1,7 @@
-"""From rollouts to the report: the stages that `tsae demo` and `tsae run` share, each a folder of its own.
+"""The stages that `tsae demo` and `tsae run` share, from rollouts to the report: each writes a folder of its own.
 
-A stage leaves its last file when it is finished: that stage is then read from disk. Capture and training go on where
-they were interrupted; the others begin anew.
+A stage writes its last file when it is finished; a later call then reads that stage from disk. Capture and training
+resume where they were interrupted, the other stages start again.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tsae.base.provenance import write_json
+import tsae
+from tsae.activations.config import CaptureConfig
+from tsae.activations.store import ActivationStore
+from tsae.base.files import write_json
+from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.diff.config import DiffConfig
+from tsae.diff.controls.baselines import baselines
+from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
+from tsae.features.annotations import Annotator
+from tsae.features.feature_table import FeatureTable
+from tsae.features.logits import logit_effects
+from tsae.report.story.noise import noise_lines
+from tsae.rollouts.table import Rollouts
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
+from tsae.sae.quality.evaluation import Evaluation
 
-if TYPE_CHECKING:
-    from tsae.activations.config import CaptureConfig
-    from tsae.activations.store import ActivationStore
-    from tsae.checkpoints.series import CheckpointSeries
-    from tsae.diff.config import DiffConfig
-    from tsae.diff.result import FeatureDiff
-    from tsae.features.annotations import Annotator
-    from tsae.features.table import FeatureTable
-    from tsae.rollouts.table import Rollouts
-    from tsae.sae.config import SAEConfig, TrainingConfig
-    from tsae.sae.evaluation import Evaluation
-    from tsae.sae.model import TemporalSAE
+_FOUND = "found"
+"""Key in a stamp (see `claim`) of what the stages found, which is no setting."""
 
 
 class Choice(NamedTuple):
@@ -35,15 +41,7 @@ class Choice(NamedTuple):
     sae: SAEConfig
     training: TrainingConfig
     why: str = ""
-    """What decided on its size, in a few words."""
-
-
-_FOUND = "found"
-"""Key of a stamp (see `claim`) for what the stages found, which is no setting."""
-
-
-def quiet(stage: str, line: str) -> None:
-    """Says nothing of what a stage decided."""
+    """What decided its size, in a few words."""
 
 
 def analyse(
@@ -59,7 +57,7 @@ def analyse(
     families: Mapping[str, Sequence[str]] | None = None,
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
     title: str | None = None,
-    say: Callable[[str, str], None] = quiet,
+    say: Callable[[str, str], None] = lambda stage, line: None,
     progress: bool = True,
 ) -> tuple[FeatureDiff, Evaluation]:
     """Capture, train, evaluate, encode, diff and report, all below one folder.
@@ -68,29 +66,21 @@ def analyse(
         series: the readers.
         rollouts: what they read, with outcomes and, where known, bands.
         to: folder for activations, sae, evaluation, features, diff and report.html.
-        choose: decides on the SAE and its training, by what the store holds.
+        choose: chooses the SAE and its training, given the store.
         sites: one TransformerLens name; by default the output of the middle block.
         capturing: defaults of `CaptureConfig`.
         diffing: defaults of `DiffConfig`.
         annotator: names the class of every response token.
         families: classes of each family of features.
-        steps: checkpoints at more steps of the runs, the base among them, and rollouts of all of them: what features
-            and behaviours do along steps. Below `to`/steps; the SAE is not trained on them.
-        title: of the report.
-        say: called with the name of every finished stage and a line on what it did.
+        steps: checkpoints at more steps of the runs, with the base, and rollouts of all of them. They show what
+            features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
+        title: title of the report.
+        say: called with the name of each finished stage and one line on what it did.
         progress: show bars.
 
     Returns:
-        the diff, with the features as its source, and the evaluation on held-out problems.
+        The diff, with the features as its source, and the evaluation on held-out problems.
     """
-    import tsae
-    from tsae.checkpoints.loading import token_strings
-    from tsae.diff.baselines import baselines
-    from tsae.features.logits import logit_effects
-    from tsae.report import write_report
-    from tsae.report.noise import noise_lines
-    from tsae.sae.evaluation import Evaluation
-
     store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)
     site = next(iter(store.manifest["sites"]))
     tokens = sum(shard.n_tokens for shard in store.shards())
@@ -155,7 +145,7 @@ def analyse(
 
     report = to / "report.html"
     if not report.is_file():
-        write_report(diff, report, title=title)
+        diff.to_html(report, title=title)
     say("report", str(report))
     return diff, evaluation
 
@@ -164,8 +154,6 @@ def _encode_steps(
     series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
 ) -> FeatureTable:
     """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
-    import tsae
-
     if (to / "features" / "run.json").is_file():
         return tsae.FeatureTable.load(to / "features")
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
@@ -174,17 +162,16 @@ def _encode_steps(
 
 
 def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
-    """Make the folder and stamp it, or check that what is in it was begun with the same stamp.
+    """Write a stamp into a new folder, or check that the folder has the same stamp: settings, inputs and versions.
 
     Raises:
-        TsaeError: where it holds something else, naming what differs.
+        TsaeError: where the folder holds something else; the message names what differs.
     """
-    file = folder / name
-    # A kill while the stamp was first written leaves its temporary file alone.
+    file, wanted = folder / name, json.loads(json.dumps(stamp, default=str))
+    # A kill during the first write leaves only the temporary file.
     if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        # Compared as JSON: tuples and lists, paths and strings are the same there. What was found later is kept apart.
-        wanted = json.loads(json.dumps(stamp, default=str))
+        # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             raise TsaeError(
@@ -193,17 +180,17 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
                 where=folder,
                 fix="Delete that folder, or give another one with --to.",
             )
-    write_json(file, json.loads(json.dumps(stamp, default=str)))
+    write_json(file, wanted)
 
 
 def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """Put what the stages found into a stamp that `claim` made, beside the settings."""
+    """Add what the stages found to a stamp that `claim` wrote."""
     file = folder / name
     write_json(file, {**json.loads(file.read_text(encoding="utf-8")), _FOUND: found})
 
 
 def _drawn(diff: FeatureDiff) -> str:
-    """How many contrasts were drawn, which were not, and why."""
+    """Say how many contrasts were drawn, which were not, and why."""
     table = diff.contrasts
     refused = table[table.note.astype(bool)]
     text = f"{len(table) - len(refused)} contrasts drawn"

@@ -4,115 +4,67 @@ Chooses what was not given, and prints each choice: which checkpoints are compar
 bands begin, how much is read, how wide the SAE is. Every choice is also an option.
 
 1. series: the checkpoints of the folder, and the model that training started from.
-2. rollouts: the log is imported; problems get bands by the base's pass rates where these are known, else by those that
-   the log shows (`tsae.rollouts.drawing.band_problems`); of a log beyond the token budget whole problems are drawn, as
-   many from every band, since the unit of all statistics is the problem.
-3. From there `tsae.pipeline.analyse`.
+2. rollouts: the log is imported. Problems get bands by the base's pass rates where these are known, else by those that
+   the log shows (`tsae.rollouts.difficulty.log_problems.band_problems`). From a log beyond the token budget whole
+   problems are drawn, as many from every band: the unit of all statistics is the problem.
+3. The stages of `tsae.pipeline.analyse`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
-
-from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
 from tsae.activations.config import CaptureConfig
-from tsae.base.provenance import versions, write_json
-from tsae.checkpoints.files import folder_of
+from tsae.activations.store import ActivationStore
+from tsae.base.files import write_json
+from tsae.base.provenance import versions
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.diff.config import DiffConfig
+from tsae.checkpoints.weight_files import folder_of
+from tsae.config import RunConfig
+from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
 from tsae.report.text import visible
-from tsae.rollouts.config import ImportConfig, Unfit
-from tsae.rollouts.outcomes import outcome_reward
+from tsae.rollouts.answers.success_reward import outcome_reward
+from tsae.rollouts.bands import band_counts
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.on_disk.log_files import find_files
+from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.schema import problem_bands
+from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 
-if TYPE_CHECKING:
-    from tsae.activations.store import ActivationStore
-    from tsae.diff.result import FeatureDiff
-    from tsae.rollouts.table import Rollouts
-
 _FIRINGS = 1000
-"""Times that a latent fires in one pass over the store, on average; rarer ones are hardly learnt, and never compared
-over enough problems."""
+"""Times that a latent fires in one pass over the store, on average. A rarer latent is hardly learned, and too few
+problems have it to be compared."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What of a training run is analysed."""
-
-    path: Positional[Path]
-    """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
-    to: Path = Path("analysis")
-    """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
-    resumed."""
-    base: str | None = None
-    """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
-    configuration of the checkpoints or their model card name; else the earliest checkpoint stands in for it."""
-    log: Path | None = None
-    """The rollout log; by default the folder completions of the run, or else what the folder holds."""
-    checkpoints: tuple[str, ...] = ()
-    """Ids of the readers beside the base; by default the last step of every run."""
-    bands_from: Path | None = None
-    """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure their bands on. By
-    default bands are read off the log, and not compared where the run learns and each problem is asked at one step."""
-    site: str | None = None
-    """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
-    tokens: int = 1_000_000
-    """Tokens that every reader reads, at most: of a longer log whole problems are drawn, as many from every band. The
-    store has about this many times the readers times d_model numbers."""
-    d_sae: int | None = None
-    """Width of the SAE; by default the largest power of two up to 8 · d_model, of whose latents each fires 1,000 times
-    in the store on average."""
-    k: int | None = None
-    """Latents active per token; by default one in 12 dimensions of the residual stream, at least 4, at most 20."""
-    training_tokens: int | None = None
-    """Tokens to train the SAE on; by default 4 times the store, of small stores up to 20 times, until 1 M."""
-    device: str = "cpu"
-    """Torch device of capture and training: cpu, cuda, cuda:1, …"""
-    seed: int = 0
-    """Seed of everything random."""
-    importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
-    """How the log is read. Trajectories that do not fit are left out and counted (skip)."""
-    diff: DiffConfig = field(default_factory=DiffConfig)
-    """Which contrasts are drawn; its seed is the run's."""
-
-    def __post_init__(self) -> None:
-        for name in ("path", "to", "log", "bands_from"):
-            if getattr(self, name) is not None:  # Python callers may give strings.
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("tokens", "d_sae", "k", "training_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")
 
 
 def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
     """Analyse a training run from the folder that its trainer left.
 
     Args:
-        config: which run, and what is not to be decided here.
+        config: which run, and the choices that you make yourself.
         progress: show bars.
-        say: called with one line a stage: what was decided, and why. They are kept in stages.json.
+        say: called with one line for each stage: what was chosen, and why. The lines are kept in stages.json.
 
     Returns:
-        the diff; the report is ``report.html`` in `RunConfig.to`.
+        The diff. The report is ``report.html`` in `RunConfig.to`.
 
     Raises:
-        TsaeError: for a folder without checkpoints or rollout log, a base that is not there, a single checkpoint with
-            nothing to compare it with, rewards of which none is known to mean success, or a folder `to` that holds
-            something else. Before anything is computed, where that can be known.
+        TsaeError: for a folder without checkpoints or rollout log, a missing base, a single checkpoint with nothing to
+            compare it with, rewards of which none is known to mean success, or a folder `to` that holds something else.
+            Raised before anything is computed, where that can be known.
     """
-    from tsae.rollouts.logs.detect import find_log
-
     series, origin = find_series(config)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log = _log(config)
@@ -134,7 +86,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
     rollouts = _rollouts(config, series, log, importing, success, progress)
     for stage in ("rollouts", "second look", "bands"):
-        if stage in rollouts.info["stages"]:  # Rollouts that an older version imported have no second look.
+        if stage in rollouts.info["stages"]:  # An older version imported without a second look.
             stages.say(stage, rollouts.info["stages"][stage])
     add_found(config.to, "run.json", {"second_look": rollouts.info["log"].get("second_look")})
     analysed, _ = analyse(
@@ -143,7 +95,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
         config.to,
         choose=lambda store: choose_sae(store, config),
         sites=(config.site,) if config.site else (),
-        # Every reader reads everything: a log has most problems from one policy only.
+        # Every reader reads everything, since a log has most problems from one policy only.
         capturing=CaptureConfig(device=config.device, plan="all"),
         diffing=replace(config.diff, seed=config.seed),
         title=f"What training changed: {series.name}",
@@ -154,7 +106,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
 
 
 class _Stages:
-    """Says what a stage decided, marks what an earlier call finished, and keeps the lines."""
+    """Prints one line for each stage, marks stages that an earlier call finished, and keeps the lines in a file."""
 
     def __init__(self, file: Path, say: Callable[[str], None]) -> None:
         self.file, self.print = file, say
@@ -163,17 +115,17 @@ class _Stages:
 
     def say(self, stage: str, line: str) -> None:
         done = " [from disk]" if stage in self.before else ""
-        # Names come from the log and from folders, and do not get at the terminal's controls.
+        # Names come from the log and from folders: they must not control the terminal.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
         self.lines[stage] = line
         write_json(self.file, self.lines)
 
 
 def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
-    """The checkpoints of a run, and a few words on what the base is and who says so.
+    """The checkpoints of a run, and a few words on which model is the base and what names it.
 
     Raises:
-        TsaeError: where there are none, the base is not there, or nothing can be compared with it.
+        TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
     """
     path = config.path
     if config.base is not None:
@@ -203,7 +155,7 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
-    """The SAE that a store can train, and how long: see `RunConfig`."""
+    """Choose the SAE that a store can train, and the length of its training; see `RunConfig`."""
     d_model = store.d_model(next(iter(store.manifest["sites"])))
     tokens = sum(shard.n_tokens for shard in store.shards())
     k = config.k or min(SAEConfig().k, max(4, d_model // 12))
@@ -211,7 +163,7 @@ def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     d_sae = config.d_sae or max(32, 1 << (max(1, min(by_data, by_model)).bit_length() - 1))
     why = "" if config.d_sae else f"width by {'data' if by_data < by_model else 'd_model'}"
     training = config.training_tokens or max(_PASSES * tokens, min(_FEWEST_TOKENS, _MOST_PASSES * tokens))
-    # About a thousand steps where that is possible, with batches large enough for BatchTopK and InfoNCE.
+    # About a thousand steps where possible; BatchTopK and InfoNCE need large batches.
     batch = 2048 if training >= 2_000_000 else 1024
     return Choice(
         SAEConfig(d_sae=d_sae, k=min(k, d_sae)),
@@ -228,16 +180,10 @@ def _rollouts(
     success: str,
     progress: bool,
 ) -> Rollouts:
-    """Imported, banded and drawn; ``info["stages"]`` says how. Read where an earlier call left them.
+    """Import, band and draw the rollouts, or read those of an earlier call; ``info["stages"]`` says how.
 
-    Memory holds an outline of the whole log, and token ids and texts of the drawn trajectories alone.
+    Keeps only an index of the log in memory, with token ids and texts of the drawn trajectories.
     """
-    from tsae.rollouts.difficulty import band_counts
-    from tsae.rollouts.drawing import band_problems, draw_problems, separate_rollouts
-    from tsae.rollouts.importing import import_log
-    from tsae.rollouts.parquet import read_outline
-    from tsae.rollouts.table import problem_bands
-
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
     if file.is_file():
@@ -252,7 +198,7 @@ def _rollouts(
     rows = draw_problems(outline, config.tokens, config.seed, whole)
     drawn = tsae.Rollouts.read_rows(whole, rows)
     if bands is not None:
-        drawn = bands.select(rows).put_on(drawn)
+        drawn = drawn.in_bands(bands.select(rows))
     logged = drawn.info["log"]
     left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
     for outcome, other in (("success", "failure"), ("failure", "success")):
@@ -282,9 +228,11 @@ def _rollouts(
 
 
 def _log(config: RunConfig) -> Path:
-    """Where the rollout log lies."""
-    from tsae.rollouts.logs.files import find_files
+    """Find the rollout log.
 
+    Raises:
+        TsaeError: where there is none, or the analysis would be written into its folder.
+    """
     completions = config.path / "completions"
     log = config.log or (completions if completions.is_dir() else config.path)
     if config.to.resolve().is_relative_to(log.resolve()):
@@ -304,10 +252,8 @@ def _log(config: RunConfig) -> Path:
     return log
 
 
-def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
-    """Which reward means success, where the log leaves a choice: the only one that is named for it."""
-    from tsae.rollouts.logs.entry import Entry
-
+def _with_outcome(entries: Iterable[object], importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
+    """Choose the reward that means success, and say why; the name decides where the log has several."""
     if importing.verifier is not None:
         return importing, f"the answer is right ({importing.verifier})"
     first = next((entry for entry in entries if isinstance(entry, Entry)), None)
@@ -327,7 +273,7 @@ def _with_outcome(entries: Any, importing: ImportConfig, log: Path) -> tuple[Imp
 
 
 def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
-    """The base that a configuration or a model card names, and which of them."""
+    """The base that a configuration or model card names, and which file names it."""
     folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
     for folder in folders:
         file = folder / "config.json"
@@ -335,7 +281,7 @@ def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
             try:
                 name = json.loads(file.read_text(encoding="utf-8")).get("_name_or_path")
             except (ValueError, AttributeError):
-                continue  # Loading the checkpoint says what is wrong with it.
+                continue  # Loading the checkpoint says what is wrong.
             # A resumed run names its own checkpoint.
             if name and not Path(name).resolve().is_relative_to(run.resolve()):
                 return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"

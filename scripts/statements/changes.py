@@ -12,7 +12,7 @@ from numpy.random import Generator
 from statements import Line
 from tsae.base.intervals import change_interval
 from tsae.diff.config import DiffConfig
-from tsae.report.views import direction
+from tsae.report.story.facts import direction
 
 SAMPLES = 8
 REPEATS = 50

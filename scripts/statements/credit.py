@@ -20,7 +20,7 @@ import numpy as np
 from statements import Line
 from statements.tables import EOS, feature_table
 from tsae.diff.config import DiffConfig
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig, Estimator
 from tsae.rl.learning import fit_credit
 from tsae.rollouts.table import Rollouts

@@ -1,1 +1,1 @@
-"""Activations: capture, the HDF5 store, and batches of adjacent tokens read from it."""
+"""Activations: what readers compute on every token, on disk or live, and batches of them for training."""

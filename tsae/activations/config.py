@@ -1,5 +1,4 @@
-"""Config of a capture, and words that name how its tokens are read. Imports nothing heavy: the CLI builds its options
-from it."""
+"""Configs of captures and live sources, and the subset of a store. Imports nothing heavy: the CLI builds on it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Axis = Literal["reader", "run", "band", "outcome"]
 
 @dataclass(frozen=True)
 class Subset:
-    """A part of a store's readers and trajectories; an axis that is not given takes everything."""
+    """Some of a store's readers and trajectories; an axis that is not given takes everything."""
 
     readers: tuple[str, ...] = ()
     """Ids of the checkpoints whose activations count; by default all readers."""
@@ -35,10 +34,9 @@ class ReadingConfig:
     """How checkpoints read trajectories."""
 
     plan: Literal["auto", "paired", "all", "own"] = "auto"
-    """Which reader reads what. "paired": the base reads everything, every other checkpoint the base's trajectories and
-    its own, which is what the shift decomposition needs. "all": every reader reads everything. "own": what it sampled
-    itself, which total shifts and dynamics need. "auto": "paired" where the checkpoints of the series sampled the
-    rollouts, else "all"."""
+    """Which reader reads which trajectories. "paired": the base reads all, others the base's and their own; the shift
+    decomposition needs that. "all": every reader reads all. "own": every reader reads what it sampled; total shifts
+    and dynamics need that. "auto": "paired" where checkpoints of the series sampled the rollouts, else "all"."""
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -46,7 +44,7 @@ class ReadingConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
     batch_tokens: int = 16_384
-    """Tokens of one forward pass, padding included; of a shard that does not fit into memory, half as many."""
+    """Tokens of one forward pass, with padding. A shard that does not fit into memory is read with half as many."""
     device: str = "cpu"
     """Torch device: cpu, cuda, cuda:1, …; "auto" spreads a model that is too large for one over all GPUs, and the CPU
     (accelerate)."""
@@ -70,17 +68,16 @@ class CaptureConfig(ReadingConfig):
     shard_tokens: int = 500_000
     """Tokens of one shard; an interruption costs at most the shard in progress."""
     token_statistics: bool = False
-    """Store the entropy of each token's prediction and the token's log-probability too, in 8 bytes a token. All layers
-    then run, not only those up to the last site, and the head on every token: from a middle layer of a 7B model about
-    twice the time."""
+    """Also store each token's log-probability and the entropy of its prediction, 8 bytes a token. All layers then run,
+    and the head on every token: about twice the time of a capture at the middle layer of a 7B model."""
 
 
 @dataclass(frozen=True)
 class LiveConfig(ReadingConfig):
-    """How activations come straight from the models (`tsae.activations.live`)."""
+    """How models compute activations while a training runs (`tsae.activations.live`)."""
 
     buffer_tokens: int = 1_000_000
-    """Tokens whose activations are held at once, in memory and not on the device. Batches mix what the buffer holds; a
-    training that goes on after a kill computes at most two buffers anew."""
+    """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. A resumed
+    training computes at most two buffers again."""
     models: int | None = None
-    """Readers' models held on the device at once; by default all. With fewer, every buffer loads them anew in turn."""
+    """Models held on the device at once; by default all. With fewer, every buffer loads them in turn."""

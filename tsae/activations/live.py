@@ -1,55 +1,53 @@
 """Activations straight from the models: training without a store.
 
 A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
-goes on, into a buffer of `LiveConfig.buffer_tokens` tokens:
+runs, into a buffer of `LiveConfig.buffer_tokens` tokens:
 
-1. The windows of an epoch are those of `tsae.activations.windows`, chosen by `tsae.activations.mixture`. Their
-   trajectories are shuffled and cut into blocks that fit into the buffer, of about equal size.
+1. The windows of an epoch are those of `tsae.activations.batches`. Their trajectories are shuffled and cut into blocks
+   of about equal size that fit into the buffer. A trajectory is never divided between blocks.
 2. For every block the readers read its trajectories, and the counted tokens go into the buffer.
-3. The windows of the block are shuffled, and cut into batches. Then the next block takes the buffer's place.
+3. The windows of the block are shuffled and cut into batches. Then the next block replaces it in the buffer.
 
-So a batch mixes the trajectories of one buffer, where a store mixes all; every counted token still comes once a pass,
-and partners of any kind are at hand, because a trajectory is never divided between blocks. What an epoch reads, in
-which order, is known without a model: a training that goes on skips blocks that are behind it, and computes anew the
-first, on which norms are estimated, and the one that it stopped in. A block that does not fit into memory is begun
-again with half the tokens in a forward pass; a warning says so, and training.json keeps it (`short_of_memory`): like
-captures, trainings are then the same to the last bit where memory runs out at the same sizes again.
+So a batch mixes the trajectories of one buffer, where a store mixes all; every counted token still comes once a pass.
+Which tokens an epoch reads, and in which order, is known without a model. So a resumed training skips finished blocks:
+it computes only the first, on which norms are estimated, and the one in which it stopped. A block that does not fit
+into memory begins again with half the tokens in a forward pass. A warning says so, and training.json keeps it
+(`short_of_memory`): the same training gives the same bits where memory runs out at the same sizes again.
 
-What it costs: forward passes through the layers up to the site, anew in every epoch, and in every process where there
-are several. Training waits while a block is filled. The buffer takes buffer_tokens · d_model values of the stored
-precision, the token ids of every reader's trajectories 4 bytes each, and the index of windows 12 bytes a window.
+Cost: forward passes through the layers up to the site, again in every epoch and in every process; training waits while
+a block is filled. The buffer takes buffer_tokens · d_model values of the stored precision, token ids take 4 bytes for
+every token of every reader, and the index takes 12 bytes a window.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
+from tsae.activations.batches.places import Rows
+from tsae.activations.batches.segments import cut_windows
+from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
-from tsae.activations.plan import cut
-from tsae.activations.readers import open_base, open_reader
-from tsae.activations.reading import OutOfMemory, read_batches
-from tsae.activations.segments import cut_windows
+from tsae.activations.reader.assignment import Piece, cut
+from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, stored_texts
+from tsae.activations.reader.opening import open_base, open_reader
+from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.shard import Shard, as_stored
 from tsae.activations.source import Source
-from tsae.activations.store import FORMAT, VERSION, Shard, as_stored
-from tsae.activations.windows import Rows, TokenBatch, Windows
-from tsae.activations.writing import raise_not_finite
+from tsae.base.torchrun import world_size
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    import torch
-
-    from tsae.checkpoints.series import CheckpointSeries
-    from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts
 
 _SHARD_TOKENS = 500_000
-"""Tokens whose ids are looked at together."""
+"""Tokens of one of the shards in which token ids are given."""
 
 
 class LiveSource(Source):
@@ -67,15 +65,8 @@ class LiveSource(Source):
     """
 
     def __init__(
-        self,
-        series: CheckpointSeries,
-        rollouts: Rollouts,
-        site: str | None = None,
-        *,
-        config: LiveConfig | None = None,
+        self, series: CheckpointSeries, rollouts: Rollouts, site: str | None = None, *, config: LiveConfig | None = None
     ) -> None:
-        from tsae.checkpoints.hooks import HuggingFaceReader
-
         self.series, self.config = series, config or LiveConfig()
         self.path = Path(rollouts.origin)
         self.rollouts = rollouts
@@ -102,20 +93,18 @@ class LiveSource(Source):
         }
 
     def shards(self, reader: str | None = None) -> Iterator[Shard]:
-        """Token ids alone, in pieces; no file is behind them."""
+        """Shards with token ids alone, and no file."""
         columns = []
         for name in ("prompt_ids", "response_ids"):
             ends = self.rollouts.lengths(name).cumsum()
             values = self.rollouts.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             columns.append((values, np.concatenate([[0], ends])))
-        for record in self._records():
-            if reader is not None and record["id"] != reader:
-                continue
-            for rows in self._pieces[record["id"]]:
+        for id in self.readers:
+            for rows in self._pieces[id] if reader in (None, id) else ():
                 texts = [np.concatenate([v[at[row] : at[row + 1]] for v, at in columns]) for row in rows.tolist()]
                 yield Shard(
                     path=self.path,
-                    reader=record["id"],
+                    reader=id,
                     dtype=self.manifest["dtype"],
                     token_ids=np.concatenate(texts),
                     offsets=np.concatenate([[0], np.cumsum([len(text) for text in texts])]),
@@ -125,28 +114,30 @@ class LiveSource(Source):
     def windows(self, site: str, **options: Any) -> Windows:
         return LiveWindows(self, site, **options)
 
-    def read(self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def read(self, reader: str, texts: Sequence[np.ndarray], rows: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
-        In eight batches at least: in fewer, texts of all lengths would be together, and most of the work padding. Where
-        a batch does not fit into memory, reading begins again with half the tokens, and texts come again.
+        At least eight batches are read: fewer would mix texts of all lengths, and most of the work would be padding.
+        Where a batch does not fit into memory, reading begins again with half the tokens, and texts come again.
 
         Args:
             reader: who reads.
             texts: token ids of whole trajectories.
-            rows: their ids in the rollouts, for messages.
+            rows: (n,) their ids in the rollouts, for messages.
 
         Raises:
             TsaeError: where activations are not finite, or wider than the base's; and where memory is short, for one
                 trajectory alone or in one of several processes.
         """
         budget = max(1, min(self.config.batch_tokens, sum(map(len, texts)) // 8))
+        piece, where = Piece(reader, "", rows), self.series[reader].path
         while True:
             try:
-                yield from self._read(reader, texts, rows, budget)
+                for batch in read_batches(self._opened(reader), texts, budget):
+                    yield from stored_texts(batch, self.site, piece, self.rollouts, self.manifest, where)
                 return
             except OutOfMemory as error:
-                where, n = self.series[reader].path, len(error.texts)
+                n = len(error.texts)
                 if n == 1:
                     raise TsaeError(
                         f"trajectory {rows[int(error.texts[0])]} does not fit into memory by itself while reader "
@@ -154,9 +145,9 @@ class LiveSource(Source):
                         where=where,
                         fix="Leave it out, hold fewer models (--live.models), or use a device with more memory.",
                     ) from error
-                # Other batches are other last bits. Every process makes the weights that training starts from of the
-                # first buffer, and they would no longer be the same.
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                # Other batches give other last bits. Every process starts from weights that it computes from the first
+                # buffer, and these must be the same in all.
+                if world_size() > 1:
                     raise TsaeError(
                         f"{n} trajectories do not fit into memory together while reader {reader} reads, and several "
                         "processes have to read alike",
@@ -173,27 +164,6 @@ class LiveSource(Source):
                 stacklevel=2,
             )
 
-    def _read(
-        self, reader: str, texts: Sequence[np.ndarray], rows: Sequence[int], budget: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        import torch
-
-        checkpoint, dtype, d_model = self.series[reader], self.manifest["dtype"], self.d_model(self.site)
-        for batch in read_batches(self._opened(reader), texts, budget):
-            value = batch.values[self.site]
-            if value.shape[-1] != d_model:
-                raise TsaeError(
-                    f"reader {reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
-                    where=checkpoint.path,
-                    fix="Train on checkpoints of one model.",
-                )
-            lengths = [len(texts[t]) for t in batch.texts]
-            kept = value.to(getattr(torch, dtype))
-            for t, found, text in zip(batch.texts.tolist(), value.split(lengths), kept.split(lengths), strict=True):
-                if not torch.isfinite(text).all():
-                    raise_not_finite(found, checkpoint.path, reader, self.rollouts, rows[t], self.site, dtype)
-                yield t, text.cpu()
-
     def _opened(self, reader: str) -> Any:
         found = self._readers.pop(reader, None)
         while found is None and len(self._readers) >= (self.config.models or len(self.series)):
@@ -209,13 +179,13 @@ class LiveWindows(Windows):
 
     def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
         self._filled: tuple[int, int] | None = None  # epoch and number of the block in the buffer
-        store.short_of_memory = {}  # of a training before
+        store.short_of_memory = {}  # may be an earlier training's
         super().__init__(store, site, **options)
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
     ) -> Iterator[TokenBatch]:
-        """As `Windows.epoch`; blocks whose batches all come before `start` are not computed.
+        """As `Windows.epoch`; a block is not computed if all of its batches come before `start`.
 
         Raises:
             TsaeError: where the buffer does not hold two batches.
@@ -241,33 +211,37 @@ class LiveWindows(Windows):
         self._fill(0, 0, windows)
         return self._packed(windows)
 
+    def _text_of(self, windows: np.ndarray) -> np.ndarray:
+        """(n,) index of the text of windows or segments (n, 3)."""
+        return self._places.text(self._places.first(windows))
+
     def _packed(self, windows: np.ndarray) -> np.ndarray:
-        return self._begin(windows) << self._bits | windows[:, 2]
+        return self._places.first(windows) << self._bits | windows[:, 2]
 
     def _blocks(self, epoch: int) -> list[np.ndarray]:
         """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
         parts: list[np.ndarray] = []
         items: list[np.ndarray] = []
-        text_of_segment = self._text_of(self.segments)
-        size = np.bincount(text_of_segment, weights=self.segments[:, 2], minlength=len(self._texts)).astype(np.int64)
+        n_texts, text_of_segment = len(self._places.row), self._text_of(self.segments)
+        size = np.bincount(text_of_segment, weights=self.segments[:, 2], minlength=n_texts).astype(np.int64)
         for cell, info in enumerate(self.mixture.cells):
             mine = np.flatnonzero(self.mixture.cell_of == cell)
             for number, low, high in self.mixture.passes(cell, epoch):
                 if high - low < info.tokens:
-                    # Whole trajectories are left to other epochs, so that hardly any is read for part of its tokens.
-                    rank = np.random.default_rng([self.seed, number, cell + 1]).permutation(len(self._texts))
+                    # Divided between epochs by whole trajectories, so that few are read for part of their tokens.
+                    rank = np.random.default_rng([self.seed, number, cell + 1]).permutation(n_texts)
                     mine = mine[np.argsort(rank[text_of_segment[mine]], kind="stable")]
                 offset = int(np.random.default_rng([self.seed, number]).integers(self.window))
                 windows = cut_windows(self.segments[mine], self.window, offset)
                 begins = windows[:, 2].cumsum() - windows[:, 2]
                 parts.append(windows[(begins >= low) & (begins < high)])
-                # A trajectory that two passes of an epoch read comes as two, which may fall into different blocks.
-                items.append(self._text_of(parts[-1]) + len(self._texts) * len(items))
+                # A trajectory that two passes of an epoch read counts as two, which may fall into different blocks.
+                items.append(self._text_of(parts[-1]) + n_texts * len(items))
         windows = np.concatenate(parts)
         present, item = np.unique(np.concatenate(items), return_inverse=True)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(present))
         block = np.empty(len(present), dtype=np.int64)
-        block[order] = _equal_blocks(size[present % len(self._texts)][order], self.store.config.buffer_tokens)
+        block[order] = _equal_blocks(size[present % n_texts][order], self.store.config.buffer_tokens)
         by_block = np.argsort(block[item], kind="stable")
         edges = np.flatnonzero(np.diff(block[item][by_block])) + 1
         blocks = [windows[mine] for mine in np.split(by_block, edges)]
@@ -276,42 +250,38 @@ class LiveWindows(Windows):
         return blocks
 
     def _fill(self, epoch: int, block: int, windows: np.ndarray) -> None:
-        """Have the buffer hold the counted tokens of the windows' trajectories."""
-        import torch
-
+        """Compute the counted tokens of the windows' trajectories into the buffer."""
         if self._filled == (epoch, block):
             return
-        self._filled, self._buffer = None, torch.empty(0)  # never two of them
+        self._filled, self._buffer = None, torch.empty(0)  # frees the old one first
         texts = np.unique(self._text_of(windows))
         text_of_segment = self._text_of(self.segments)
         held = np.flatnonzero(np.isin(text_of_segment, texts))
         text_of_held = text_of_segment[held]
         shard, start, length = self.segments[held].T
         # Where each held segment begins among all tokens, and in the buffer.
-        self._held, self._row = self._base[shard] + start, length.cumsum() - length
+        self._held, self._row = self._places.base[shard] + start, length.cumsum() - length
         self._buffer = torch.empty(
             (int(length.sum()), self.d_model), dtype=getattr(torch, self.store.manifest["dtype"])
         )
-        in_shard = np.searchsorted(self._base, self._texts[texts], side="right") - 1
+        in_shard = np.searchsorted(self._places.base, self._places.texts[texts], side="right") - 1
+        reader_of = np.array([shard.reader for shard in self.shards])[in_shard]
         for reader in self.store.readers:
-            ids, rows, mine = [], [], []
-            for text, number in zip(texts.tolist(), in_shard.tolist(), strict=True):
-                found = self.shards[number]
-                if found.reader == reader:
-                    place = int(np.searchsorted(found.offsets, self._texts[text] - self._base[number]))
-                    ids.append(found.token_ids[found.offsets[place] : found.offsets[place + 1]])
-                    rows.append(int(found.trajectory[place]))
-                    mine.append(text)
-            for t, values in self.store.read(reader, ids, rows) if ids else ():
+            mine = texts[reader_of == reader]
+            ids = [self._token_ids(*each) for each in zip(mine, in_shard[reader_of == reader], strict=True)]
+            for t, values in self.store.read(reader, ids, self._places.row[mine]) if ids else ():
                 low, high = np.searchsorted(text_of_held, [mine[t], mine[t] + 1])
                 for segment in range(low, high):
-                    first = int(self._held[segment] - self._texts[mine[t]])
+                    skipped = int(self._held[segment] - self._places.texts[mine[t]])
                     row, n = int(self._row[segment]), int(length[segment])
-                    self._buffer[row : row + n] = values[first : first + n]
+                    self._buffer[row : row + n] = values[skipped : skipped + n]
         self._held_norms = torch.cat(
             [torch.linalg.vector_norm(x.float(), dim=1) for x in self._buffer.split(8192)]
         ).numpy()
         self._filled = (epoch, block)
+
+    def _token_ids(self, text: int, shard: int) -> np.ndarray:
+        return self.shards[shard].token_ids[slice(*(self._places.texts[text : text + 2] - self._places.base[shard]))]
 
     @property
     def _maps(self) -> list[np.ndarray]:
@@ -330,7 +300,7 @@ class LiveWindows(Windows):
 
 
 def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:
-    """(n,) number of the block of every item, ascending: as few blocks of about equal size as hold at most so much.
+    """(n,) number of the block of every item, ascending: few blocks of about equal size, none above `most` tokens.
 
     Args:
         size: (n,) tokens of the items, in the order in which they fill blocks.

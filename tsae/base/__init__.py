@@ -1,1 +1,1 @@
-"""What every room stands on, and what knows none of them."""
+"""Base: what every other folder may use, and what knows none of them."""

@@ -1,14 +1,108 @@
-"""Bootstrap over problems: trajectories of a problem are not independent, so problems are what is drawn."""
+"""Bootstrap over problems, for every room: the draws, percentile intervals and studentised intervals.
+
+Trajectories of a problem are not independent, so problems are drawn, with all their trajectories.
+
+The studentised interval of a mean is symmetric (Hall 1988): mean ± the quantile of |t*| times the standard error, with
+the same draws for all features. Percentile intervals of means cover too little with few problems (84 % in place of
+95 % with five). Equal-tailed studentised ones do where most problems differ by nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 
+_WIDE = 512  # features drawn at once, so that their draws stay in a core's cache
 
-@lru_cache(maxsize=8)
-def weights(n: int, n_draws: int, seed: int) -> np.ndarray:
-    """(n_draws, n) weight of every problem in every draw; rows add up to 1. The same for the same arguments."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(n, np.full(n, 1 / n), size=n_draws) / n
+
+def counts(n: int, n_draws: int, seed: int | Sequence[int] | np.random.Generator) -> np.ndarray:
+    """(n_draws, n) how often each of n units is drawn in every draw; a row adds up to n."""
+    drawn: np.ndarray = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_draws)
+    return drawn
+
+
+def percentile_interval(
+    draws: np.ndarray, confidence: float = 0.95, *, method: Literal["linear", "nearest"] = "linear"
+) -> tuple[Any, Any]:
+    """(low, high) percentiles over the first axis of the draws, NaN aside: floats, or arrays of the other axes."""
+    tail = (1 - confidence) / 2
+    quantile = np.nanquantile if np.isnan(draws).any() else np.quantile  # The second is faster.
+    low, high = quantile(draws, [tail, 1 - tail], axis=0, method=method)
+    return low, high
+
+
+def bootstrap_interval(
+    differences: np.ndarray, n_bootstrap: int, confidence: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) studentised interval of the mean over problems; (n_problems, n_features) in, (n_features,) out."""
+    _, low, high = group_interval([differences], n_bootstrap, confidence, seed)
+    return low, high
+
+
+def group_interval(
+    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over problems with its studentised interval (low, high), or the difference of two groups' means.
+
+    Args:
+        groups: one or two (n_problems, n_features).
+        n_bootstrap: draws of problems within each group.
+        confidence: of the interval.
+        seed: of the draws.
+    """
+    mean = groups[0].mean(0) - (groups[1].mean(0) if len(groups) > 1 else 0.0)
+    half, _, _ = studentised(groups, n_bootstrap, confidence, seed, np.zeros_like(mean))
+    return mean, mean - half, mean + half
+
+
+def studentised(
+    groups: Sequence[np.ndarray], n_bootstrap: int, confidence: float, seed: int, least: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Half the interval, the standard error, and p of a size up to `least`, of a mean or a difference of two means.
+
+    Args:
+        groups: one or two (n_problems, n_features).
+        n_bootstrap: draws of problems within each group.
+        confidence: of the interval.
+        seed: of the draws.
+        least: (n_features,).
+
+    Returns:
+        three (n_features,).
+    """
+    n_features = groups[0].shape[1]
+    weights = _weights(tuple(len(group) for group in groups), n_bootstrap, seed)
+    half, error, p = np.empty((3, n_features))
+    for start in range(0, n_features, _WIDE):
+        part = slice(start, start + _WIDE)
+        shift: np.ndarray | float = 0.0
+        variance: np.ndarray | float = 0.0
+        se_squared: np.ndarray | float = 0.0
+        observed: np.ndarray | float = 0.0
+        for sign, group, weight in zip((1, -1), groups, weights, strict=False):
+            n = len(group)
+            # Features in rows, so that the draws of one feature lie together.
+            centred = np.ascontiguousarray((group[:, part] - group[:, part].mean(0)).astype(np.float32).T)
+            mean, square = centred @ weight.T, centred**2 @ weight.T  # (features, n_bootstrap)
+            spread = (centred**2).mean(1, keepdims=True)
+            shift = shift + sign * mean
+            observed = observed + sign * group[:, part].mean(0)
+            # A draw of one problem alone has no variance. A floor of 1/n of the sample's variance keeps its t finite.
+            variance = variance + np.maximum(square - mean**2, spread / n) / (n - 1)
+            se_squared = se_squared + spread[:, 0] / (n - 1)
+        t = np.abs(shift) / np.sqrt(np.maximum(variance, np.finfo(np.float32).tiny))
+        error[part] = np.sqrt(se_squared)
+        half[part] = np.quantile(t, confidence, axis=1) * error[part]
+        beyond = np.abs(observed) - least[part]
+        p[part] = (1 + (t * error[part][:, None] >= beyond[:, None]).sum(1)) / (1 + n_bootstrap)
+    return half, error, p
+
+
+@lru_cache(maxsize=16)
+def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.ndarray]:
+    """(n_bootstrap, n_problems) weight of every problem in every draw, for each group."""
+    rng = np.random.default_rng([seed, 3])
+    return [counts(n, n_bootstrap, rng).astype(np.float32) / np.float32(n) for n in sizes]

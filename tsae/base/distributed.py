@@ -1,17 +1,14 @@
-"""Several processes: `torchrun --nproc-per-node 2 -m tsae capture …` and `… -m tsae train …`.
+"""Collective operations of several processes that torchrun started, such as sums over all of them.
 
-Capture: every process captures whole shards, and the first enters them in the manifest in order.
-
-Training: a step of n processes takes the same batch that one process would take, and the same step, up to the order of
-sums (and to which of equal codes BatchTopK keeps where it cannot keep all). Every process reads every n-th window of
-the batch and computes its tokens' part of the loss. What the loss compares across the batch is sent: candidates for
-BatchTopK, high-level codes for InfoNCE, sums for means (`tsae.sae.loss`). Parts and gradients are added up. All
-processes then take the same optimizer step, so that weights and counters stay equal without being sent.
+- Capture: every process captures whole shards. The first enters them in the manifest, in order.
+- Training: n processes take the same batches and the same steps as one process, up to the order of sums and to which
+  of equal codes BatchTopK keeps. Every process reads every n-th window of the batch and computes its tokens' part of
+  the loss. What the loss compares across the batch is sent (`tsae.sae.fitting.loss`), gradients are added up, and all
+  processes take the same optimizer step, so that weights stay equal without being sent.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +17,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tsae.base.torchrun import local_rank, world_size
 from tsae.errors import TsaeError
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one run; alone by default, where every method returns what it was given."""
+    """The processes of one run. A process that is alone gets back what it gave."""
 
     rank: int = 0
     size: int = 1
@@ -38,12 +36,12 @@ class Processes:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until all have come here."""
+        """Wait until all processes have come here."""
         if self.size > 1:
             dist.barrier()
 
     def first_does(self, action: Callable[[], None]) -> None:
-        """Have the first process do something, and the others wait for it; where it refuses, all stop."""
+        """Let the first process act while the others wait. If it raises a TsaeError, all processes raise one."""
         refusal: TsaeError | None = None
         if self.first:
             try:
@@ -54,15 +52,15 @@ class Processes:
             raise refusal or TsaeError("the first process refused", fix="See its message.")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the processes."""
+        """Sum over the processes, element by element."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def least(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Elementwise the smallest of the processes'."""
+        """Minimum over the processes, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MIN)
 
     def any(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Elementwise or of booleans."""
+        """Whether it is True in any process, element by element."""
         return tensor if self.size == 1 else self._reduce(tensor.to(torch.uint8), dist.ReduceOp.MAX).bool()
 
     def counts(self, number: int) -> list[int]:
@@ -95,7 +93,7 @@ class Processes:
         return [bytes(part.cpu().numpy()).decode() for part in self.gather(mine)]
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace every gradient by the sum over the processes, in which one without a gradient counts as zero."""
+        """Replace every gradient by its sum over the processes. A missing gradient counts as zero."""
         if self.size > 1:
             for parameter in parameters:
                 if parameter.grad is None:
@@ -113,25 +111,20 @@ class Processes:
 ALONE = Processes()
 
 
-def first_process() -> bool:
-    """Whether this process is the first that torchrun started, which speaks for all; True without torchrun."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def join(device: str, *, timeout: timedelta | None = None) -> Iterator[Processes]:
-    """The processes that torchrun started, joined for the time of the block unless they were joined before.
+    """Join the processes that torchrun started for the time of the block, unless they were joined before.
 
     Args:
         device: "cuda" becomes the GPU of this process.
         timeout: how long one process may wait for another; by default that of torch.distributed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+    if world_size() == 1 and not dist.is_initialized():
         yield Processes(device=device)
         return
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        device = f"cuda:{local_rank()}"
         torch.cuda.set_device(device)
     joined_here = not dist.is_initialized()
     if joined_here:

@@ -1,4 +1,4 @@
-"""Values that a filter selects by: one, or several."""
+"""Arguments that take one value or several."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """What a filter was given, as a tuple: a text, a number, a truth value or None stands for itself alone.
-
-    Args:
-        value: one of these, or a list, tuple, set, array, column or other iterable of them.
-    """
+    """The values as a tuple. A text, a number, a truth value and None are one value; any other iterable is several."""
     # Arrays of no dimension have __iter__, too.
     single = isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return (value,) if single else tuple(value)

@@ -1,9 +1,9 @@
 """Intervals over problems: trajectories of a problem are not independent, so problems are what varies.
 
-Student's t, since the percentile bootstrap is too narrow for few problems. Where nothing changed, the bootstrap reports
+They use Student's t, because the percentile bootstrap is too narrow for few problems. Where nothing changed, it reports
 a change in up to 52 % of draws of two problems, 17 % of five and 6 % of sixty (`scripts/check_changes.py`). Numbers
-that are no means, such as entropies, go through the jackknife: their pseudo-values are averaged like measurements
-(Tukey 1958).
+that are not means, such as entropies, use the jackknife: their pseudo-values are averaged like measurements (Tukey
+1958).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from scipy.stats import t as student
 
 FEWEST = 8
-"""Fewest problems for which a change is reported. Where the true change is 0, at most 6 % of draws of eight problems or
-more are called a change, for every kind of difference in scripts/check_changes.py; of two problems 9 % would be. In
-fewer than eight a rare behaviour cannot show a change."""
+"""Fewest problems for which a change is reported. If the true change is 0, at most 6 % of draws of eight problems or
+more are called a change, for every kind of difference in scripts/check_changes.py; with two problems 9 % would be.
+With fewer than eight, a rare behaviour cannot show a change."""
 
 
 def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of a mean over problems; NaN for a single problem, which tells nothing of others.
+    """Interval of a mean over problems; NaN for a single problem.
 
-    Where all values are shares, or none is negative, the ends are, too.
+    If no value is negative, neither is an end. If all values are shares, so are the ends.
     """
     low, high = _interval(float(values.mean()), values, confidence) if len(values) > 1 else (np.nan, np.nan)
     floor = 0.0 if values.min() >= 0 else -np.inf
@@ -36,7 +36,7 @@ def change_interval(differences: np.ndarray, confidence: float) -> tuple[float, 
 
 
 def jackknife_interval(whole: float, without: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of a number over problems, from its values without each of them, (n_problems,)."""
+    """Interval of a number over problems, from its (n_problems,) values with one problem left out."""
     n = len(without)
     return _interval(whole, n * whole - (n - 1) * without, confidence)
 
@@ -48,5 +48,5 @@ def _interval(centre: float, values: np.ndarray, confidence: float) -> tuple[flo
 
 
 def too_few(n: int) -> str:
-    """What is said where a change is not called one."""
+    """Say why a change is not reported."""
     return f"too few problems ({n}; {FEWEST} are needed)"

@@ -1,9 +1,9 @@
-"""Memory for batches that is used again once nobody holds the batch.
+"""Reuse of freed buffers.
 
-Fresh memory costs several times what filling it does: the system gives it out page by page, each cleared first. A
-buffer that is always used again would overwrite batches that somebody kept. So memory is used again where nothing
-refers to it. CPython's reference counts tell: an array, a view of it or a tensor made from it holds what its memory
-belongs to.
+Fresh memory costs several times what filling it does, because the system clears every page first. A buffer that is
+always overwritten would destroy batches that somebody kept. So a buffer is reused only once nothing refers to it.
+CPython's reference counts tell: an array, a view of it and a tensor made from it all refer to the array that owns the
+memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import numpy as np
 
 
 class Reused:
-    """Gives out arrays, in memory that it gave out before where nothing refers to that any more.
-
-    May be used from several threads.
+    """Gives out arrays, in buffers that are free again where there are any. Threads may share it.
 
     Args:
-        most: pieces of memory that it holds on to. Pieces that somebody keeps are forgotten for new ones, so that they
-            are freed with what was made of them.
+        most: buffers that it keeps. Where all are in use, it forgets one for a new one; a forgotten buffer is freed
+            with the arrays that use it.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,7 +29,7 @@ class Reused:
         self._lock = threading.Lock()
 
     def empty(self, rows: int, width: int, dtype: Any) -> np.ndarray:
-        """(rows, width) of values that mean nothing."""
+        """(rows, width) array with arbitrary values."""
         n_bytes = rows * width * np.dtype(dtype).itemsize
         with self._lock:
             free = [i for i in range(len(self._pieces)) if _references(self._pieces, i) == _UNUSED]
@@ -39,7 +37,7 @@ class Reused:
             if not fitting:
                 if len(self._pieces) == self._most:
                     del self._pieces[free[0] if free else 0]
-                # Batches differ by some tokens: one that is a little larger is to find room.
+                # Batches differ by some tokens: leave room for one that is a little larger.
                 self._pieces.append(np.empty(n_bytes + n_bytes // 16, np.uint8))
                 fitting = [len(self._pieces) - 1]
             return self._pieces[fitting[0]][:n_bytes].view(dtype).reshape(rows, width)

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named as module:function on the command line."""
+"""The user's own functions, named as module:function on the command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tsae.errors import TsaeError
 
 
 def find_function(name: str, *, where: str, fix: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules of the current folder are found too.
+    """Import the function that ``module:function`` names; modules in the current folder are found too.
 
     Raises:
-        TsaeError: where there is none; `where` names the option and `fix` what to give.
+        TsaeError: where there is no such function; it names `where`, the option, and `fix`, what to give.
     """
     module, _, function = name.partition(":")
     if not module or not function:

@@ -1,7 +1,6 @@
-"""The one door from results to what shows them.
+"""Views: how a result shows itself although its module knows no page and no figure.
 
-Results hold numbers, and their modules know no page and no figure. `register` tells where the views are; the package's
-face does that, and they are imported when a result is first shown.
+The package's face registers a function that loads the views. It is called when a result is first shown.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Plots(Protocol):
 
 
 class Views(Protocol):
-    """What results ask for."""
+    """What results ask of the report."""
 
     def card(self, title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFrame], note: str = "") -> str:
         """A result at a glance, as HTML for a notebook: its facts by name, and tables with their captions."""
@@ -99,13 +98,13 @@ _load: Callable[[], object] | None = None
 
 
 def register(load: Callable[[], object]) -> None:
-    """Say what gives the views: called once, when a result is first shown."""
+    """Set the function that loads the views."""
     global _load
     _load = load
 
 
 def views() -> Views:
-    """The registered views."""
+    """Load the registered views."""
     if _load is None:
         raise RuntimeError("no views are registered: import tsae")
     return cast(Views, _load())

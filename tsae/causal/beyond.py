@@ -1,7 +1,7 @@
-"""How far an edit goes beyond the same edit of random features: the random sets are a sample, not a constant.
+"""Compare an edit with the same edit of random features, taking the random sets as a sample, not a constant.
 
 Random sets differ from each other, often by more than the choice of problems explains. An interval that varies only the
-problems is therefore too narrow: by it a sixth random set goes "beyond" five others in up to two of three draws
+problems is therefore too narrow: with it a sixth random set lies "beyond" five others in up to two of three draws
 (docs/measured.md). Let D be the chosen features' mean over problems minus the mean over sets and problems. Its interval
 has three parts:
 
@@ -31,6 +31,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+from einops import reduce
 from scipy.stats import t as student
 
 
@@ -67,12 +68,12 @@ def beyond_random(chosen: np.ndarray, sets: np.ndarray, confidence: float, share
     n_sets, n_problems = sets.shape
     if not n_problems:
         return Beyond(np.nan, np.nan, np.nan, 0, n_sets)
-    against = chosen - sets.mean(0)
+    against = chosen - reduce(sets, "set problem -> problem", "mean")
     difference = float(against.mean())
     if n_sets < 2 or n_problems < 2 or shared >= 1:
         return Beyond(difference, np.nan, np.nan, n_problems, n_sets)
     upper = (1 + confidence) / 2
-    means = sets.mean(1)
+    means = reduce(sets, "set problem -> set", "mean")
     alike = (1 + shared) / (1 - shared)
     of_sets = means.var(ddof=1) * (alike + 1 / n_sets)
     # The same variance for a random set. Each is compared with the mean of the other S − 1 sets, the chosen features

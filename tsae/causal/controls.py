@@ -1,4 +1,4 @@
-"""What chosen features are compared with: random features that are alike, and the plain mean difference."""
+"""Controls for chosen features: matched random features, and the plain mean difference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tsae.activations.store import ActivationStore
 from tsae.causal.config import Where
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE
 
 _NEAREST = 10

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from tsae.causal.config import Where
-from tsae.checkpoints.hooks import during_generation
+from tsae.checkpoints.forward.hooks import during_generation
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Does a feature fire because of a token, or because of where it stands? Its top tokens, inserted into other contexts.
+"""Test whether a feature fires because of a token or its context: insert its top tokens into other contexts.
 
 1. Half of the problems says which tokens carry most of a feature's activation, and how strongly it fires on them.
 2. In trajectories of the other half, places are drawn at which the feature has not fired so far and does not fire next:
@@ -17,24 +17,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from einops import reduce
 
-from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
-from tsae.checkpoints.hooks import HuggingFaceReader
-from tsae.diff.statistics import bootstrap_interval
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.diff.result import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.diff.result import FeatureDiff
 
 TOKEN_DRIVEN, CONTEXT_DEPENDENT, UNDECIDED = "token-driven", "context-dependent", "undecided"
 COLUMNS = (
@@ -86,7 +85,7 @@ def insertion(
 
     config = config or InsertionConfig()
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(config.device)
+    sae = TemporalSAE.of(sae, device=config.device)
     chosen = [int(feature) for feature in chosen]
     check_sae(sae, features)
     check_features(tuple(chosen), features.n_features)
@@ -131,7 +130,7 @@ def insert_discoveries(
     if not wanted:
         raise TsaeError("nothing was discovered, so that there is no feature to test", where="insertion")
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    sae = TemporalSAE.of(sae)
     parts = [
         insertion(series[reader], sae, features, sorted(set(chosen)), config, progress=progress)
         for reader, chosen in wanted.items()
@@ -242,7 +241,7 @@ def _measure(
         [np.bincount(problems, weights=x) / size for x in (inserted - control, inserted / typical.mean())], 1
     )
     low, high = bootstrap_interval(by_problem, config.n_bootstrap, config.confidence, config.seed)
-    difference, kept = by_problem.mean(0)
+    difference, kept = reduce(by_problem, "problem measure -> measure", "mean")
     verdict = UNDECIDED
     if high[1] < _KEPT:
         verdict = CONTEXT_DEPENDENT

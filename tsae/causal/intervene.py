@@ -27,20 +27,22 @@ from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
 from tsae.causal.edits import FeatureEdit, Rewriting
-from tsae.causal.result import Intervention, outcome_table
-from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
+from tsae.causal.intervention import Intervention, outcome_table
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.bridge import TransformerLensReader
+from tsae.checkpoints.forward.hooks import check_sites, decoder_blocks, rewritten
+from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.sampling import encode_prompt, sample
+from tsae.rollouts.prompts import encode_prompt
+from tsae.rollouts.sampling import sample
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tsae.checkpoints.series import Checkpoint
 
 
 def intervene(
@@ -81,7 +83,7 @@ def intervene(
     config = config or InterventionConfig()
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     device = config.sampling.device
-    sae = (sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)).to(device)
+    sae = TemporalSAE.of(sae, device=device)
     chosen = tuple(int(feature) for feature in chosen)
     check_sae(sae, features)
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
@@ -175,8 +177,6 @@ def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: in
 
 def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
     """Refuse a model that the SAE or the table's tokens do not fit."""
-    from tsae.checkpoints.loading import tokenizer_fingerprint
-
     check_sites([sae.site], model.config.get_text_config().num_hidden_layers, checkpoint.path)
     width = model.config.get_text_config().hidden_size
     if width != sae.d_model:
@@ -232,8 +232,6 @@ def _load(
         model = checkpoint.load_model(device=device)
         decoder_blocks(model)
         return model, lambda model: partial(rewritten, model)
-    from tsae.checkpoints.bridge import TransformerLensReader
-
     reader = TransformerLensReader(checkpoint, ["blocks.0.hook_resid_post"], device=device)
     return reader.model, lambda _model: reader.rewritten
 
@@ -263,7 +261,7 @@ def _unit(direction: torch.Tensor, sae: TemporalSAE) -> torch.Tensor:
 
 
 def _rows(drawn: Rollouts) -> dict[str, int]:
-    """What one condition's numbers rest on."""
+    """Problems, trajectories and tokens of one condition."""
     tokens = int(drawn.lengths("response_ids").sum())
     return {"problems": drawn.n_problems, "trajectories": len(drawn), "tokens": tokens}
 

@@ -1,1 +1,1 @@
-"""Checkpoint series: finding checkpoints, loading them, and hooks that read and write their residual streams."""
+"""Checkpoints: find them, load them, run them, and measure how far training moved their weights."""

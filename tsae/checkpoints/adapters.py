@@ -1,35 +1,45 @@
-"""PEFT adapters: which base they go on, and putting them on it without merging.
+"""PEFT adapters: find their base, and put them on it without merging.
 
-Only LoRA (with DoRA and rank stabilisation), which is what trainers of RLVR write. An adapter is put on the modules of
-a loaded base and taken off again, so that a series of adapters needs its base in memory once.
+Only LoRA (with DoRA and rank stabilisation), which trainers of RLVR write. An adapter is put on the modules of a loaded
+base and taken off again, so a series of adapters loads its base once.
 """
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from tsae.checkpoints.files import adapter_config, folder_of, is_adapter, is_gguf, is_hub_id
+from tsae.checkpoints.record import CheckpointRecord
+from tsae.checkpoints.weight_files import (
+    ADAPTER_CONFIG,
+    ends_of_files,
+    first_line,
+    folder_of,
+    is_adapter,
+    is_gguf,
+    is_hub_id,
+    json_object,
+    weight_files,
+)
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.series import Checkpoint
+_Checkpoint = TypeVar("_Checkpoint", bound=CheckpointRecord)
 
-# Ways to begin training that leave the base as it was; others (PiSSA, OLoRA, …) train on top of a changed base.
+# These starts leave the base as it was; with others (PiSSA, OLoRA, …) training starts from a changed base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+GIVE_ITS_BASE = "Give the base that the adapter was trained on."
 
 
-def base_of(checkpoint: Checkpoint) -> Checkpoint:
+def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
     """The model that an adapter goes on: the base of its series, or else the one that its configuration names.
 
     Raises:
         TsaeError: where the configuration names another base than that of the series, or none.
     """
-    from tsae.checkpoints.series import Checkpoint
-
     folder = folder_of(checkpoint)
     config = checked_config(folder)
     named = config.get("base_model_name_or_path")
@@ -37,10 +47,10 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
         if not named or ".." in Path(str(named)).parts:
             raise TsaeError(
                 f"is an adapter of {named}" if named else "does not say which model it is an adapter of",
-                where=folder / "adapter_config.json",
+                where=folder / ADAPTER_CONFIG,
                 fix="Give the base before it, as the first of several paths.",
             )
-        return Checkpoint(id="base", path=str(named), revision=config.get("revision"))
+        return type(checkpoint)(id="base", path=str(named), revision=config.get("revision"))
     if named and not _same_model(str(named), checkpoint.base):
         raise TsaeError(
             f"is an adapter of {named}, but the base of the series is {checkpoint.base.path}",
@@ -48,16 +58,12 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
             fix="Give the base that it was trained on; where that is the same model under another name, correct "
             "base_model_name_or_path in its adapter_config.json.",
         )
-    return checkpoint.base
+    return cast(_Checkpoint, checkpoint.base)
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter on an unchanged base.
-
-    Raises:
-        TsaeError: for other kinds of adapters.
-    """
-    config = adapter_config(folder)
+    """adapter_config.json of a LoRA adapter on an unchanged base. Raises TsaeError for other kinds of adapters."""
+    config = json_object(folder / ADAPTER_CONFIG)
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
     merged = "Merge it into its base (merge_and_unload) and save the whole model."
     if kind != "LORA":
@@ -74,10 +80,12 @@ def checked_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def put_on(model: PreTrainedModel, checkpoint: Checkpoint, base: Checkpoint, device: str) -> Any:
-    """A PeftModel of the base with the adapter on it; `unload()` gives back the base as it was.
+def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: CheckpointRecord, device: str) -> Any:
+    """Put an adapter on its loaded base.
 
-    Its ``base_model.model`` is the base's own class, with the adapter's modules in it.
+    Returns:
+        a PeftModel. Its ``base_model.model`` is the base's own class with the adapter's modules in it; `unload()` gives
+        back the base as it was.
 
     Raises:
         TsaeError: where the adapter does not fit the base.
@@ -93,35 +101,26 @@ def put_on(model: PreTrainedModel, checkpoint: Checkpoint, base: Checkpoint, dev
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
         with warnings.catch_warnings():
-            # What peft asks of transformers is deprecated there; nothing that a user could do about it.
+            # peft calls what transformers has deprecated; users can do nothing about it.
             warnings.simplefilter("ignore", FutureWarning)
-            # Weights are made on the meta device first: a random start would use up random numbers and be overwritten.
+            # On the meta device first: a random start would use up random numbers, and is overwritten anyway.
             wrapped = PeftModel(model, config, low_cpu_mem_usage=True)
             found = wrapped.load_adapter(str(folder), "default", torch_device=device, low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        raise TsaeError(
-            f"cannot be put on {base.path} ({(str(error).strip().splitlines() or [type(error).__name__])[0]})",
-            where=folder,
-            fix="Give the base that the adapter was trained on.",
-        ) from error
+        what = f"cannot be put on {base.path} ({first_line(error)})"
+        raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE) from error
     odd = sorted({*found.missing_keys, *found.unexpected_keys})
     if odd:
-        raise TsaeError(
-            f"does not fit {base.path}: {len(odd)} weights are missing or have no place there (first: {odd[0]})",
-            where=folder,
-            fix="Give the base that the adapter was trained on.",
-        )
+        what = f"does not fit {base.path}: {len(odd)} weights are missing or have no place there (first: {odd[0]})"
+        raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
     return wrapped
 
 
-def _same_model(named: str, base: Checkpoint) -> bool:
+def _same_model(named: str, base: CheckpointRecord) -> bool:
     """Whether the name in an adapter's configuration means the base.
 
-    The same model has several names: a hub id, its snapshot in the cache, a folder that was moved since.
+    One model has several names: a hub id, its snapshot in the cache, the folder where it was before a move.
     """
-    from tsae.checkpoints.loading import weights_fingerprint
-    from tsae.checkpoints.series import Checkpoint
-
     if named == base.path:
         return True
     here, ours = Path(named), Path(base.path)
@@ -130,6 +129,7 @@ def _same_model(named: str, base: Checkpoint) -> bool:
     if here.exists() and ours.exists():
         if here.resolve() == ours.resolve():
             return True
-        comparable = here.is_dir() and not is_gguf(ours) and not is_adapter(here)
-        return comparable and weights_fingerprint(Checkpoint("named", named)) == weights_fingerprint(base)
+        if not here.is_dir() or is_gguf(ours) or is_adapter(here):
+            return False
+        return ends_of_files(weight_files(here)) == ends_of_files(weight_files(folder_of(base)))
     return here.name == ours.name or f"models--{named.replace('/', '--')}" in ours.parts

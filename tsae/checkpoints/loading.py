@@ -1,4 +1,4 @@
-"""Loading a checkpoint's weights and tokenizer, and checking them before anything is computed with them."""
+"""Load a checkpoint's weights and tokenizer, and check them before anything is computed with them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.checkpoints.files import ADAPTER_CONFIG, folder_of, has_tokenizer, is_adapter, is_gguf, weight_files
+from tsae.checkpoints.adapters import base_of, put_on
+from tsae.checkpoints.noise import add_noise
+from tsae.checkpoints.record import CheckpointRecord
+from tsae.checkpoints.weight_files import (
+    ADAPTER_CONFIG,
+    ends_of_files,
+    first_line,
+    folder_of,
+    has_tokenizer,
+    is_adapter,
+    is_gguf,
+    weight_files,
+)
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tsae.checkpoints.series import Checkpoint
-
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
 class ModelLoader:
-    """Loads checkpoints one after another; adapters share their base, which is loaded once and never merged.
+    """Loads checkpoints in turn. Adapters share their base, which is loaded once and never merged.
 
-    A model that `load` gave is valid until the next call, which takes its adapter off or lets go of it.
+    A loaded model is valid until the next call of `load`, which takes its adapter off or lets go of it.
 
     Args:
         device: a torch device.
@@ -39,32 +49,28 @@ class ModelLoader:
         self._loaded: Path | None = None
         self._adapter: Any = None
 
-    def load(self, checkpoint: Checkpoint) -> PreTrainedModel:
-        """A causal LM in evaluation mode, without gradients; nothing of its weights is folded, centred or merged.
+    def load(self, checkpoint: CheckpointRecord) -> PreTrainedModel:
+        """Load a causal LM in evaluation mode, without gradients; no weights are folded, centred or merged.
 
-        A local path is read without any network call; a Hugging Face id goes through the local cache first. An
-        adapter gives its base's own class, with the adapter's modules in place. Noise is added to a copy that the next
-        call does not take up again.
+        A local path is read without any network call; a Hugging Face id goes through the local cache first. For an
+        adapter this is its base's own class, with the adapter's modules in place. A model with noise is not reused.
 
         Raises:
             TsaeError: where there are no weights, only a pickle, the weights do not fit the configuration, or an
                 adapter is of another base.
         """
-        from tsae.checkpoints.adapters import base_of, put_on
-        from tsae.checkpoints.noise import add_noise
-
         if checkpoint.noise is not None:
             noisy = self.load(replace(checkpoint, noise=None))
             self._loaded = None  # What is in memory are no longer the weights of the file.
             add_noise(noisy, checkpoint.noise)
             return noisy
         folder = folder_of(checkpoint)
-        if is_gguf(folder) or not is_adapter(folder):
+        if not is_adapter(folder):
             return self._whole(checkpoint, folder)
         weight_files(folder)
         base = base_of(checkpoint)
         base_folder = folder_of(base)
-        if not is_gguf(base_folder) and is_adapter(base_folder):
+        if is_adapter(base_folder):
             raise TsaeError(f"is an adapter of {base.path}, which is an adapter too", where=folder)
         self._adapter = put_on(self._whole(base, base_folder), checkpoint, base, self.device)
         model: PreTrainedModel = self._adapter.base_model.model
@@ -72,86 +78,75 @@ class ModelLoader:
         model.requires_grad_(False)
         return model
 
-    def _whole(self, checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
+    def _whole(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
         if self._adapter is not None:
-            # Trained biases are written over the base's own; what has them cannot be taken off again.
+            # Trained biases overwrite the base's own, so such an adapter cannot be taken off.
             changed = any(config.bias != "none" for config in self._adapter.peft_config.values())
             self._model, self._adapter = self._adapter.unload(), None
             if changed:
                 self._loaded = None
         if self._model is None or self._loaded != folder.resolve():
             self._model = self._loaded = None  # Let go of it before the next takes up memory.
-            self._model = _from_files(checkpoint, folder, self.device, self.dtype, self.attention)
+            self._model = self._from_files(checkpoint, folder)
             self._loaded = folder.resolve()
         return self._model
 
+    def _from_files(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
+        import torch
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM
 
-def _from_files(checkpoint: Checkpoint, folder: Path, device: str, dtype: str, attention: str) -> PreTrainedModel:
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    if not is_gguf(folder):
-        weight_files(folder)
-    with _quiet():
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                **_source(folder),
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                attn_implementation=attention,
-                use_safetensors=None if is_gguf(folder) else True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise TsaeError(
-                f"cannot be loaded as a causal language model ({_first_line(error)})",
-                where=checkpoint.path,
-                fix="Give a Hugging Face model directory with config.json and safetensors, or a GGUF file.",
-            ) from error
-    missing = sorted(info.get("missing_keys", ()))
-    if missing:
-        raise TsaeError(
-            f"{len(missing)} weights are missing (first: {missing[0]}) and would be random",
-            where=checkpoint.path,
-            fix="Give a complete checkpoint.",
-        )
-    model.to(device)
-    model.eval()
-    model.requires_grad_(False)
-    return model
+        if not is_gguf(folder):
+            weight_files(folder)
+        with _quiet():
+            try:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    **_source(folder),
+                    dtype=self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
+                    attn_implementation=self.attention,
+                    use_safetensors=None if is_gguf(folder) else True,
+                    output_loading_info=True,
+                )
+            except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+                raise TsaeError(
+                    f"cannot be loaded as a causal language model ({first_line(error)})",
+                    where=checkpoint.path,
+                    fix="Give a Hugging Face model directory with config.json and safetensors, or a GGUF file.",
+                ) from error
+        missing = sorted(info.get("missing_keys", ()))
+        if missing:
+            what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
+            raise TsaeError(what, where=checkpoint.path, fix="Give a complete checkpoint.")
+        model.to(self.device)
+        model.eval()
+        model.requires_grad_(False)
+        return model
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer; an adapter that brings none has its base's.
+def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
+    """Load a checkpoint's tokenizer; an adapter without one has its base's.
 
     Raises:
-        TsaeError: where the directory holds no tokenizer files (transformers would make up a one-token tokenizer
-            that encodes text to nothing) or the tokenizer encodes text to nothing.
+        TsaeError: where the directory holds no tokenizer files (transformers would make up a one-token tokenizer), or
+            the tokenizer encodes text to nothing.
     """
     from transformers import AutoTokenizer
 
     folder = folder_of(checkpoint, needs="tokenizer")
+    fix = "Copy the tokenizer files of the base model into this directory."
     if not is_gguf(folder) and not has_tokenizer(folder):
         if is_adapter(folder):
-            from tsae.checkpoints.adapters import base_of
-
             return load_tokenizer(base_of(checkpoint))
-        raise TsaeError(
-            "holds no tokenizer (expected tokenizer.json, tokenizer.model, vocab.json, …)",
-            where=folder,
-            fix="Copy the tokenizer files of the base model into this directory.",
-        )
+        what = "holds no tokenizer (expected tokenizer.json, tokenizer.model, vocab.json, …)"
+        raise TsaeError(what, where=folder, fix=fix)
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TsaeError(f"cannot load its tokenizer ({_first_line(error)})", where=folder) from error
+            raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
     if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
-        raise TsaeError(
-            f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing",
-            where=folder,
-            fix="Copy the tokenizer files of the base model into this directory.",
-        )
+        what = f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing"
+        raise TsaeError(what, where=folder, fix=fix)
     return tokenizer
 
 
@@ -161,32 +156,29 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(entries).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def weights_fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each.
+def weights_fingerprint(checkpoint: CheckpointRecord) -> str:
+    """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each; and of its noise.
 
-    Reading 140 GB to name a checkpoint would cost more than capturing from it; training changes every tensor, so
-    that both ends of a file change with it. For an adapter, its configuration and its base count too; so does
-    noise.
+    For an adapter, its configuration and its base count too.
     """
     folder = folder_of(checkpoint)
     digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())
-    if is_gguf(folder):
-        files = [folder]
-    elif is_adapter(folder):
-        from tsae.checkpoints.adapters import base_of
-
-        files = [*weight_files(folder), folder / ADAPTER_CONFIG]
+    files = [folder] if is_gguf(folder) else weight_files(folder)
+    if is_adapter(folder):
+        files = [*files, folder / ADAPTER_CONFIG]
         digest.update(weights_fingerprint(base_of(checkpoint)).encode())
-    else:
-        files = weight_files(folder)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
+    for name, first, last in ends_of_files(files):
+        digest.update(name.encode() + first + last)
     return digest.hexdigest()[:16]
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Text of every token id, decoded one by one; special tokens as they are named."""
+    special = set(tokenizer.all_special_ids)
+    return [
+        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
+        for id in range(max(tokenizer.get_vocab().values()) + 1)
+    ]
 
 
 def _source(folder: Path) -> dict[str, Any]:
@@ -199,13 +191,9 @@ def _source(folder: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, "local_files_only": True}
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the loading bar and its report: tsae shows its own progress, and checks missing weights itself."""
+    """Hide transformers' loading bar and report: tsae shows its own progress, and checks missing weights itself."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -217,12 +205,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Text of every token id, decoded one by one; special tokens as they are named."""
-    special = set(tokenizer.all_special_ids)
-    return [
-        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
-        for id in range(max(tokenizer.get_vocab().values()) + 1)
-    ]

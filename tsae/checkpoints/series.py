@@ -1,4 +1,4 @@
-"""Checkpoint: one set of weights and where it came from. CheckpointSeries: an ordered set with exactly one base.
+"""CheckpointSeries: an ordered set of checkpoints with exactly one base.
 
 A series is a folder with a ``series.json``::
 
@@ -7,101 +7,26 @@ A series is a folder with a ``series.json``::
        {"id": "base", "path": "base", "run": null, "step": 0, "trained_on": null},
        {"id": "easy-050", "path": "easy-050", "run": "easy", "step": 50, "trained_on": "easy"}]}
 
-or is put together from what trainers leave, from paths and from Hugging Face ids (`tsae.checkpoints.finding`).
+or is put together from trainers' folders, paths and Hugging Face ids (`tsae.checkpoints.discovery`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tsae.base.filters import several
 from tsae.base.views import views
-from tsae.checkpoints.files import is_hub_id
+from tsae.checkpoints.adapters import base_of
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.discovery import find
+from tsae.checkpoints.weight_files import is_adapter, is_hub_id
 from tsae.errors import TsaeError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from tsae.checkpoints.noise import Noise
-
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One set of weights."""
-
-    id: str
-    """Unique in its series; names folders, so letters, digits and . _ @ + - only."""
-    path: str
-    """A local Hugging Face directory, the directory of a PEFT adapter, a .gguf file, or a Hugging Face id."""
-    run: str | None = None
-    """The training run it comes from; None for the base."""
-    step: int = 0
-    """Optimizer steps of that run."""
-    trained_on: str | None = None
-    """What the run was trained on: a band, a mixture; None for the base."""
-    revision: str | None = None
-    """Branch, tag or commit, where path is a Hugging Face id."""
-    subfolder: str | None = None
-    """Folder inside path."""
-    noise: Noise | None = field(default=None, repr=False)
-    """Added to the weights that lie at the path; see `tsae.checkpoints.noise`. It is in no file of a series."""
-    base: Checkpoint | None = field(default=None, compare=False, repr=False)
-    """The base of the series that it is in, which an adapter is put on; the series sets it."""
-
-    def __post_init__(self) -> None:
-        if not _SAFE_ID.fullmatch(self.id):
-            raise TsaeError(
-                f"checkpoint id {self.id!r} cannot name a folder",
-                where=self.path,
-                fix="Use letters, digits and . _ @ + -, starting with a letter or digit.",
-            )
-        if not isinstance(self.step, int):
-            raise TypeError(f"step {self.step!r} is not a whole number")
-
-    @property
-    def is_base(self) -> bool:
-        return self.run is None
-
-    def load_model(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> PreTrainedModel:
-        """The Hugging Face causal LM in evaluation mode without gradients; see `tsae.checkpoints.loading`.
-
-        For several checkpoints one after another, a `ModelLoader` loads the base of adapters only once.
-        """
-        from tsae.checkpoints.loading import ModelLoader
-
-        return ModelLoader(device=device, dtype=dtype, attention=attention).load(self)
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer, checked to encode text to something."""
-        from tsae.checkpoints.loading import load_tokenizer
-
-        return load_tokenizer(self)
-
-    def tokens_with(self, text: str) -> tuple[int, ...]:
-        """Ids of the tokens whose text contains a text; special tokens aside.
-
-        Raises:
-            TsaeError: where there is none.
-        """
-        from tsae.checkpoints.loading import token_strings
-
-        tokenizer = self.load_tokenizer()
-        special = set(tokenizer.all_special_ids)
-        found = tuple(i for i, s in enumerate(token_strings(tokenizer)) if text and text in s and i not in special)
-        if not found:
-            raise TsaeError(
-                f"its tokenizer has no token whose text contains {text!r}",
-                where=self.path,
-                fix="Give another text (--step-text).",
-            )
-        return found
+_FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
 
 
 @dataclass(frozen=True)
@@ -118,17 +43,15 @@ class CheckpointSeries:
         twice = sorted({i for i in ids if ids.count(i) > 1})
         if twice:
             raise TsaeError(f"checkpoint ids come twice: {', '.join(twice)}", where=self.name, fix="Make ids unique.")
-        bases = [checkpoint.id for checkpoint in self.checkpoints if checkpoint.is_base]
+        bases = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_base]
         if len(bases) != 1:
-            raise TsaeError(
-                f"found {len(bases)} base checkpoints ({', '.join(bases) or 'none'}), expected exactly one",
-                where=self.name,
-                fix="Give exactly one checkpoint with run null.",
-            )
+            names = ", ".join(checkpoint.id for checkpoint in bases) or "none"
+            what = f"found {len(bases)} base checkpoints ({names}), expected exactly one"
+            raise TsaeError(what, where=self.name, fix="Give exactly one checkpoint with run null.")
         # Stores and tables name their readers in this order, the base first.
-        ordered = sorted(self.checkpoints, key=lambda checkpoint: not checkpoint.is_base)
-        base = replace(ordered[0], base=None)
-        object.__setattr__(self, "checkpoints", (base, *(replace(c, base=base) for c in ordered[1:])))
+        base = replace(bases[0], base=None)
+        others = (replace(c, base=base) for c in self.checkpoints if not c.is_base)
+        object.__setattr__(self, "checkpoints", (base, *others))
 
     def _repr_html_(self) -> str:
         import pandas as pd
@@ -151,15 +74,12 @@ class CheckpointSeries:
         for checkpoint in self.checkpoints:
             if checkpoint.id == id:
                 return checkpoint
-        raise TsaeError(
-            f"no checkpoint {id!r}; there are {', '.join(c.id for c in self.checkpoints)}",
-            where=self.name,
-            fix="Use one of these ids.",
-        )
+        ids = ", ".join(checkpoint.id for checkpoint in self.checkpoints)
+        raise TsaeError(f"no checkpoint {id!r}; there are {ids}", where=self.name, fix="Use one of these ids.")
 
     @property
     def base(self) -> Checkpoint:
-        return next(checkpoint for checkpoint in self.checkpoints if checkpoint.is_base)
+        return self.checkpoints[0]
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -191,12 +111,12 @@ class CheckpointSeries:
             TsaeError: where weights have noise, which no file holds.
         """
         folder = Path(folder)
-        noisy = [checkpoint.id for checkpoint in self.checkpoints if checkpoint.noise is not None]
-        if noisy:
-            raise TsaeError(f"{noisy[0]} has noise in its weights, which series.json cannot name", where=folder)
         records = []
         for checkpoint in self.checkpoints:
-            record = asdict(replace(checkpoint, base=None))
+            if checkpoint.noise is not None:
+                what = f"{checkpoint.id} has noise in its weights, which series.json cannot name"
+                raise TsaeError(what, where=folder)
+            record = {name: getattr(checkpoint, name) for name in _FIELDS}
             record = {k: v for k, v in record.items() if v is not None or k in ("run", "trained_on")}
             path = Path(checkpoint.path)
             if path.is_absolute() and path.is_relative_to(folder.resolve()):
@@ -212,39 +132,30 @@ class CheckpointSeries:
 
         Args:
             sources: a folder with series.json; or trainers' folders, single checkpoints, adapters and Hugging Face
-                ids (``org/model@revision/subfolder``), see `tsae.checkpoints.finding`. The first of several is the
-                base. Without it, the base is the model that adapters name, or ``checkpoint-0``, or the earliest
-                checkpoint, and then `notes` says so.
+                ids (``org/model@revision/subfolder``), see `tsae.checkpoints.discovery`. The first of several is the
+                base. Otherwise the base is the model that adapters name, or ``checkpoint-0``, or the earliest
+                checkpoint, and `notes` says so.
 
         Raises:
             TsaeError: where nothing is found, a path leaves its folder, an adapter is of another base, or there is
                 not exactly one base.
         """
-        from tsae.checkpoints.finding import find
-
         if not sources:
             raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
         for source in sources:
             if (Path(source) / "series.json").is_file():
                 if len(sources) > 1:
-                    raise TsaeError(
-                        "holds a series.json, which names its own base and checkpoints",
-                        where=source,
-                        fix="Give that folder alone, or its checkpoints one by one.",
-                    )
+                    what = "holds a series.json, which names its own base and checkpoints"
+                    raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
                 return cls._from_json(Path(source) / "series.json")
         found = find([str(source) for source in sources])
         name = Path(sources[-1]).expanduser().resolve().name
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
 
     def _checked(self) -> CheckpointSeries:
-        """Itself, where every adapter on this machine is one of the base."""
-        from tsae.checkpoints.adapters import base_of
-        from tsae.checkpoints.files import is_adapter, is_gguf
-
+        """Itself, if every adapter on this machine is one of the base."""
         for checkpoint in self:
-            folder = Path(checkpoint.path)
-            if not checkpoint.is_base and folder.is_dir() and not is_gguf(folder) and is_adapter(folder):
+            if not checkpoint.is_base and is_adapter(Path(checkpoint.path)):
                 base_of(checkpoint)
         return self
 
@@ -252,11 +163,9 @@ class CheckpointSeries:
     def _from_json(cls, file: Path) -> CheckpointSeries:
         try:
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            records = content["checkpoints"]
             checkpoints = []
-            fields = set(Checkpoint.__dataclass_fields__) - {"base", "noise"}
-            for record in records:
-                checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in fields})
+            for record in content["checkpoints"]:
+                checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in _FIELDS})
                 local = (file.parent / checkpoint.path).resolve()
                 if not Path(checkpoint.path).is_absolute():
                     if not local.is_relative_to(file.parent.resolve()):

@@ -1,4 +1,4 @@
-"""What commands share: reading a series and rollouts, saying what was written, and results as JSON."""
+"""What commands share: loading series and rollouts, saying what was written, and results as JSON."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tsae
-from tsae.base.provenance import write_json
+from tsae.base.files import write_json
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts
 
 
 def load_series(*sources: str | Path) -> CheckpointSeries:
-    """The series, with its notes on standard error."""
+    """Load a series, and print its notes to standard error."""
     series = CheckpointSeries.load(*sources)
     for note in series.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -28,10 +26,10 @@ def load_series(*sources: str | Path) -> CheckpointSeries:
 
 
 def own_rollouts(path: Path, policy: str) -> Rollouts:
-    """What a policy sampled.
+    """Rollouts that a policy sampled.
 
     Raises:
-        TsaeError: where it sampled nothing.
+        TsaeError: where there are none.
     """
     rollouts = tsae.Rollouts.read(path)
     if policy not in rollouts.policies:
@@ -49,10 +47,10 @@ def say_wrote(path: Path, what: object | None = None) -> None:
 
 @contextmanager
 def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """What `--json` asks for: yields a function that takes what a command found.
+    """Do what `--json` asks for: yields a function that writes the results of a command.
 
-    It goes into the file, whole or not at all; for ``-`` to standard output, and what the command prints meanwhile goes
-    to standard error, so that a program reads nothing else. Without a path it goes nowhere.
+    Writes a whole file or none. For ``-`` the results go to standard output and the command's text to standard error,
+    so that a program reads JSON alone. Without a path nothing is written.
     """
     out = sys.stdout
 
@@ -70,7 +68,7 @@ def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: a table is a list of its rows, and null stands for NaN and infinity, which JSON does not know."""
+    """A value for JSON: tables become lists of rows; NaN and infinity, which JSON does not know, become null."""
     if hasattr(value, "to_dict"):
         return _plain(value.to_dict("records"))
     if isinstance(value, Mapping):

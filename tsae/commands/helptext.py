@@ -1,8 +1,8 @@
-"""Field docstrings as running text in --help, and defaults said once.
+"""Field docstrings as running text in --help, with defaults said once.
 
-tyro takes a docstring's lines as they stand in the source, where they are wrapped for the editor and indented; in a
-terminal they would break there again. It prefers a field's metadata, where the joined text goes. A default of None or
-of nothing is explained by the docstring ("by default …"), so that neither it nor None as a choice is shown as well.
+tyro takes the lines of a docstring from the source, where they are wrapped for the editor. In a terminal they would
+break at the same places. tyro prefers a field's metadata, so the joined text goes there. The docstring explains a
+default of None or of nothing ("by default …"): neither is shown again, nor None as a choice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _metavar(kind: Any) -> str | None:
 
 
 class WrappedOutput(io.TextIOBase):
-    """Standard output whose long lines end where the terminal does; tyro leaves a command's description long."""
+    """Standard output that wraps long lines at the terminal's width; tyro does not wrap a command's description."""
 
     def __init__(self) -> None:
         self.out, self.width = sys.stdout, shutil.get_terminal_size().columns
@@ -88,7 +88,7 @@ class WrappedOutput(io.TextIOBase):
         return self.out.write("\n".join(map(self._wrapped, text.split("\n"))))
 
     def _wrapped(self, line: str) -> str:
-        # Boxes are wrapped already, and what is coloured is longer than it looks.
+        # Boxes are wrapped already; coloured text is longer than it looks.
         if len(line) <= self.width or "│" in line or "\x1b" in line:
             return line
         return textwrap.fill(line, self.width, break_on_hyphens=False, break_long_words=False)

@@ -1,1 +1,1 @@
-"""What changed, who changed it, and how sure are we: contrasts of features with their uncertainty."""
+"""What changed inside: features compared across checkpoints and outcomes, with sizes, certainty and controls."""

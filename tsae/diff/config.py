@@ -1,4 +1,4 @@
-"""Config of a feature diff. Imports nothing heavy: the CLI builds its options from it."""
+"""Settings of a feature diff and of influence. Imports nothing heavy: the CLI builds its options from it."""
 
 from __future__ import annotations
 
@@ -55,23 +55,22 @@ class DiffConfig:
     """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it."""
 
     def __post_init__(self) -> None:
-        if self.n_bootstrap < 100 or self.n_permutations < 100:
-            raise TsaeError(
-                f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be at least 100",
-                where="DiffConfig",
-            )
-        if not 0 < self.confidence < 1 or not 0 < self.q < 1:
-            raise TsaeError(f"confidence={self.confidence} and q={self.q} must lie between 0 and 1", where="DiffConfig")
-        if not 0 <= self.minimum_effect < float("inf"):
-            raise TsaeError(f"minimum_effect={self.minimum_effect} must be at least 0", where="DiffConfig")
-        if self.min_problems < 2:
-            raise TsaeError(f"min_problems={self.min_problems} must be at least 2", where="DiffConfig")
-        if not 0 <= self.max_outliers <= 1:
-            raise TsaeError(f"max_outliers={self.max_outliers} must be a share, 0 to 1", where="DiffConfig")
-        if self.noise_draws < 0:
-            raise TsaeError(f"noise_draws={self.noise_draws} must not be negative", where="DiffConfig")
-        if self.threads < 1:
-            raise TsaeError(f"threads={self.threads} must be at least 1", where="DiffConfig")
+        checks = {
+            f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be at least 100": (
+                min(self.n_bootstrap, self.n_permutations) >= 100
+            ),
+            f"confidence={self.confidence} and q={self.q} must lie between 0 and 1": (
+                0 < self.confidence < 1 and 0 < self.q < 1
+            ),
+            f"minimum_effect={self.minimum_effect} must be at least 0": 0 <= self.minimum_effect < float("inf"),
+            f"min_problems={self.min_problems} must be at least 2": self.min_problems >= 2,
+            f"max_outliers={self.max_outliers} must be a share, 0 to 1": 0 <= self.max_outliers <= 1,
+            f"noise_draws={self.noise_draws} must not be negative": self.noise_draws >= 0,
+            f"threads={self.threads} must be at least 1": self.threads >= 1,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise TsaeError(message, where="DiffConfig")
 
     def settings(self) -> dict[str, Any]:
         """What the numbers depend on, as a dict: all but threads."""

@@ -1,10 +1,10 @@
 """Dynamics: features along the steps of a run, beside what the same steps do.
 
-At every step of a run the shift of a feature against the base is that of `tsae.diff.contrasts`: the total shift where
-all steps and the base sampled the same problems, else the shift on the same trajectories. All steps of a run are
-compared over the same problems, so that its steps differ in nothing else.
+The shift of a feature at a step is that of `tsae.diff.contrast.delta`: the total shift if all steps and the base
+sampled the same problems, else the shift on the same trajectories. All steps of a run are compared over the same
+problems.
 
-A feature is *clear* in a run where some step moved it by more than the minimum effect: Simes' p over the steps (Simes
+A feature is *clear* in a run if some step moved it by more than the minimum effect: Simes' p over the steps (Simes
 1986), Benjamini–Hochberg over features, at most the config's q. Steps are judged by q over all steps and features of
 the run. The kind of a clear feature is then
 
@@ -13,12 +13,12 @@ the run. The kind of a clear feature is then
     fading     the last step is below the base
     passing    an earlier step differs from the base, but the last does not, at this q
 
-and that of all others *flat*: not found to move, which is not found to stay.
+All others are *flat*: not found to move, which does not mean that they stay.
 
 *Onset*: the first step at which the shift has reached half of the last step's (for passing features half of the
-largest clear shift). Its interval is that of the same step in bootstrap draws of problems. Only saved steps can be an
-onset: what happened between two of them is not known. How a step with the same weights would have come out with other
-rollouts is in the intervals; how another run with another seed would have gone is not.
+largest clear shift). Its interval comes from the same step in bootstrap draws of problems. Only saved steps can be an
+onset: nothing is known of what happened between them. The intervals cover other rollouts of the same weights. They do
+not cover another run with another seed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from tsae.base.bootstrap import weights
+from tsae.base.bootstrap import counts, percentile_interval
 from tsae.base.views import views
-from tsae.diff.comparisons import comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import active_features, draws
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import paired_inference, q_values
+from tsae.diff.contrast.comparisons import comparisons, main_comparisons
+from tsae.diff.contrast.delta import active_features
+from tsae.diff.contrast.problem_means import side_means
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import paired_inference, q_values
 from tsae.diff.threads import one_blas_thread
-from tsae.diff.within_problems import side_means
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
 
 KINDS = ("emerging", "growing", "fading", "passing", "flat")
@@ -74,7 +74,7 @@ class Dynamics:
     """
     behaviours: pd.DataFrame
     """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval low, high.
-    Empty for runs whose steps answered different problems, where steps cannot be set against each other."""
+    Empty for runs whose steps answered different problems: their steps cannot be compared."""
     notes: dict[str, str] = field(default_factory=dict)
     """Why a run has no rows, by run."""
 
@@ -89,7 +89,7 @@ class Dynamics:
         )
 
     def alignment(self) -> pd.DataFrame:
-        """How features and behaviours go together along steps; see `align`."""
+        """Correlate features with behaviours along steps; see `align`."""
         return align(self.table, self.behaviours)
 
 
@@ -153,7 +153,7 @@ def _along(
         return f"{len(problems)} problems have trajectories of every step; {config.min_problems} are needed"
     reference, *means = (side_means(rows.values, side, rows.problem, problems) for side in (before, *sides))
     tested = active_features(config, reference, *means)
-    # An emerging feature is silent at the base and at early steps, which then differ by nothing in whatever unit.
+    # An emerging feature is silent at the base and at early steps: they do not differ, in any unit.
     deviation = np.stack([rows.scales[reader].deviation for reader in readers])
     deviation = np.where(deviation > 0, deviation, deviation.max(0))
     tested = tested[deviation[0, tested] > 0]
@@ -164,40 +164,26 @@ def _along(
     shifts = [mean[:, tested] - reference for mean in means]
     steps = np.array([_step(features, reader) for reader in readers])
     inferences = [
-        paired_inference(shift, scale[tested], draws(config)) for scale, shift in zip(deviation, shifts, strict=True)
+        paired_inference(shift, scale[tested], config) for scale, shift in zip(deviation, shifts, strict=True)
     ]
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)
     difference = np.stack([inference.difference for inference in inferences])
     kind, goal = _kinds(start, difference, q, q_values(simes(p), config.fdr), config.q)
     onset = _onsets(shifts, steps, kind, goal, config)
-    nothing = np.zeros(len(tested))
-    tables = [_step_rows(_step(features, base), start, nothing, nothing, nothing, nothing, nothing + 1, nothing + 1)]
-    tables += [
-        _step_rows(int(step), start + i.difference, i.difference, i.low, i.high, i.delta, i.p, q[number])
-        for number, (step, i) in enumerate(zip(steps, inferences, strict=True))
-    ]
+    columns = ["difference", "low", "high", "delta", "p"]
+    at_base = {"step": _step(features, base), "mean": start, **dict.fromkeys(columns, 0.0), "p": 1.0, "q": 1.0}
+    tables = [pd.DataFrame(at_base)]
+    for step, i, q_step in zip(steps, inferences, q, strict=True):
+        numbers = {name: getattr(i, name) for name in columns}
+        tables.append(pd.DataFrame({"step": int(step), "mean": start + i.difference, **numbers, "q": q_step}))
     same = pd.DataFrame({"run": run, "feature": tested, "kind": kind, **onset, "part": part})
     table = pd.concat([pd.concat([part, same], axis=1) for part in tables], ignore_index=True)
-    return table[list(COLUMNS)]
-
-
-def _step_rows(
-    step: int,
-    mean: np.ndarray,
-    shift: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    delta: np.ndarray,
-    p: np.ndarray,
-    q: np.ndarray,
-) -> pd.DataFrame:
-    numbers = {"mean": mean, "shift": shift, "low": low, "high": high, "delta": delta, "p": p, "q": q}
-    return pd.DataFrame({"step": step, **numbers})
+    return table.rename(columns={"difference": "shift"})[list(COLUMNS)]
 
 
 def simes(p: np.ndarray) -> np.ndarray:
-    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the least of sorted p · n / rank."""
+    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the smallest sorted p · n / rank."""
     n = len(p)
     return np.minimum((np.sort(p, axis=0) * n / np.arange(1, n + 1)[:, None]).min(0), 1.0)
 
@@ -205,7 +191,7 @@ def simes(p: np.ndarray) -> np.ndarray:
 def _kinds(
     start: np.ndarray, difference: np.ndarray, q: np.ndarray, q_run: np.ndarray, limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(n_tested,) kinds, and the step whose shift an onset is half of."""
+    """(n_tested,) kinds, and the index of the step whose shift defines the onset."""
     moved = (q <= limit) & (q_run <= limit)
     last, final = len(q) - 1, difference[-1]
     kind = np.full(len(start), FLAT, dtype=object)
@@ -222,8 +208,7 @@ def _onsets(
 ) -> dict[str, np.ndarray]:
     """Onset steps of the features that are not flat."""
     found = {name: np.full(len(kind), np.nan) for name in ("onset", "onset_low", "onset_high")}
-    drawn_problems = weights(len(shifts[0]), config.n_bootstrap, config.seed)
-    tail = (1 - config.confidence) / 2
+    drawn_problems = counts(len(shifts[0]), config.n_bootstrap, config.seed) / len(shifts[0])
     clear = np.flatnonzero(kind != FLAT)
     for block in (clear[i : i + _BLOCK] for i in range(0, len(clear), _BLOCK)):
         observed = np.stack([shift[:, block].mean(0) for shift in shifts])[:, None]
@@ -231,14 +216,14 @@ def _onsets(
         sign = np.sign(observed[goal[block], 0, np.arange(len(block))])
         found["onset"][block] = steps[_half_way(observed * sign, goal[block])[0]]
         position = _half_way(drawn * sign, goal[block])
-        # The steps at the ends of the interval are saved ones: no interpolation between them.
-        low, high = np.quantile(position, [tail, 1 - tail], axis=0, method="nearest")
+        # The ends of the interval are saved steps: no interpolation between them.
+        low, high = percentile_interval(position, config.confidence, method="nearest")
         found["onset_low"][block], found["onset_high"][block] = steps[low.astype(int)], steps[high.astype(int)]
     return found
 
 
 def _half_way(shift: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """(n_draws, n) index of the first step with half of the goal's shift; the goal's own where that is not above 0.
+    """(n_draws, n) index of the first step with half of the goal's shift; the goal itself if its shift is not above 0.
 
     Args:
         shift: (n_steps, n_draws, n), positive in the direction of the goal.
@@ -266,11 +251,11 @@ def _step(features: FeatureTable, reader: str) -> int:
 
 
 def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -> pd.DataFrame:
-    """Spearman correlation of features' means with behaviours over the steps of a run, the base among them.
+    """Correlate features' means with behaviours over the steps of a run, base included (Spearman).
 
-    A description and no test: steps of a run are few and follow one another, so that any two things that training
-    moves steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were
-    exchangeable, which they are not.
+    This is a description, not a test. Steps are few and follow one another, so any two things that training moves
+    steadily correlate by ±1. With n points no two-sided permutation p is below 2 / n!, even if steps were exchangeable,
+    which they are not.
 
     Args:
         table: of `Dynamics`; flat features are left out.
@@ -278,8 +263,8 @@ def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -
         band: of the behaviours.
 
     Returns:
-        run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs with fewer
-        than three points, or where one of the two does not change, are left out.
+        run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs are left out
+        if they have fewer than three points, or if one of the two does not change.
     """
     records = []
     for run, moved in table[table.kind != FLAT].groupby("run", sort=False):

@@ -1,18 +1,18 @@
 """Families of features, such as direct-answer, basic-computation and deliberation: defined, counted and tested.
 
 A family is a set of token classes of an annotator. Its *share* of a feature is the part of the feature's activation
-that falls on these tokens, its *lift* the share over the family's part of all tokens. A feature belongs to the family
-with the largest share · log(lift) among those with q ≤ the config's and a lift of at least 2, or to none. Of a family
-with more than a third of all tokens (arithmetic has half of those in GSM8K's solutions) the share need only be half way
-from that part to 1, as its lift cannot be much larger.
+that falls on these tokens. Its *lift* is the share over the family's part of all tokens. A feature belongs to the
+family with the largest share · log(lift) among those with q ≤ the config's and a lift of at least 2, or to none. The
+lift of a family with more than a third of all tokens cannot be much larger (arithmetic has half of those in GSM8K's
+solutions): its share need only be half way from that part to 1.
 
-The null keeps what makes tokens dependent: problems are given the labels of other problems' responses, stretched to
-their length and rotated by a random offset, so that runs of labels stay runs and responses of a problem stay alike. p
-is the part of draws whose lift is as large, one-sided (labels of short responses, stretched, make other parts of the
-tokens, so that shares would not do); q is over all features and families.
+The null keeps what makes tokens dependent. Problems get the labels of other problems' responses, stretched to their
+length and rotated by a random offset: runs of labels stay runs, and responses of a problem stay alike. p is the share
+of draws whose lift is as large, one-sided; q is over all features and families. (Stretched labels of short responses
+change the families' parts of the tokens, so shares would not do.)
 
-*Shift of a family*: every feature in units of its standard deviation over trajectories, averaged over the family, and
-then a contrast as every other.
+*Shift of a family*: the mean of its features, each in its standard deviation over trajectories, is compared like any
+other feature.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from importlib import import_module
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from einops import rearrange
 
-from tsae.diff.comparisons import shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draws
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import paired_inference, q_values
-from tsae.diff.within_problems import group_difference
+from tsae.diff.contrast.comparisons import shift_comparisons
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import paired_inference, q_values
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 
 Families = Mapping[str, Sequence[str]]
 NO_FAMILY = "none"
 _LIFT = 2.0
 _NUMBERS = ("difference", "low", "high", "delta", "delta_low", "delta_high", "p", "q")
-_ROWS = 600  # Rows that families are learnt on; more cost time and change little.
+_ROWS = 600  # rows that families are learnt on; more cost time and change little
 _DRAWS, _BLOCK = 999, 37
 
 
 def find_families(annotator: str | None) -> Families:
-    """FAMILIES of the module of an annotator that is named as module:function.
+    """FAMILIES from the module of an annotator (module:function).
 
     Raises:
-        TsaeError: where it has none.
+        TsaeError: if it has none.
     """
     module = (annotator or "").partition(":")[0]
     found = getattr(import_module(module), "FAMILIES", None) if module else None
@@ -62,7 +62,7 @@ def find_families(annotator: str | None) -> Families:
 def assign_families(
     features: FeatureTable, classes: TokenClasses, families: Families, config: DiffConfig
 ) -> pd.DataFrame:
-    """The family of every feature.
+    """Find the family of every feature.
 
     Args:
         features: the table.
@@ -71,9 +71,8 @@ def assign_families(
         config: q, fdr, span, min_problems, seed.
 
     Returns:
-        indexed by feature: family ("none" where no association is clear); family_share, family_lift, family_p and
-        family_q of it, or of the one that scores highest where there is none. p is 1 for features that are active in
-        fewer than min_problems problems.
+        indexed by feature: family ("none" if no association is clear); family_share, family_lift, family_p and family_q
+        of it, or of the one with the highest score. p is 1 for features active in fewer than min_problems problems.
 
     Raises:
         TsaeError: where no token has a class of any family.
@@ -96,11 +95,11 @@ def assign_families(
 
     def lifts(labels: np.ndarray) -> np.ndarray:
         """(draws, n_families, n_features) for (draws, n_tokens) labels."""
-        member = (labels[:, None, :] == np.arange(n)[None, :, None]).reshape(-1, labels.shape[1])
-        sums = by_feature @ member.T.astype(np.float32)
-        part = member.mean(1)[:, None]
-        lift = sums.T / np.where(total > 0, total, 1) / np.where(part > 0, part, np.inf)
-        return lift.reshape(len(labels), n, -1)
+        member = rearrange(labels, "draw token -> draw 1 token") == np.arange(n)[:, None]
+        sums = by_feature @ rearrange(member, "draw family token -> token (draw family)").astype(np.float32)
+        part = rearrange(member.mean(-1), "draw family -> draw family 1")
+        sums = rearrange(sums, "feature (draw family) -> draw family feature", family=n)
+        return sums / np.where(total > 0, total, 1) / np.where(part > 0, part, np.inf)
 
     lift = lifts(label[None])[0]
     extreme, done = np.zeros(lift.shape, dtype=int), 0
@@ -115,24 +114,16 @@ def assign_families(
     observed = lift * part[:, None]
     score = observed * np.log(np.maximum(lift, 1e-12))
     clear = (q <= config.q) & (observed >= np.minimum(_LIFT * part, (1 + part) / 2)[:, None])
-    best = np.where(clear, score, -np.inf).argmax(0)
-    best = np.where(clear.any(0), best, score.argmax(0))
-    column = np.arange(features.n_features)
+    best = np.where(clear.any(0), np.where(clear, score, -np.inf).argmax(0), score.argmax(0))
     names = np.array(list(families), dtype=object)
-    return pd.DataFrame(
-        {
-            "family": np.where(clear.any(0), names[best], NO_FAMILY),
-            "family_share": observed[best, column],
-            "family_lift": lift[best, column],
-            "family_p": p[best, column],
-            "family_q": q[best, column],
-        },
-        index=pd.RangeIndex(features.n_features, name="feature"),
-    )
+    table = pd.DataFrame({"family": np.where(clear.any(0), names[best], NO_FAMILY)})
+    for name, values in {"share": observed, "lift": lift, "p": p, "q": q}.items():
+        table[f"family_{name}"] = values[best, np.arange(len(best))]
+    return table.rename_axis("feature")
 
 
 def _widespread(features: FeatureTable, row: np.ndarray, codes: sp.csr_array, config: DiffConfig) -> np.ndarray:
-    """(n_features,) whether a feature is active in min_problems problems or more, among tokens of the given rows."""
+    """(n_features,) whether a feature is active in min_problems problems or more."""
     problem = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[row]])[0]
     n = len(problem)
     member = sp.csr_array((np.ones(n, np.float32), (problem, np.arange(n))), shape=(int(problem.max()) + 1, n))
@@ -172,10 +163,10 @@ class _Shuffle:
 
 
 def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config: DiffConfig) -> pd.DataFrame:
-    """Total shift of every family in every run and band.
+    """Test the total shift of every family in every run and band.
 
-    A trajectory's score is the mean of the family's features, each in its standard deviation over base trajectories; Δ
-    is the score's shift in the score's own deviation there.
+    A trajectory's score is the mean of the family's features, each in its standard deviation over base trajectories. Δ
+    is the score's shift in the score's own deviation over base trajectories.
 
     Args:
         features: the table.
@@ -185,8 +176,8 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
 
     Returns:
         checkpoint, band, family, n_features, n_problems, difference, low, high (of the score), delta, delta_low,
-        delta_high, p, q (over the families of a checkpoint and band); note where a shift was refused, with NaN for its
-        numbers.
+        delta_high, p, q (over the families of a checkpoint and band), note (why it was refused; its numbers are then
+        NaN).
     """
     names = sorted(set(family) - {NO_FAMILY})
     counts = np.array([int((family == name).sum()) for name in names])
@@ -206,7 +197,7 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
         varies = scale > 0
         if not of.note and varies.any():
             differences = group_difference(scores, of.a, of.b, rows.problem, of.problems)
-            found = paired_inference(differences[:, varies], scale[varies], draws(config))
+            found = paired_inference(differences[:, varies], scale[varies], config)
             for name in _NUMBERS:
                 table.loc[varies, name] = getattr(found, name)
         table.loc[~varies & (table.note == ""), "note"] = "silent at base"

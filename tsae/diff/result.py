@@ -6,49 +6,34 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from tsae.base.files import write_json
 from tsae.base.filters import several
-from tsae.base.provenance import write_json
 from tsae.base.views import Plots, views
-from tsae.diff.comparisons import MAIN_PARTS, main_part
-from tsae.diff.confounds import survival
+from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
+from tsae.diff.controls.confounds import CONTROLS, survival
+from tsae.diff.controls.noise_moved import NoiseNull
 from tsae.diff.feature import Feature
-from tsae.diff.statistics import q_values
+from tsae.diff.policy_gradient.reinforcement import Reinforcement
+from tsae.diff.significance.inference import q_values
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 
-if TYPE_CHECKING:
-    from tsae.diff.noise import NoiseNull
-    from tsae.diff.reinforcement import Reinforcement
-    from tsae.features.table import FeatureTable
-
-CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
-"""Columns of `FeatureDiff.shifts` that tell one contrast from another."""
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
-_OPTIONAL = (
-    "dynamics",
-    "behaviour_dynamics",
-    "baselines",
-    "insertion",
-    "reinforcement",
-    "predicted",
-    "noise",
-)  # files where known
+_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "insertion", "reinforcement", "predicted", "noise")
 
 
 @dataclass(frozen=True)
 class FeatureDiff:
     """Feature shifts of every checkpoint against the base and outcome effects within problems, with their evidence.
 
-    Sizes are Δ: a difference in standard deviations of the feature over base trajectories. A feature *moved*, or is
-    found, where |Δ| is larger than the config's minimum_effect (q at most the config's q), not where it merely differs.
-
-    Correlational: none of it has been causally tested.
+    Sizes are Δ: a difference in standard deviations of the feature over base trajectories. A feature *moved* if |Δ| is
+    larger than the config's minimum_effect, at the config's q. A difference alone is not enough. All of this is
+    correlational: nothing has been tested causally.
     """
 
     shifts: pd.DataFrame
@@ -63,65 +48,68 @@ class FeatureDiff:
     feature         index
     mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures); of an
                     interaction the outcome effects in the two bands
-    difference      mean − reference, with its bootstrap interval low, high; in units of activation
-    delta           Δ, with its interval delta_low, delta_high: the difference and its interval / the feature's standard
-                    deviation over base trajectories
+    difference      mean − reference, in units of activation; low, high its bootstrap interval
+    delta           Δ: the difference / the feature's standard deviation over base trajectories; delta_low, delta_high
     p, q            of the null |Δ| ≤ minimum_effect; q is Benjamini–Hochberg (or -Yekutieli) over the contrast's
                     features
-    p_differs, q_differs  of the null Δ = 0: whether there is any difference, of whatever size
-    scale           base; or pooled, where the feature is silent at base (active in fewer than min_problems problems, or
-                    the same in all trajectories): Δ is then in its deviation within base and checkpoint
+    p_differs, q_differs  of the null Δ = 0: whether there is any difference
+    scale           base; pooled where the feature is silent at base (active in fewer than min_problems problems, or the
+                    same in all trajectories): Δ is then in the deviation within base and checkpoint
     auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
     """
     contrasts: pd.DataFrame
-    """One row a contrast: its keys; n_problems, n_trajectories, n_tokens of its rows, and rows, which names them: what
-    has the same name rests on the same rows; n_left_out (problems that lack a side), n_tested, n_discoveries, n_differs
-    (features with q_differs at most q), n_null and null_any (discoveries of the same test where there is nothing to
-    find: mean over repeats, and share of repeats with any; see `tsae.diff.null`), detectable_delta (the |Δ| that is
-    found 8 times in 10; infinite where too few problems make that impossible, NaN where the contrast was refused),
-    note (why it was refused)."""
+    """One row a contrast:
+
+    its keys        as in `shifts`
+    n_problems, n_trajectories, n_tokens  of its rows
+    rows            names its rows: contrasts and controls with the same name rest on the same rows
+    n_left_out      problems that lack a side
+    n_tested, n_discoveries, n_differs    features tested; with q, and with q_differs, at most the config's q
+    n_null, null_any  discoveries where there is nothing to find (`tsae.diff.controls.null`): mean over repeats, and
+                    share of repeats with any
+    detectable_delta  the |Δ| that is found 8 times in 10; infinite where there are too few problems, NaN where refused
+    note            why it was refused
+    """
     features: pd.DataFrame
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
-    length_correlation (Spearman, over the base's trajectories: a confound); where responses have thinking also
-    thinking_share (of the activation in responses); where other seeds' SAEs were matched stability (mean decoder cosine
-    with the latents matched in them); where the model was at hand promotes and suppresses
-    (`tsae.features.logits.logit_effects`)."""
+    length_correlation (Spearman, over the base's trajectories: a confound). Where known also thinking_share (of the
+    activation in responses), stability (mean decoder cosine with the matched latents of other seeds' SAEs), promotes
+    and suppresses (`tsae.features.logits.logit_effects`)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """See `tsae.diff.confounds.confound_table`: effects matched on length or position, or without token identity."""
+    """See `tsae.diff.controls.confounds.confound_table`."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.families.family_shifts`; empty where no families were given."""
     dynamics: pd.DataFrame | None = None
-    """See `tsae.diff.dynamics.Dynamics.table`: features along the steps of runs; None where no run has two steps."""
+    """See `tsae.diff.dynamics.Dynamics.table`; None where no run has two steps."""
     behaviour_dynamics: pd.DataFrame | None = None
-    """See `tsae.diff.dynamics.Dynamics.behaviours`: what the same steps do."""
+    """See `tsae.diff.dynamics.Dynamics.behaviours`."""
     baselines: pd.DataFrame | None = None
-    """See `tsae.diff.baselines.baselines`; None where they were not computed."""
+    """See `tsae.diff.controls.baselines.baselines`; None where they were not computed."""
     insertion: pd.DataFrame | None = None
-    """See `tsae.causal.insertion.insertion`: top tokens inserted elsewhere; None where that was not done."""
+    """See `tsae.causal.insertion.insertion`; None where that was not done."""
     reinforcement: pd.DataFrame | None = None
-    """See `tsae.diff.reinforcement.Reinforcement`'s table; set by `with_reinforcement`."""
+    """The table of `tsae.diff.policy_gradient.reinforcement.Reinforcement`; set by `with_reinforcement`."""
     predicted: pd.DataFrame | None = None
-    """See `tsae.diff.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
+    """See `tsae.diff.policy_gradient.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
     noise: pd.DataFrame | None = None
-    """See `tsae.diff.noise.NoiseNull`'s table; set by `with_noise`."""
+    """The table of `NoiseNull`; set by `with_noise`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands,
-    tokens; steps, the readers of the dynamics, and why a run has none; noise, by checkpoint what
-    `tsae.diff.noise.NoiseNull` found, where that null was run."""
+    """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands, texts
+    of tokens, steps (the readers of the dynamics), why a run has none, and noise (`NoiseNull.info`)."""
     source: FeatureTable | None = None
-    """The table that it was computed from, for examples; None after loading without it."""
+    """The features that it was computed from, for examples; None after loading without them."""
 
     def table(self, *, discoveries: bool = False, **keys: Any) -> pd.DataFrame:
-        """Shifts and outcome effects with what became of them under the controls, and the features' descriptions.
+        """Shifts and outcome effects with the verdicts of the controls and the features' descriptions.
 
         Args:
-            discoveries: only what is found: moved by more than the minimum effect.
+            discoveries: only features that moved by more than the minimum effect.
             keys: select rows, such as kind="shift", part="total", band="all", outcome="all"; a value or several.
 
         Returns:
-            `shifts` with a column moved (q at most the config's), survives_length and the like, and `features`.
+            `shifts` with the columns moved (q at most the config's), survives_length and the like, and `features`.
         """
         wanted = {name: several(value) for name, value in keys.items()}
         contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
@@ -138,12 +126,12 @@ class FeatureDiff:
 
     @cached_property
     def _judged(self) -> pd.DataFrame:
-        """`shifts` with moved and the controls' verdicts: finding these for every look is a third of a page's time."""
+        """`shifts` with moved and the controls' verdicts, which take long to look up."""
         return self.shifts.assign(moved=self.shifts.q <= self.q, **survival(self.confounds, self.shifts))
 
     @cached_property
     def _places(self) -> dict[tuple[str, ...], np.ndarray]:
-        """Rows of every contrast's shifts: comparing names over all rows for every look takes seconds."""
+        """Rows of every contrast's shifts. Comparing names over all rows at every call takes seconds."""
         return self.shifts.groupby(list(CONTRAST), sort=False).indices
 
     def _of_contrasts(self, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
@@ -189,11 +177,9 @@ class FeatureDiff:
 
         None for the base, and for a checkpoint that the diff does not know.
         """
-        table = self.contrasts
-        if table.empty:
+        if self.contrasts.empty:
             return None
-        mine = table[(table.kind == "shift") & (table.checkpoint == checkpoint)]
-        mine = mine[(mine.band == "all") & (mine.outcome == "all")]
+        mine = self.contrasts.query("kind == 'shift' and checkpoint == @checkpoint and band == outcome == 'all'")
         return main_part(dict(zip(mine.part, mine.note, strict=True)))
 
     def main_shift(self, checkpoint: str, *, band: str = "all", discoveries: bool = False) -> pd.DataFrame:
@@ -204,12 +190,12 @@ class FeatureDiff:
         )
 
     def compare(self, other: FeatureDiff) -> pd.DataFrame:
-        """Every effect beside the same effect of another diff of the same SAE: another seed, span or set of rollouts.
+        """Set every effect beside that of another diff of the same SAE: another seed, span or set of rollouts.
 
         Returns:
-            the contrast's keys and feature, difference, low, high, delta and q of both (`_other`), and agreement: both,
-            one or neither found it, or opposite where both did with different signs. Effects that one diff lacks are
-            left out.
+            the contrast's keys and feature; difference, low, high, delta and q of both (`_other`); agreement: both, one
+            or neither found it, or opposite where both did with different signs. Effects that one diff lacks are left
+            out.
 
         Raises:
             TsaeError: where the diffs are of different SAEs.
@@ -232,9 +218,9 @@ class FeatureDiff:
     def opposed(self, up: str, down: str, *, part: str | None = None, band: str = "all") -> pd.DataFrame:
         """Features that one checkpoint raised and the other lowered, both by more than the minimum effect.
 
-        A statement of its own: p is the larger of both, 1 where the signs are others, and q at most the config's over
-        all features that either contrast tested. Features that moved in both contrasts would not do: where many move, a
-        share q of them is false, and these may be all that seem opposed.
+        This is a test of its own. p is the larger of both, 1 where the signs are not these, and q is over all features
+        that either contrast tested. Intersecting the two lists of discoveries would not do: a share q of many
+        discoveries is false, and these may be all that seem opposed.
 
         Args:
             up: checkpoint id with a positive shift.
@@ -285,12 +271,10 @@ class FeatureDiff:
         return views().plots(self)
 
     def __repr__(self) -> str:
-        total = [
-            self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
-        ]
-        found = ", ".join(
-            f"{row.checkpoint}: {row.n_discoveries} of {row.n_tested}" for row in total if row is not None
-        )
+        shifts = {
+            c: self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
+        }
+        found = ", ".join(f"{c}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None)
         moved = f"moved, |Δ| > {self.minimum_effect:g} at q <= {self.q:g}"
         return f"FeatureDiff({len(self.features)} features; {moved}: {found or 'none'})"
 
@@ -304,7 +288,7 @@ class FeatureDiff:
         return None if table.empty else table.iloc[0]
 
     def with_reinforcement(self, found: Reinforcement) -> FeatureDiff:
-        """The diff with what its rollouts reinforce, and predicted beside realised shifts.
+        """Add what its rollouts reinforce, and predicted beside realised shifts.
 
         Raises:
             TsaeError: where that is of other rollouts.
@@ -312,7 +296,7 @@ class FeatureDiff:
         return replace(self, reinforcement=found.table, predicted=found.compare(self))
 
     def with_noise(self, found: NoiseNull) -> FeatureDiff:
-        """The diff with its null for changed weights: what noise as large as each update moves."""
+        """Add the null for changed weights: what noise as large as each update moves."""
         return replace(self, noise=found.table, info={**self.info, "noise": found.info})
 
     def _repr_html_(self) -> str:
@@ -333,35 +317,23 @@ class FeatureDiff:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""
         table = self.top(n, **keys)
         columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
-        columns += [
-            "delta",
-            "delta_low",
-            "delta_high",
-            "auroc",
-            "q",
-            "survives_length",
-            "survives_position",
-            "survives_token",
-        ]
+        columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
         return views().markdown_table(table[columns])
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
-        """Write the self-contained report; see `tsae.report.write_report`."""
+        """Write the self-contained report; see `tsae.report.pages.report.write_report`."""
         return views().write_report(self, path, title=title)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the tables as Parquet and diff.json, which comes last."""
+        """Write the tables as Parquet, and diff.json last."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in _TABLES:
-            table = pa.Table.from_pandas(getattr(self, name), preserve_index=name == "features")
-            pq.write_table(table, folder / f"{name}.parquet", compression="zstd")
-        for name in _OPTIONAL:
-            optional: pd.DataFrame | None = getattr(self, name)
-            if optional is None:
+        for name in (*_TABLES, *_OPTIONAL):
+            table: pd.DataFrame | None = getattr(self, name)
+            if table is None:
                 (folder / f"{name}.parquet").unlink(missing_ok=True)
             else:
-                optional.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
+                table.to_parquet(folder / f"{name}.parquet", index=name == "features", compression="zstd")
         write_json(folder / "diff.json", self.info)
         return folder
 
@@ -369,11 +341,11 @@ class FeatureDiff:
     def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
         """Read a folder that `save` wrote; `features` gives the report its examples."""
         folder = Path(folder)
-        missing = [n for n in ("diff.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / n).is_file()]
-        if missing:
-            raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Make it with `tsae diff`.")
-        there = [*_TABLES, *(name for name in _OPTIONAL if (folder / f"{name}.parquet").is_file())]
-        tables = {name: pq.read_table(folder / f"{name}.parquet").to_pandas() for name in there}
+        files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
+        for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
+            if not needed.is_file():
+                raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
+        tables = {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
         if not {"delta", "p_differs"} <= set(tables["shifts"]):
             raise TsaeError(
                 "its shifts have no sizes (column delta): an earlier version drew it",

@@ -1,4 +1,4 @@
-"""Independent pieces of a diff in threads: numpy computes, copies and draws without the interpreter's lock."""
+"""Run independent pieces of a diff in threads: numpy releases the interpreter's lock while it computes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from threadpoolctl import threadpool_limits
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def one_blas_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with matrix products on the thread that asks for them.
+    """Let the function compute each matrix product on the calling thread alone.
 
-    Draws are thousands of small products. Shared out over cores that other programs use too, each waits for the last:
-    the demo's diff took 54 s in place of 7 s on a busy machine.
+    Draws are thousands of small products. If BLAS spreads each over cores that other programs use, every product waits
+    for the slowest core: the demo's diff took 54 s instead of 7 s on a busy machine.
     """
 
     @wraps(function)
     def limited(*args: P.args, **keys: P.kwargs) -> T:
-        from threadpoolctl import threadpool_limits
-
         with threadpool_limits(1, user_api="blas"):
             return function(*args, **keys)
 
@@ -29,7 +29,7 @@ def one_blas_thread(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def in_threads(jobs: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
-    """What the jobs give, in their order; what one raises is raised in its place, and those not begun are dropped."""
+    """Yield the jobs' results in order. An error of a job is raised in its place, and jobs that wait are cancelled."""
     if threads == 1:
         yield from (job() for job in jobs)
         return

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import pandas as pd
+from einops import reduce
 
 from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import active_counts, grouped_sums
-from tsae.features.table import FeatureTable
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""
 
 
 def find_annotator(name: str) -> Annotator:
-    """The annotator that ``module:function`` names."""
+    """Import the annotator that ``module:function`` names."""
     fix = "Give module:function of a function (prompt, response tokens) -> one class per token."
-    return cast(Annotator, find_function(name, where="annotator", fix=fix))
+    return find_function(name, where="annotator", fix=fix)
 
 
 PROMPT_CLASS, SPECIAL_CLASS, RARE = "prompt", "special", "rare tokens"
@@ -42,9 +42,7 @@ class TokenClasses:
 
 
 def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings: Sequence[str]) -> TokenClasses:
-    """Apply an annotator to every trajectory; prompt tokens and special tokens get classes of their own.
-
-    Outliers, which count as little as special tokens do, have the class of these.
+    """Apply an annotator to every trajectory. Prompt tokens have a class of their own, special tokens and outliers too.
 
     Args:
         features: the table.
@@ -76,11 +74,11 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
 def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     """For every feature the class of tokens that its activation singles out.
 
-    With share the part of the feature's activation that falls on a class, and lift = share / the class's part of all
-    tokens, the class is the one with the largest share · log(lift), among classes with at least 20 tokens: its
-    contribution to the Kullback–Leibler divergence between where the feature is active and where tokens are. A rare
-    class on which the feature is a little stronger does not win over the common one that carries its activation.
-    Special tokens do not count. This is descriptive: what a feature responds to is not thereby what it does.
+    share is the part of the feature's activation that falls on a class, and lift is share divided by the class's part
+    of all tokens. The class has the largest share · log(lift) among classes with at least 20 tokens: its contribution
+    to the Kullback–Leibler divergence between where the feature is active and where tokens are. So a rare class with a
+    slightly higher lift does not win over the common one that carries the activation. Special tokens do not count. This
+    describes the feature; it does not test what the feature does.
 
     Returns:
         indexed by feature: responds_to, lift, share, n_tokens (on which it is active). A feature that is active only
@@ -91,7 +89,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     n_classes, ones = len(classes.names), np.ones(len(tokens))
     sums = grouped_sums(features.codes, tokens, classes.code[tokens], ones, n_classes)
     sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
-    total = sums.sum(0)
+    total = reduce(sums, "token_class feature -> feature", "sum")
     shares = sums / np.where(total > 0, total, 1)
     lifts = shares / np.maximum(sizes / sizes.sum(), 1e-12)[:, None]
     score = np.where(sizes[:, None] >= _MIN_TOKENS, shares * np.log(np.maximum(lifts, 1e-12)), -np.inf)
@@ -116,14 +114,14 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     """For every feature the tokens that carry most of its activation.
 
     Returns:
-        indexed by feature: top_tokens (the strings, most activation first), top_token_share (of the feature's summed
-        activation that falls on the first; near 1 means that the feature may be lexical).
+        indexed by feature: top_tokens (the strings, most activation first), top_token_share (share of the feature's
+        summed activation on the first one; near 1 means that the feature may be lexical).
     """
     tokens = np.flatnonzero(features.span_mask("all"))
     ids, code = np.unique(features.token_ids[tokens], return_inverse=True)
     order = np.argsort(code, kind="stable")
     tokens, code = tokens[order], code[order]
-    # The n largest sums so far and their ids: a table of all tokens and features would be large.
+    # The n largest sums so far and their ids: sums of all tokens would need too much memory.
     best, of_id = np.zeros((n, features.n_features)), np.zeros((n, features.n_features), dtype=int)
     total = np.zeros(features.n_features)
     for first in range(0, len(ids), _IDS):
@@ -144,6 +142,5 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     ]
     share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0)
     return pd.DataFrame(
-        {"top_tokens": names, "top_token_share": share},
-        index=pd.RangeIndex(features.n_features, name="feature"),
+        {"top_tokens": names, "top_token_share": share}, index=pd.RangeIndex(features.n_features, name="feature")
     )

@@ -1,31 +1,28 @@
-"""Logit effect: which next tokens a feature's decoder direction speaks for and against.
+"""Logit effect: the next tokens that a feature's decoder direction promotes and suppresses.
 
-By the direct path alone: what a unit of activation, written into the residual stream, adds to the logits if no later
+Along the direct path alone: what a unit of activation, written into the residual stream, adds to the logits if no later
 block acts on it,
 
     effect = W_dec · diag(g) · W_U   (n_features, vocabulary), minus its mean over the vocabulary,
 
-with g the weight of the final norm. The norm's division by the length of the stream is left out, which scales all
-logits of a token alike: only ratios mean something. Features far below the last block mostly act through later blocks,
-so that this is a hint at what a feature does, and no test of it (`tsae.intervene` is one).
+with g the weight of the final norm. The norm also divides by the length of the stream, which scales all logits of a
+token alike and is left out: only ratios mean something. Features far below the last block mostly act through later
+blocks, so this is a hint at what a feature does and no test of it (`tsae.intervene` is one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
+from einops import einsum, reduce
+from transformers import PreTrainedModel
 
-from tsae.checkpoints.hooks import decoder_blocks
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import decoder_blocks
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from tsae.checkpoints.series import Checkpoint
 
 _CHUNK = 1 << 25
 """Effects computed at once: 128 MiB in float32."""
@@ -38,9 +35,9 @@ def logit_effects(
     """The tokens that every feature promotes and suppresses most.
 
     Args:
-        sae: whose decoder directions are read.
-        checkpoint: or its loaded model: final norm and unembedding.
-        strings: text of every token id; ids beyond them, which pad the vocabulary, are left out.
+        sae: gives the decoder directions.
+        checkpoint: gives the final norm and the unembedding; or its loaded model.
+        strings: text of every token id; ids beyond them pad the vocabulary and are left out.
         n: tokens on either side.
 
     Returns:
@@ -50,8 +47,6 @@ def logit_effects(
     Raises:
         TsaeError: where the model's unembedding does not read a residual stream of the SAE's width.
     """
-    from transformers import PreTrainedModel
-
     model = checkpoint if isinstance(checkpoint, PreTrainedModel) else checkpoint.load_model(dtype="float32")
     head = model.get_output_embeddings()
     if head is None or head.weight.shape[1] != sae.d_model:
@@ -61,13 +56,14 @@ def logit_effects(
             fix="Give a checkpoint of the series that the SAE was trained on.",
         )
     unembedding = head.weight[: len(strings)].float()  # (vocabulary, d_model)
-    unembedding = (unembedding - unembedding.mean(0)) * final_norm_weight(model, sae.d_model)
+    unembedding = unembedding - reduce(unembedding, "token d_model -> d_model", "mean")
+    unembedding = unembedding * final_norm_weight(model, sae.d_model)
     n = min(n, len(unembedding))
     columns: dict[str, list[list[object]]] = {
         name: [] for name in ("promotes", "promotes_by", "suppresses", "suppresses_by")
     }
     for block in sae.W_dec.float().to(unembedding.device).split(max(1, _CHUNK // len(unembedding))):
-        effect = block @ unembedding.T  # (features, vocabulary)
+        effect = einsum(block, unembedding, "feature d_model, token d_model -> feature token")
         for side, sign in (("promotes", 1), ("suppresses", -1)):
             values, ids = (sign * effect).topk(n, dim=1)
             kept = [(r, v[: sum(x > 0 for x in v)]) for r, v in zip(ids.tolist(), values.tolist(), strict=True)]
@@ -77,9 +73,9 @@ def logit_effects(
 
 
 def final_norm_weight(model: PreTrainedModel, d_model: int) -> torch.Tensor:
-    """(d_model,) what the final norm multiplies a normalised stream by; ones where the model has none.
+    """(d_model,) weight of the final norm; ones where the model has none.
 
-    It is measured: a norm leaves a vector of ±1 with mean 0 as it is, but for its weight and bias.
+    It is measured on a vector of ±1 with mean 0, to which a norm only applies its weight and bias.
     """
     blocks = decoder_blocks(model)
     owner = next(m for m in model.modules() if any(child is blocks for child in m.children()))

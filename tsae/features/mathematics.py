@@ -1,16 +1,16 @@
 """An annotator for mathematical reasoning in English: what every token of a response does.
 
-Rules on the text, by sentence and by span, later ones over earlier ones:
+Rules on sentences and spans of the text; a later rule overrides an earlier one:
 
-1. *restating*: a sentence without an operation or a conclusion (“so”, “means”), with a number, whose numbers all and
-   whose content words to 70 % stand in the prompt.
-2. *planning*: a sentence that says what is to be done, up to a colon or an operation: “first find …”, “we need to …”.
+1. *restating*: a sentence with a number and without an operation or a conclusion (“so”, “means”). All of its numbers
+   and 70 % of its content words stand in the prompt.
+2. *planning*: a sentence that says what to do, up to a colon or an operation: “first find …”, “we need to …”.
 3. *hesitation*: “hmm”, “maybe”, “not sure”, “I think”; from the word to the end of its clause.
-4. *checking*: “wait”, “check”, “verify”, “that's not right”, “let me redo”: the sentence. Backtracking is checking.
+4. *checking*: a sentence with “wait”, “check”, “verify”, “that's not right”, “let me redo”. Backtracking is checking.
 5. *arithmetic*: expressions of two or more numbers, such as ``16 - 3 = 13``, and calculator annotations.
 6. *answer statement*: “A: 5”, “#### 5”, “the answer is 5”, a box.
 
-All else is *other*. How precise the rules are on GSM8K's solutions: docs/measured.md. Give
+All else is *other*. docs/measured.md says how precise the rules are on GSM8K's solutions. Give
 ``tsae.features.mathematics:math_classes`` as the annotator of a diff.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsae.rollouts.texts import answer_spans
+from tsae.rollouts.responses.texts import answer_spans
 
 CLASSES = ("other", "restating", "planning", "hesitation", "checking", "arithmetic", "answer statement")
 FAMILIES = {
@@ -66,7 +66,7 @@ _CONCLUSION = re.compile(r"\b(?:so|thus|hence|therefore|means?|total|altogether)
 _ARITHMETIC = re.compile(
     rf"<<[^<>]{{0,200}}>>(?:{_NUMBER})?|[($]{{0,3}}(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?"
     rf"(?:\s?(?:{_OPERATOR})\s?[($]{{0,3}}(?:<<[^<>]{{0,200}}>>)?(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?)+"
-    rf"(?:\s?=)?",
+    rf"(?:\s?=)?"
 )
 _WORD = re.compile(r"[a-z]{4,}|\d[\d,]*(?:\.\d+)?")
 _COMMON = frozenset(
@@ -75,9 +75,9 @@ _COMMON = frozenset(
 
 
 def math_classes(prompt: str, response: Sequence[str]) -> list[str]:
-    """One of `CLASSES` for every response token, whose texts joined are the response.
+    """One of `CLASSES` for every response token: the class of its first character that is no space.
 
-    A token has the class of its first character that is no space.
+    The tokens' texts together are the response.
     """
     text = "".join(response)
     of_character = character_classes(prompt, text)
@@ -92,14 +92,14 @@ def math_classes(prompt: str, response: Sequence[str]) -> list[str]:
 def character_classes(prompt: str, text: str) -> np.ndarray:
     """(len(text),) index into `CLASSES` of every character of a response."""
     found = np.zeros(len(text), dtype=np.int8)
-    told = _content(prompt)
+    asked = _content(prompt)
     for match in _SENTENCE.finditer(text):
         sentence, (start, end) = match.group(), match.span()
         content, arithmetic = _content(sentence), _ARITHMETIC.search(sentence)
         numbers = {word for word in content if word[0].isdigit()}
         concluded = arithmetic or _CONCLUSION.search(sentence)
-        told_before = numbers <= told and len(content & told) >= 0.7 * len(content)
-        if numbers and len(content) >= 3 and told_before and not concluded:
+        repeats = numbers <= asked and len(content & asked) >= 0.7 * len(content)
+        if numbers and len(content) >= 3 and repeats and not concluded:
             found[start:end] = CLASSES.index("restating")
         if _PLANNING.search(sentence):
             ends = [sentence.find(":") + 1 or len(sentence), arithmetic.start() if arithmetic else len(sentence)]

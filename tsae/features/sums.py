@@ -1,11 +1,9 @@
 """Sums of sparse codes over groups of rows, in time linear in the non-zeros and memory bounded by the result.
 
-A sparse–sparse product does the same and takes five times as long: it looks for the columns of every row of the result.
+A product of two sparse matrices does the same in five times the time.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import scipy.sparse as sp
@@ -37,7 +35,7 @@ def grouped_sums(
         part = values[rows[start:stop]]
         data = part.data * np.repeat(weight[start:stop], np.diff(part.indptr))
         n = int(group[stop - 1] - first + 1)
-        # A group's rows as one, in which features occur again and again: these are summed as it is made dense.
+        # One sparse row a group, in which a feature occurs several times: making it dense sums these.
         ends = part.indptr[np.searchsorted(group[start:stop], np.arange(first, first + n + 1))]
         sums[first : first + n] += sp.csr_array((data, part.indices, ends), shape=(n, n_features)).toarray()
         start = stop
@@ -47,15 +45,11 @@ def grouped_sums(
 def active_counts(values: sp.csr_array, rows: np.ndarray) -> np.ndarray:
     """(n_features,) in how many of the rows each feature is active."""
     counts = np.zeros(values.shape[1], dtype=np.int64)
-    for some in _blocks(rows, _rows_at_once(values)):
-        counts += np.bincount(values[some].indices, minlength=len(counts))
+    size = _rows_at_once(values)
+    for start in range(0, len(rows), size):
+        counts += np.bincount(values[rows[start : start + size]].indices, minlength=len(counts))
     return counts
 
 
 def _rows_at_once(values: sp.csr_array) -> int:
     return max(1, _VALUES * values.shape[0] // max(values.nnz, 1))
-
-
-def _blocks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]

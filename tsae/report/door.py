@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tsae.report import write_report
-from tsae.report.cards import card
-from tsae.report.difficulty import difficulty_text, write_difficulty
+from tsae.report.figures.notebook import Plots as plots
 from tsae.report.markdown import markdown_table
-from tsae.report.passages import feature_card, feature_line, show_feature, show_problem, show_trajectory
-from tsae.report.plots import Plots as plots
+from tsae.report.notebook.cards import card
+from tsae.report.notebook.passages import feature_card, feature_line, show_feature, show_problem, show_trajectory
+from tsae.report.pages.difficulty import write_difficulty
+from tsae.report.pages.report import write_report
+from tsae.report.printed.difficulty import difficulty_text
 
 __all__ = [
     "card",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 # Characters that reorder or hide the text around them; shown by code point instead.
@@ -84,7 +85,12 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun if n == 1 else noun + 's'}"
 
 
-def listed(words: list[str]) -> str:
+def capitalised(text: str) -> str:
+    """The text with a capital letter first; the others stay."""
+    return text[:1].upper() + text[1:]
+
+
+def listed(words: Sequence[str]) -> str:
     """“a, b and c”."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 

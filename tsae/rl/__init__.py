@@ -1,1 +1,1 @@
-"""Features put to use in training: credit, reformulation, sampling, and TRL's trainer with them."""
+"""Features put to use in training: credit, reformulation, a curriculum, and TRL's trainer with them."""

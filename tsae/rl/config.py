@@ -1,4 +1,4 @@
-"""Configs of the room; imports nothing heavy: the CLI builds its options from them."""
+"""Configs of credit, shaping and curriculum. Light: the command line reads its options from them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Estimator = Literal["action", "value", "effects"]
 
 @dataclass(frozen=True)
 class CreditConfig:
-    """How scores of tokens are read from features, and from which rollouts that is learned."""
+    """How features score tokens, and which rollouts teach the scores."""
 
     estimator: Estimator = "action"
-    """What a token's score is: "action", how much better than its state the token is; "value", how much the success
-    read from the features changes at it; "effects", the outcome effects of the features that are active at it."""
+    """What a token's score is. "action": how much better the token is than its state. "value": how much the success
+    that features promise changes at the token. "effects": the outcome effects of the features active at the token."""
     reader: str | None = None
     """The reference: reader and policy whose rollouts count; by default the base."""
     pass_rates: tuple[float, float] = (0.25, 0.99)
-    """Only problems that the reference solves this often, lowest and highest, so that lucky guesses on problems beyond
-    it do not define what is good."""
+    """Lowest and highest pass rate of the reference on the problems that count. Lucky guesses on harder problems then
+    do not define what is good."""
     min_problems: int = 5
     """A feature, or a pair of feature and token, counts if it occurs in at least this many problems."""
     ridge: float = 30.0
-    """Penalty of the regression, in units of tokens. Of "action" and "value"."""
+    """Penalty of the regression of "action" and "value", in units of tokens."""
     q: float = 0.05
-    """The p-value that held-out problems must reach; of "effects" also the false-discovery rate of its features."""
+    """Largest p-value on held-out problems; for "effects" also the false-discovery rate of its features."""
     held_out: float = 0.2
-    """Share of the problems that only test whether scores tell success from failure; nothing is learned from them."""
+    """Share of the problems that only test whether scores tell success from failure."""
     seed: int = 0
-    """Of the held-out problems and of permutations."""
+    """Seed of the held-out problems and of permutations."""
 
     def __post_init__(self) -> None:
         low, high = self.pass_rates
@@ -47,20 +47,20 @@ class CreditConfig:
 
 @dataclass(frozen=True)
 class ShapingConfig:
-    """What becomes of the advantages; see `tsae.rl.shaping`."""
+    """How scores change advantages; see `tsae.rl.shaping`."""
 
     threshold: float = 0.5
-    """θ: scores are brought this many standard deviations closer to 0 first, so that only what stands out counts."""
+    """θ: scores first move this many standard deviations towards 0, so that only clear ones count."""
     strength: float = 2.0
-    """κ of the token weights, per standard deviation of the scores; 0: every token has weight 1."""
+    """κ of the token weights, per standard deviation of the scores; 0 gives every token weight 1."""
     bound: float = 8.0
-    """Before they are brought to mean 1, weights lie between 1 / bound and bound."""
+    """Weights lie between 1 / bound and bound before they are scaled to mean 1."""
     plausibility: bool = False
     """Whether successes that look like failures earn less."""
     tolerance: float = 2.0
-    """A score this many standard deviations below 0 counts as a failed step; less counts in proportion."""
+    """A score this many standard deviations below 0 counts as a failed step; a smaller one counts in proportion."""
     dense: float = 0.0
-    """λ of the scores that are added to the advantages, in standard deviations: reward per token."""
+    """λ: reward per token and standard deviation of its score, added to the advantages."""
 
     def __post_init__(self) -> None:
         if self.threshold < 0 or self.strength < 0 or self.bound < 1 or self.tolerance <= 0 or self.dense < 0:
@@ -73,31 +73,31 @@ class ShapingConfig:
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """How problems are drawn by the current model's pass rate; see `tsae.rl.sampling`."""
+    """How problems are drawn by the current model's pass rate; see `tsae.rl.curriculum`."""
 
     outcome: str | None = None
-    """Reward function that says what is right; by default the only one, or the only one whose name says accuracy or
-    correctness. Pass rates count no other."""
+    """Reward function that says what is right, the only one that pass rates count; by default the only one there is, or
+    the only one whose name says accuracy or correctness."""
     success_above: float = 0.0
     """A reward of that function above this is a success."""
 
     forgetting: float = 0.8
-    """Share of the evidence on a problem that is kept when new evidence comes: 1 forgets nothing."""
+    """Share of the evidence on a problem that is kept when new evidence comes; 1 forgets nothing."""
     prior: tuple[float, float] = (1.0, 1.0)
-    """Successes and failures that every problem starts with; equal ones are optimistic about hard problems: each is
+    """Successes and failures that every problem starts with. Equal numbers are optimistic about hard problems: each is
     tried before it is put aside."""
     level_responses: float = 16.0
-    """Responses for which the recent pass rate of a problem's level counts in its estimate; it speaks for problems not
-    yet tried. Without levels there is no such rate."""
+    """Number of responses that the recent pass rate of a problem's level counts for in its estimate; it stands in for
+    problems not yet tried. Without levels it is not used."""
     guess: float = 0.0
-    """Share of responses that are right by guessing, such as .25 for four choices: problems solved no more often are
+    """Share of responses that are right by guessing, such as .25 for four choices. Problems solved no more often are
     beyond the model."""
     explore: float = 0.05
-    """Share of the draws that are uniform over the admitted problems, so that no estimate goes stale for good."""
+    """Share of the draws that are uniform over the admitted problems, which keeps all estimates fresh."""
     admit_above: float = 0.5
     """A problem with reformulations is admitted when their mean estimated pass rate is at least this."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if not 0 < self.forgetting <= 1 or min(self.prior) <= 0:

@@ -8,27 +8,27 @@ f_t are the SAE's codes where the reference has read token t. Token x_t was chos
 
     Q(f, x) = Σ_j f_j A_jx + b_x,     V(f) = Σ_j f_j v_j + v_0
 
-A, b, v and v_0 come from ridge regressions of y_i − ȳ_problem, the success (1 or 0) of trajectory i minus the mean over
-its problem, on all its tokens: what a state, or a token in a state, promises beyond what the problem does. β_j is the
-within-problem outcome effect of a feature, in standard deviations of its trajectory means, where its q-value is small,
-shrunk towards 0 (empirical Bayes with a normal prior), else 0. Scores are divided by their standard deviation over the
-tokens learned from.
+A, b, v and v_0 come from ridge regressions of y_i − ȳ_problem on all tokens of trajectory i: its success (1 or 0) minus
+the mean over its problem. They say what a state, or a token in a state, promises beyond what the problem does. β_j is
+the within-problem outcome effect of a feature, in standard deviations of its trajectory means. It is shrunk towards 0
+(empirical Bayes with a normal prior), and 0 where its q-value is not small. Scores are divided by their standard
+deviation over the tokens learned from.
 
-What moves advantages, in `tsae.rl.trl` and in the export (`tsae.rl.exporting`) alike, is
+Advantages are moved, in `tsae.rl.trl` and in the export (`tsae.rl.exporting`) alike, by
 
     (1 − p_t) c_t,     p_t the reference's probability of the token x_t, at temperature 1
 
-A token's advantage over its state is Q(x) − Σ p Q: where the reference sees no alternative there is nothing to be
-credited or blamed for. Without this factor, marks that end long responses are blamed for what came before, and
-responses stop ending (docs/remedies.md). The tables are learned and judged on c.
+A token's advantage over its state is Q(x) − Σ p Q. Where the reference sees no alternative, there is nothing to credit
+or blame. Without this factor, marks that end long responses are blamed for what came before, and responses stop ending
+(docs/remedies.md). The tables are learned and judged on c.
 
-The tables are learned on the rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`),
-judged on other such problems, and the reference reads what the trained policy writes: neither a lucky guess on a hard
-problem nor a policy that moves can redefine what is good. Two controls are made of the same tables: `shuffled`, in
-which features exchange their entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns them,
-`tsae.rl.shaping` makes advantages of scores.
+The tables are learned on rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`), and
+judged on other such problems. The reference then reads what the trained policy writes. So neither a lucky guess on a
+hard problem nor a moving policy can redefine what is good. The same tables give two controls: `shuffled`, in which
+features exchange their entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns the tables,
+`tsae.rl.shaping` turns scores into advantages.
 
-A score says what goes with success, which is not what causes it: nothing here is causally tested.
+A score says what goes with success, not what causes it: nothing here is causally tested.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from tsae.base.provenance import write_json
-from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.base.files import write_json
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
 
 FORMAT = "tsae-credit"
 
@@ -70,8 +68,8 @@ class Credit:
     scale: float
     """Standard deviation of the raw scores over the tokens learned from."""
     info: dict[str, Any] = field(default_factory=dict)
-    """sae (fingerprint, site, d_model), reader, n_learned and n_held_out (problems), n_features (of "effects"), of the
-    held-out problems difference, low, high and p, significant, note."""
+    """sae (fingerprint, site, d_model), reader, n_learned and n_held_out (problems), n_features (of "effects"),
+    significant, note; difference, low, high and p on the held-out problems."""
 
     @property
     def d_sae(self) -> int:
@@ -91,14 +89,14 @@ class Credit:
         return f"Credit({place}, learned on {self.info['n_learned']} problems; {state})"
 
     def scores(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """The score of every response token, in standard deviations; the larger the better.
+        """Score every response token, in standard deviations; larger is better.
 
         Args:
             codes: (B, T + 1, d_sae) codes of the last prompt token and the T response tokens.
             token_ids: (B, T) response tokens.
 
         Returns:
-            (B, T); at padding it means nothing. All 0 where the tables are not significant.
+            (B, T), meaningless at padding. All 0 where the tables are not significant.
         """
         if codes.shape[-1] != self.d_sae or codes.shape[1] != token_ids.shape[1] + 1:
             raise ValueError(f"codes {tuple(codes.shape)} do not go with tokens {tuple(token_ids.shape)}")
@@ -114,10 +112,10 @@ class Credit:
         return raw / self.scale
 
     def token_credit(self, codes: torch.Tensor, token_ids: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """(B, T) scores times 1 − p: what moves advantages (`tsae.rl.shaping`).
+        """(B, T) scores times 1 − p, which move advantages (`tsae.rl.shaping`).
 
         Args:
-            codes: (B, T + 1, d_sae) as of `scores`.
+            codes: (B, T + 1, d_sae), as for `scores`.
             token_ids: (B, T) response tokens.
             logprob: (B, T) the reference's log-probability of each, in nats; NaN, as at padding, counts as certain.
         """
@@ -125,7 +123,7 @@ class Credit:
         return scores * -logprob.nan_to_num().expm1().to(scores)
 
     def _action_values(self, codes: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """(B, T) Q(f, x); pairs that were never seen count 0."""
+        """(B, T) Q(f, x); pairs that were never seen add 0."""
         device = codes.device
         row, place, feature = codes.nonzero(as_tuple=True)
         keys = token_ids.to(device)[row, place].long() * self.d_sae + feature
@@ -138,9 +136,9 @@ class Credit:
         return found + torch.where(token_ids.to(device) < len(self.token), self.token.to(codes)[known], 0.0)
 
     def shuffled(self, seed: int = 0) -> Credit:
-        """The control: every feature gets another one's entries, the same in all tables.
+        """The control: each feature gets the entries of another, the same one in all tables.
 
-        Only features that have entries exchange them, so that as many tokens are touched as before.
+        Only features with entries exchange them, so that the control touches as many tokens.
         """
         generator = torch.Generator().manual_seed(seed)
         used = self.feature != 0
@@ -189,7 +187,7 @@ class Credit:
 
 
 def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:
-    """The reference, ready to read at the SAE's site.
+    """Load the reference to read at the SAE's site.
 
     Raises:
         TsaeError: where its residual stream has another width than the SAE.

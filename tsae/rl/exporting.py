@@ -1,33 +1,31 @@
 """Credit for any trainer: one Parquet row a trajectory, with an entry per response token.
 
-What `tsae.rl.trl.FeatureCredit` makes of the same responses and advantages while it trains, up to the precision in
-which activations were stored. The factor 1 − p of `Credit.token_credit` needs the reference's log-probabilities, which
-a FeatureTable does not have: `stored_logprob` takes them from a store with token statistics, `read_logprob` has the
-reference read the trajectories once more.
+The numbers are those that `tsae.rl.trl.FeatureCredit` computes in training from the same responses and advantages, up
+to the precision of the stored activations. The factor 1 − p of `Credit.token_credit` needs the reference's
+log-probabilities, which a FeatureTable does not have. `stored_logprob` takes them from a store with token statistics;
+with `read_logprob` the reference reads the trajectories again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from tsae.activations.reading import OutOfMemory, read_batches
+from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.predictions import PredictingReader
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
 from tsae.rollouts.parquet import write_table
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
 
 SCHEMA = pa.schema(
     [
@@ -52,15 +50,14 @@ def write_credit(
     *,
     logprob: np.ndarray,
 ) -> Path:
-    """Scores, weights and advantages of every trajectory that the reference read.
+    """Write scores, weights and advantages of every trajectory that the reference read.
 
     Args:
         credit: learned on features of the same SAE.
-        features: what the reference read, whoever sampled it, with advantages; or the folder.
+        features: what the reference read, of any policy, with advantages; or the folder.
         path: the Parquet file.
         shaping: defaults of `ShapingConfig`.
-        logprob: (n_tokens,) of the features' tokens, as the reference predicted them: `stored_logprob` or
-            `read_logprob`.
+        logprob: (n_tokens,) log-probabilities of the features' tokens, from `stored_logprob` or `read_logprob`.
 
     Raises:
         TsaeError: where the features are of another SAE, the reference read nothing, or advantages are missing.
@@ -82,22 +79,22 @@ def write_credit(
             where=features.origin,
             fix="Set them (`Rollouts.with_advantages`) before encoding.",
         )
-    # Groups of one policy and problem share a table, so that their advantages still add up to 0.
+    # A group of one policy and problem stays in one table: its advantages must add up to 0.
     order = np.argsort(frame.groupby(["policy", "problem_id"]).ngroup().to_numpy(), kind="stable")
     tables = _tables(credit, features, rows[order], shaping, logprob)
     return write_table(Path(path), SCHEMA, tables, {"credit": credit.info})
 
 
 def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore | str | Path) -> np.ndarray:
-    """(n_tokens,) log-probability in nats that a reader gave the features' tokens; NaN at those of other readers.
+    """(n_tokens,) log-probability in nats that a reader gave the features' tokens; NaN at other readers' tokens.
 
     Args:
-        features: encoded from the store, or from a part of it.
+        features: encoded from the store or a part of it.
         reader: id of the reader.
         store: captured with token statistics.
 
     Raises:
-        TsaeError: where the store has no token statistics, or is not that of the features.
+        TsaeError: where the store has no token statistics, or the features are of another store.
     """
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     if not store.has_token_statistics:
@@ -119,9 +116,7 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
         if shard.reader != reader:
             continue
         logprob = shard.logprob
-        for trajectory, start, stop in zip(
-            shard.trajectory.tolist(), shard.offsets[:-1], shard.offsets[1:], strict=True
-        ):
+        for trajectory, (start, stop) in zip(shard.trajectory.tolist(), pairwise(shard.offsets), strict=True):
             row = rows.pop(trajectory, None)
             if row is not None:
                 found[features.row_offsets[row] : features.row_offsets[row + 1]] = logprob[start:stop]
@@ -137,7 +132,7 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
 def read_logprob(
     features: FeatureTable, reference: Checkpoint, *, device: str = "cpu", batch_tokens: int = 16384
 ) -> np.ndarray:
-    """As `stored_logprob`, read by the reference.
+    """As `stored_logprob`, but the reference reads the trajectories again.
 
     Args:
         features: what it read.
@@ -146,7 +141,7 @@ def read_logprob(
         batch_tokens: tokens in a forward pass, with padding.
 
     Raises:
-        TsaeError: where the reference is not of the SAE's width, or a batch does not fit into memory.
+        TsaeError: where the reference has another width than the SAE, or a batch does not fit into memory.
     """
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
@@ -177,8 +172,8 @@ def _tables(
     trajectories = features.trajectory[rows]
     prompt = features.rollouts.lengths("prompt_ids")[trajectories]
     ends = np.flatnonzero(np.diff(group)) + 1
-    blocks = np.split(np.arange(len(rows)), ends[15::16])  # sixteen groups at once
-    for block in blocks:
+    advantage = frame.advantage.to_numpy(dtype=np.float64)
+    for block in np.split(np.arange(len(rows)), ends[15::16]):  # sixteen groups at once
         starts, stops = features.row_offsets[rows[block]] + prompt[block], features.row_offsets[rows[block] + 1]
         lengths = stops - starts
         width = int(lengths.max())
@@ -193,7 +188,7 @@ def _tables(
             mask[place, :n] = torch.from_numpy(features.rollouts.sampled(int(trajectories[block][place])))
             predicted[place, :n] = torch.from_numpy(logprob[start:stop])
         scores = credit.token_credit(codes, ids, predicted) * mask
-        advantages = torch.from_numpy(frame.advantage.to_numpy(dtype=np.float64)[block]).float()
+        advantages = torch.from_numpy(advantage[block]).float()
         kept = thresholded(scores, shaping)
         numbers = torch.from_numpy(group[block] - group[block[0]])
         lists = {
@@ -203,10 +198,10 @@ def _tables(
         }
         yield pa.table(
             {
-                "trajectory": features.trajectory[rows[block]].astype(np.int64),
+                "trajectory": trajectories[block].astype(np.int64),
                 "problem_id": frame.problem_id.to_numpy()[block],
                 "policy": frame.policy.to_numpy()[block],
-                "advantage": frame.advantage.to_numpy(dtype=np.float64)[block],
+                "advantage": advantage[block],
                 "plausibility": plausibility(kept, mask, shaping).numpy(),
                 **{
                     name: [row[:n].tolist() for row, n in zip(values, lengths, strict=True)]

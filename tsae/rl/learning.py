@@ -1,16 +1,16 @@
 """Learning the tables of `tsae.rl.credit` from a FeatureTable of the reference's own rollouts.
 
-1. Problems that the reference solves now and then are split once. The tables are learned on one part; the other, the
-   held-out problems, only judges them.
-2. "action" and "value": one row a response token, y_i − ȳ_problem as target, ridge regression by LSMR on sparse codes,
-   each divided by its root mean square so that the penalty treats features alike. "effects": features whose outcome
-   effect is found at `CreditConfig.q`, tested as in a FeatureDiff.
-3. On the held-out problems: do a problem's successes have the larger mean score? (Permuted labels, sign flips and a
-   bootstrap interval over problems, as for every outcome effect.) If not, the credit is not significant, and its scores
-   are 0.
+1. Problems that the reference solves now and then are split once. One part teaches the tables; the other, the held-out
+   problems, only judges them.
+2. "action" and "value": ridge regression by LSMR on sparse codes, one row per response token, with y_i − ȳ_problem as
+   target. Each column is divided by its root mean square, so that the penalty treats features alike. "effects":
+   features whose outcome effect is found at `CreditConfig.q`, tested as in a FeatureDiff.
+3. On the held-out problems, do a problem's successes have the larger mean score? Permuted labels, sign flips and a
+   bootstrap interval over problems decide, as for every outcome effect. If not, the credit is not significant, and its
+   scores are 0.
 
-A success is a rollout whose `outcome` is "success": what the log's named reward or a verifier says, never a sum of
-rewards, in which a reward for the format would make every well-formed answer a success.
+A success is a rollout whose `outcome` is "success": what the log's named reward or a verifier says. It is never a sum
+of rewards, in which a reward for the format would make every well-formed answer a success.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
-from tsae.diff.comparisons import outcome_comparison
+from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrasts import draw
-from tsae.diff.rows import Rows
-from tsae.diff.statistics import bootstrap_interval, outcomes, sequential_p
+from tsae.diff.contrast.comparisons import outcome_comparison
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.significance.inference import outcomes, sequential_p
 from tsae.errors import TsaeError
-from tsae.features.table import FeatureTable
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
-from tsae.rollouts.parts import OTHER
+from tsae.rollouts.responses.token_parts import OTHER
 
 _CONFIDENCE = 0.95  # of the intervals
 
@@ -79,7 +80,7 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The response tokens that the policy sampled, of some rows of a FeatureTable."""
+    """Response tokens of some rows of a FeatureTable, without those that the policy did not sample."""
 
     codes: sp.csr_array
     """(n_tokens, d_sae) codes of the tokens."""
@@ -88,9 +89,9 @@ class ResponseTokens:
     ids: np.ndarray
     """(n_tokens,) token ids."""
     row: np.ndarray
-    """(n_tokens,) which of the rows each belongs to."""
+    """(n_tokens,) row of each token."""
     frame: pd.DataFrame
-    """(n_rows,) the rollouts, with code and pass_rate of the problem, success (bool) and centred (1 or 0 less the pass
+    """(n_rows,) the rollouts, with code and pass_rate of the problem, success (bool) and centred (1 or 0 minus the pass
     rate)."""
 
     @classmethod
@@ -128,7 +129,7 @@ class ResponseTokens:
         return np.asarray(keep[self.row])
 
     def raw_scores(self, credit: Credit) -> np.ndarray:
-        """(n_tokens,) scores before they are divided by their scale, in blocks: `Credit.scores` on sparse codes."""
+        """(n_tokens,) scores before division by their scale: `Credit.scores` on sparse codes, in blocks."""
         found = []
         for start in range(0, len(self.ids), 8192):
             part = slice(start, start + 8192)
@@ -139,7 +140,7 @@ class ResponseTokens:
 
 
 def _split(frame: pd.DataFrame, config: CreditConfig, reader: str) -> tuple[np.ndarray, np.ndarray]:
-    """(n_rows,) bool each: rollouts of the problems that are learned from, and of those that are held out.
+    """(n_rows,) bool each: rollouts of the problems to learn from, and of those held out.
 
     Raises:
         TsaeError: where too few problems have both outcomes and a pass rate in the range.
@@ -199,7 +200,7 @@ def _pairs(
     per_token = np.diff(states.indptr)
     keys = np.repeat(ids, per_token) * d_sae + states.indices
     found, column = np.unique(keys, return_inverse=True)
-    # In how many problems a pair occurs, by its distinct (pair, problem).
+    # Count the problems of each pair by its distinct (pair, problem).
     both = np.unique(column.astype(np.int64) * (int(problem.max()) + 1) + np.repeat(problem[used], per_token))
     common = np.bincount(both // (int(problem.max()) + 1), minlength=len(found)) >= config.min_problems
     renumbered = np.cumsum(common) - 1
@@ -235,7 +236,7 @@ def _effects(
     config: CreditConfig,
     info: dict[str, Any],
 ) -> Credit:
-    """The weights of "effects": outcome effects found on the problems learned from, shrunk towards 0."""
+    """The weights of "effects": outcome effects found on the problems to learn from, shrunk towards 0."""
     drawing = DiffConfig(q=config.q, min_problems=max(2, config.min_problems), seed=config.seed)
     of_rows = Rows.of(features, drawing)
     measured = learning & (of_rows.n_tokens[rows] > 0)  # A response of an end token alone has no mean.
@@ -248,7 +249,7 @@ def _effects(
         codes = tokens.codes[tokens.of_rows(learning)]
         mean, deviation = _moments(codes)
         size, error = contrast.inference.delta, contrast.inference.error
-        # Empirical Bayes: effects of all tested features vary by their true spread τ² and by their errors.
+        # Empirical Bayes: effects of tested features vary by their true spread τ² and by their errors.
         spread = max(float((size**2 - error**2).mean()), 0.0)
         shrunk = np.where(contrast.inference.q <= config.q, size * spread / (spread + error**2), 0.0)
         weight[contrast.feature] = shrunk / deviation[contrast.feature]
@@ -274,10 +275,10 @@ def _moments(values: sp.csr_array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _judged(credit: Credit, tokens: ResponseTokens, learning: np.ndarray, testing: np.ndarray) -> Credit:
-    """The credit with the scale of its scores where it was learned, and whether they hold on held-out problems."""
+    """Scale the scores where they were learned, and judge them on the held-out problems."""
     raw, config = tokens.raw_scores(credit), credit.config
     scale = max(float(raw[tokens.of_rows(learning)].std()), 1e-12)
-    # Differences of values add up to the last value less the first: what is judged is the values.
+    # Differences of values add up to the last value minus the first, so the values themselves are judged.
     judged = np.asarray(tokens.codes @ credit.feature.numpy()) if config.estimator == "value" else raw
     n_rows = len(tokens.frame)
     total = np.bincount(tokens.row, judged - judged.mean(), n_rows) / scale

@@ -1,8 +1,8 @@
 """Reformulations: a hard problem with a known answer becomes easier ones whose answers are known too.
 
-The answer is given, one quantity is hidden, and it is asked for. A `Reformulation` keeps where it came from, so that a
-solved one can vouch for its parent (`tsae.rl.sampling`). `tsae.rl.chains` makes them of the testbed's chains,
-`tsae.rl.word_problems` of questions in English.
+The answer is given, one quantity is hidden, and the quantity is asked for. A `Reformulation` names its parent: when it
+is solved, the parent may be tried (`tsae.rl.curriculum`). `tsae.rl.word_problems` makes them from questions in English,
+`tsae.testbed.backward` from the testbed's chains.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Reformulation:
     """A problem made of another one."""
 
     problem: Problem
-    """What is asked. Its answer is the hidden quantity as the parent has it; its id is the parent's with ``~`` and the
-    place of what is hidden."""
+    """The question. Its answer is the hidden quantity as the parent has it; its id is the parent's id, ``~``, and the
+    place of the quantity."""
     parent: str
-    """Id of the problem that it was made of."""
+    """Id of the original problem."""
     kind: str
     """Such as "operand", "backward" (chains) or "number" (word problems)."""
     hidden: tuple[int, int]
     """(start, stop) of what is hidden, in characters of the parent's prompt."""
     accepted: tuple[str, ...]
-    """Every right answer; more than one where the known answer does not settle it."""
+    """All right answers; more than one where the known answer leaves several."""
 
     def as_record(self) -> dict[str, Any]:
         """One JSON object; `tsae.rollouts.problems.read_problems` reads it as a problem."""
@@ -49,7 +49,7 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
     """Read what `write_reformulations` wrote.
 
     Raises:
-        TsaeError: where the file is no problem file, or a line lacks where it came from.
+        TsaeError: where the file is no problem file, or a line does not name its parent.
     """
     problems = read_problems(path)
     records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,25 +1,25 @@
 """From token scores to the advantages of a policy-gradient step.
 
-A_i is the group's advantage of trajectory i, z_it the scores of its n_i tokens times 1 − the reference's probability of
-the token (`Credit.token_credit`), c_it what the threshold θ leaves of them: c = sign(z) max(|z| − θ, 0). Most tokens of
-most responses have small scores whose differences mean little, but there are many of them, and on problems beyond the
-reference's they are biased.
+A_i is the group's advantage of trajectory i. z_it are the scores of its n_i tokens times 1 − the reference's
+probability of the token (`Credit.token_credit`). c_it is what the threshold θ leaves of them:
+c = sign(z) max(|z| − θ, 0). Most tokens have small scores. Their differences mean little, but there are many of them,
+and on problems beyond the reference's reach they are biased.
 
 1. *Token weights*, of mean 1 over a trajectory: credit moves within it and neither grows nor shrinks.
 
        u_it = exp(clip(s_i κ c_it, −ln B, ln B)),   w_it = n_i u_it / Σ_t u_it,   s_i = sign A_i
 
-   A success is credited to its better tokens, a failure blamed on its worse ones; 1/B² <= w <= B².
+   Better tokens of a success get the credit, worse tokens of a failure the blame; 1/B² <= w <= B².
 
-2. *Plausibility* of a success: p_i = Π_t (1 − clip(−c_it / τ, 0, 1)), 1 without any doubtful token and 0 once a single
-   one scores −τ. Successes earn A_i p_i. Failures of the group are scaled by Σ A p / Σ A over its successes, so that
-   its advantages still add up to 0: multiplying successes alone would push every trajectory down.
+2. *Plausibility* of a success: p_i = Π_t (1 − clip(−c_it / τ, 0, 1)). It is 1 without doubtful tokens and 0 if one
+   token scores −τ. Successes earn A_i p_i. Failures of the group are scaled by Σ A p / Σ A over its successes, so that
+   its advantages still add up to 0. Scaling successes alone would push every trajectory down.
 
-3. *Dense* reward: λ c_it is added. It needs no success in the group; unlike the weights it can change what is optimal.
+3. *Dense* reward: λ c_it is added. It needs no success in the group. Unlike the weights, it can change what is optimal.
 
     A'_it = w_it · A'_i + λ c_it,     A'_i = A_i, or with plausibility as under 2
 
-Groups that agree have A_i = 0: only the dense term is left in them.
+Groups that agree have A_i = 0, which leaves the dense term alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tsae.rl.config import ShapingConfig
 
 
 def thresholded(scores: torch.Tensor, config: ShapingConfig) -> torch.Tensor:
-    """Scores brought closer to 0 by the threshold."""
+    """Bring scores closer to 0 by the threshold."""
     return scores.sign() * (scores.abs() - config.threshold).clamp_min(0)
 
 
@@ -54,7 +54,7 @@ def token_weights(
 
 
 def plausibility(scores: torch.Tensor, mask: torch.Tensor, config: ShapingConfig) -> torch.Tensor:
-    """(B,) between 0 and 1: whether every token of a trajectory looks like one of a success.
+    """(B,) between 0 and 1: whether every token looks like a token of a success.
 
     Args:
         scores: (B, T).
@@ -66,7 +66,7 @@ def plausibility(scores: torch.Tensor, mask: torch.Tensor, config: ShapingConfig
 
 
 def rebalanced(advantages: torch.Tensor, factor: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Advantages of successes times a factor, those of failures scaled so that every group still adds up to 0.
+    """Multiply advantages of successes by a factor; scale those of failures so that every group still adds up to 0.
 
     Args:
         advantages: (B,), adding up to 0 in each group.

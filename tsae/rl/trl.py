@@ -1,11 +1,10 @@
-"""Credit and adaptive sampling in TRL's GRPOTrainer, by its smallest override.
+"""Credit and a curriculum in TRL's GRPOTrainer, with as few overrides as possible.
 
-`_generate_and_score_completions` returns advantages (B,); `_compute_loss` takes them as (B, T) too.
-`FeatureGRPOTrainer` overrides the first, calls TRL's own, and replaces the advantages by what a rule makes of them; the
-loss, generation, rewards and logs are TRL's. Of the rewards that `_calculate_rewards` returns it refuses those that are
-not finite; a curriculum learns of the one that says what is right (`CurriculumConfig.outcome`), never of their sum.
-With a curriculum it also overrides `_get_train_sampler`. tests/test_rl_trl.py holds the contract with TRL, and fails
-where a release changes it.
+`_generate_and_score_completions` returns advantages (B,); `_compute_loss` also takes (B, T). `FeatureGRPOTrainer`
+overrides the first: it calls TRL's own, and a rule replaces the advantages. Loss, generation, rewards and logs stay
+TRL's. `_calculate_rewards` refuses rewards that are not finite. A curriculum learns from the one reward that says what
+is right (`CurriculumConfig.outcome`), never from their sum, and overrides `_get_train_sampler`. tests/test_rl_trl.py
+holds the contract with TRL, and fails if a release changes it.
 
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
 
@@ -17,29 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
-from tsae.rl.sampling import Curriculum, CurriculumSampler
+from tsae.rl.curriculum import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
-from tsae.rollouts.outcomes import outcome_reward
+from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.sae.model import TemporalSAE
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo")
 """Losses whose advantages may be per token: sums of ratio times advantage over tokens."""
 
 
 class AdvantageRule(Protocol):
-    """What makes advantages per token of a batch."""
+    """Computes advantages per token of a batch."""
 
     def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
         """(B, T) advantages.
@@ -47,23 +44,23 @@ class AdvantageRule(Protocol):
         Args:
             rows: (B,) rows of the training data set.
             batch: prompt_ids, prompt_mask (B, P), padded on the left; completion_ids, completion_mask (B, T), padded on
-                the right; tool_mask (B, T) where there are tools, 0 for tokens that these wrote; advantages (B,).
-            group_size: responses per problem; groups stand one after another.
+                the right; advantages (B,); with tools, tool_mask (B, T), 0 for tokens that these wrote.
+            group_size: responses per problem; groups follow one another.
         """
         ...
 
 
 class FeatureCredit:
-    """The rule of `tsae.rl.shaping`, with scores that a frozen reference reads by its features.
+    """The rule of `tsae.rl.shaping`, with scores from the features of a frozen reference.
 
     Args:
         reference: the checkpoint that credit was learned on.
-        sae: or its folder.
-        credit: or its folder.
+        sae: the SAE, or its folder.
+        credit: the credit, or its folder.
         shaping: defaults of `ShapingConfig`.
-        applies: which rows of the training data credit speaks for, such as problems of the kind that it was learned on;
-            the others keep the advantages that TRL gave them. By default all.
-        device: a torch device; one with room for the reference beside the policy.
+        applies: chooses rows of the training data for credit, such as problems of the kind that it was learned on. The
+            others keep TRL's advantages. By default all rows.
+        device: torch device with room for the reference beside the policy.
 
     Raises:
         TsaeError: where credit, SAE and reference do not belong together.
@@ -100,7 +97,7 @@ class FeatureCredit:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         start = batch["prompt_ids"].shape[1] - 1
-        # A row at a time of codes would be slow, all at once could be gigabytes.
+        # Codes of one row at a time are slow, of all rows at once could be gigabytes.
         at_once = max(1, 2**27 // (ids.shape[1] * self.credit.d_sae * 4))
         found = []
         for low in range(0, len(ids), at_once):
@@ -142,7 +139,7 @@ class FeatureMixin:
         if not self.model.training:  # type: ignore[attr-defined]
             return output
         if self._curriculum is not None:
-            # Of all processes, so that their samplers go on agreeing.
+            # From all processes, so that their samplers stay the same.
             self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._told)
         if self._credit is not None:
             output["advantages"] = self._credit(inputs, output, self.num_generations)  # type: ignore[attr-defined]
@@ -183,14 +180,14 @@ class FeatureMixin:
 
 
 class FeatureGRPOTrainer(FeatureMixin, GRPOTrainer):
-    """TRL's GRPOTrainer with `credit` and `curriculum`; without either it is GRPOTrainer."""
+    """TRL's GRPOTrainer with `credit` and `curriculum`; without these it is GRPOTrainer."""
 
 
 def _outcome_of(names: Sequence[str], curriculum: Curriculum) -> int:
-    """Number of the reward function that says what is right.
+    """Index of the reward function that says what is right.
 
     Raises:
-        TsaeError: where nothing says which of several it is, or the one that was named is not there.
+        TsaeError: where it cannot be told from others, or the named one is missing.
     """
     try:
         return list(names).index(outcome_reward(names, curriculum.config.outcome))
@@ -199,7 +196,7 @@ def _outcome_of(names: Sequence[str], curriculum: Curriculum) -> int:
 
 
 def check_arguments(args: GRPOConfig, tokenizer: Any, credit: AdvantageRule | None) -> None:
-    """Say before training what would not work.
+    """Refuse before training what would not work.
 
     Raises:
         TsaeError: for a tokenizer without eos, a loss without token advantages, or groups split over processes.

@@ -1,15 +1,15 @@
 """An advantage estimator for verl's registry: GRPO on the outcome, plus a dense reward for every token.
 
-verl gives an estimator token_level_rewards (B, T), response_mask (B, T), the groups' uids as index, and its config, but
-neither token ids nor columns of the user's. So scores have to come as rewards: a reward manager, which sees token ids,
-puts the outcome on a response's last token and λ c (`tsae.rl.shaping`, 3) on all before it. Token weights need an entry
-of the batch that verl passes to no estimator; where the trainer can be changed, use `tsae.rl.shaping` in its
+verl gives an estimator token_level_rewards (B, T), response_mask (B, T), the groups' uids as index, and its config. It
+gives neither token ids nor columns of the user. So scores must come as rewards: a reward manager, which sees token ids,
+puts the outcome on a response's last token and λ c (`tsae.rl.shaping`, 3) on all tokens before it. Token weights need
+an entry of the batch that verl passes to no estimator. If you can change the trainer, use `tsae.rl.shaping` in its
 compute_advantage.
 
     import tsae.rl.verl                      # registers it, where verl is installed
     algorithm.adv_estimator=tsae_credit      # in verl's configuration
 
-Tested by itself against `tsae.rollouts.advantages`; verl is not among the packages that it was run with.
+Tested alone, against `tsae.rollouts.advantages`; it was never run with verl.
 """
 
 from __future__ import annotations

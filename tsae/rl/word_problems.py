@@ -1,37 +1,39 @@
 """Backward reformulations of word problems in English, such as GSM8K's.
 
-Each number of the question is hidden in turn: an X stands in its place, the known answer is stated, X is asked for.
+Each number of the question is hidden in turn: an X takes its place, the known answer is stated, and X is asked for.
 
     A pen costs $3. How much do 4 pens cost?   (12)
     A pen costs $3. How much do X pens cost? The answer to this question is 12. What number does X stand for?   (4)
 
-Which numbers are hidden: those in digits ("1,200", "2.5", "$3", "20%"). Words such as "two", "twice" and "half" stay.
-A number is left out, with the reason, where
+Only numbers in digits are hidden ("1,200", "2.5", "$3", "20%"). Words such as "two", "twice" and "half" stay. A number
+is left out, with the reason, where
 
 1. *part of something*: it belongs to a fraction, a ratio, a time, a date, a range, an ordinal, a mixed number or a code
    ("1/2", "3:30", "5-10", "2nd", "2 1/2", "B12", "24-hour"): alone it is no quantity;
 2. *year*: it is a whole number from 1900 to 2099 without a unit sign;
 3. *label*: it names something ("Room 5", "page 12", "#3", "Grade 4"): nothing is computed from it;
-4. *twice*: its value stands in the question again, in digits or in words, so that X is given away or unclear;
+4. *twice*: the question has its value again, in digits or in words, so that X is given away or unclear;
 5. *trivial*: it equals the answer, which is stated;
 6. *unused*: a solution with calculations is given (GSM8K's ``<<48/2=24>>``) and none of them uses the value: X cannot
-   be found from the answer, or not in the way of the solution;
-7. *cancels*: replayed with another value in its place, the solution's calculations give the same answer, or cannot be
-   replayed without a doubt about where the value stands in them;
+   be found from the answer, or not by the solution's way;
+7. *cancels*: with another value in its place, the solution's calculations give the same answer, or it is not clear
+   where they use the value;
 8. *not settled*: the question asks for something rounded, bounded or without a direction ("at least", "how many full",
    "maximum", "left over", "difference"): several values of X have the same answer;
 9. *singular*: it is 1, which the singular after it gives away;
 10. *has an X*: the question has an X of its own.
 
-A question whose answer is no number is left out altogether. What the rules cannot see is listed in docs/measured.md.
+A question whose answer is no number is left out. docs/measured.md lists what the rules cannot see.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -58,26 +60,17 @@ _UNSETTLED = re.compile(
     r"far apart)\b",
     re.IGNORECASE,
 )
-_SPELLED = {
-    **dict(zip(("zero", "one", "two", "three", "four", "five", "six"), map(Fraction, range(7)), strict=True)),
-    **dict(zip(("seven", "eight", "nine", "ten", "eleven", "twelve"), map(Fraction, range(7, 13)), strict=True)),
-    "fifteen": Fraction(15),
-    "twenty": Fraction(20),
-    "once": Fraction(1),
-    "twice": Fraction(2),
-    "double": Fraction(2),
-    "doubled": Fraction(2),
-    "pair": Fraction(2),
-    "thrice": Fraction(3),
-    "triple": Fraction(3),
-    "tripled": Fraction(3),
-    "dozen": Fraction(12),
-    "half": Fraction(1, 2),
-    "thirty": Fraction(30),
-    "forty": Fraction(40),
-    "fifty": Fraction(50),
-    "hundred": Fraction(100),
-    "thousand": Fraction(1000),
+_IN_WORDS = """
+    0 zero; 1/2 half; 1 one once; 2 two twice double doubled pair; 3 three thrice triple tripled; 4 four; 5 five; 6 six;
+    7 seven; 8 eight; 9 nine; 10 ten; 11 eleven; 12 twelve dozen; 15 fifteen; 20 twenty; 30 thirty; 40 forty; 50 fifty;
+    100 hundred; 1000 thousand
+"""
+_SPELLED = {word: Fraction(value) for value, *words in map(str.split, _IN_WORDS.split(";")) for word in words}
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _TERM = re.compile(r"\d+(?:\.\d+)?|\.\d+|[-+*/()]")
@@ -187,45 +180,22 @@ def calculations(solution: str) -> list[tuple[list[str], Fraction]]:
 
 
 def evaluate_terms(terms: list[str]) -> Fraction | None:
-    """The value of an expression of numbers, + - * / and brackets, exactly; None where it is none."""
-    position = 0
+    """The exact value of an expression of numbers, + - * / and brackets; None where it is no such expression."""
+    # Python refuses leading zeros.
+    text = " ".join((term.lstrip("0") or "0") if term[0].isdigit() else term for term in terms)
 
-    def peek() -> str:
-        return terms[position] if position < len(terms) else ""
-
-    def take() -> str:
-        nonlocal position
-        position += 1
-        return terms[position - 1]
-
-    def factor() -> Fraction:
-        token = take()
-        if token == "-":
-            return -factor()
-        if token == "(":
-            value = total()
-            if take() != ")":
-                raise ValueError
-            return value
-        return Fraction(token)
-
-    def product() -> Fraction:
-        value = factor()
-        while peek() in ("*", "/"):
-            value = value * factor() if take() == "*" else value / factor()
-        return value
-
-    def total() -> Fraction:
-        value = product()
-        while peek() in ("+", "-"):
-            value = value + product() if take() == "+" else value - product()
-        return value
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left, sign, right):
+                return _OPERATIONS[type(sign)](value(left), value(right))
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+        return Fraction(ast.get_source_segment(text, node) or "")
 
     try:
-        value = total()
-    except (ValueError, ZeroDivisionError, IndexError):
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
         return None
-    return value if position == len(terms) else None
 
 
 def _fault(

@@ -1,1 +1,1 @@
-"""Rollouts: the table of trajectories, sampling them, checking answers, difficulty and advantages."""
+"""Rollouts: the table of trajectories, sampling and importing them, checking answers, bands, behaviours, difficulty."""

@@ -1,4 +1,4 @@
-"""Group-relative advantages, as the trainers define them, and what groups have to teach.
+"""Group-relative advantages, as the trainers define them, and what each group teaches.
 
 A group is the rollouts of one policy on one problem, in one step where the table has a column step.
 """
@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, Rollouts, problem_bands
+from tsae.rollouts.schema import BANDS, problem_bands
 
 _EPSILON = 1e-4  # TRL's, added to the standard deviation
 KINDS = ("all failures", "single success", "mixed", "all successes", "one response")
@@ -36,7 +35,7 @@ def group_advantages(
     Args:
         rewards: (n,) finite.
         groups: (n,) group labels.
-        kind: which of them.
+        kind: one of these.
         ddof: 1 for the unbiased standard deviation, 0 for that of the group itself.
         epsilon: added to the standard deviation.
 
@@ -51,92 +50,75 @@ def group_advantages(
     centred[_constant(rewards, group)[group]] = 0.0
     if kind == "dr_grpo":
         return centred
-    others = np.maximum(n - 1, 1)
     if kind == "rloo":
-        return centred * (n / others)[group]
+        return centred * (n / np.maximum(n - 1, 1))[group]
     deviation = np.sqrt(np.bincount(group, weights=centred**2) / np.maximum(n - ddof, 1))
     return np.divide(centred, (deviation + epsilon)[group], out=np.zeros(len(rewards)), where=centred != 0)
 
 
-def with_advantages(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:
-    """Set the advantage of every trajectory.
-
-    Raises:
-        TsaeError: where a reward is missing.
-    """
-    rewards = rollouts.table["reward"]
-    if rewards.null_count:
-        raise TsaeError(
-            f"{rewards.null_count} trajectories have no reward",
-            where=rollouts.origin,
-            fix="Fill rewards, or drop the rows.",
-        )
-    return rollouts.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(rollouts.frame), kind))
-
-
-def group_table(rollouts: Rollouts, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> pd.DataFrame:
-    """What every group has to teach.
+def group_table(frame: pd.DataFrame, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> pd.DataFrame:
+    """What every group teaches.
 
     Args:
-        rollouts: trajectories of unknown outcome are left out, and so are those without a reward, where others have
-            one. Without rewards, a success counts 1 and a failure 0.
+        frame: of `Rollouts.frame`. Trajectories of unknown outcome are left out, and those without a reward if others
+            have one. If none has, a success counts 1 and a failure 0.
         kind: of the advantages.
 
     Returns:
         one row a group: policy, problem_id, band, n, successes, kind (one of `KINDS`, by outcomes), no_variance (all
-        rewards are equal, so that the group teaches nothing), top_advantage (the largest) and positive (sum of the
-        positive advantages, which is what the group reinforces).
+        rewards are equal, so the group teaches nothing), top_advantage (the largest) and positive (sum of the positive
+        advantages: what the group reinforces).
     """
-    frame = rollouts.frame[rollouts.frame.outcome != "unknown"]
-    rewarded = frame.reward.notna()
-    frame = frame[rewarded] if rewarded.any() else frame
+    bands = problem_bands(frame)
+    frame = frame[frame.outcome != "unknown"]
+    if frame.reward.notna().any():
+        frame = frame[frame.reward.notna()]
     right = (frame.outcome == "success").astype(float)
-    rewards = frame.reward if rewarded.any() else right
-    _, group = np.unique(group_names(frame), return_inverse=True)
-    _, first = np.unique(group, return_index=True)
+    rewards = (frame.reward if frame.reward.notna().any() else right).to_numpy()
+    _, first, group = np.unique(group_names(frame), return_index=True, return_inverse=True)
     n, successes = np.bincount(group), np.bincount(group, weights=right).astype(int)
-    advantages = group_advantages(rewards.to_numpy(), group, kind)
+    advantages = group_advantages(rewards, group, kind)
     top = np.full(len(n), -np.inf)
     np.maximum.at(top, group, advantages)
     table = frame[["policy", "problem_id"]].iloc[first].reset_index(drop=True)
-    table["band"] = table.problem_id.map(problem_bands(rollouts.frame))
+    table["band"] = table.problem_id.map(bands)
     table["n"], table["successes"] = n, successes
     table["kind"] = np.select(
         [n == 1, successes == 0, successes == n, successes == 1],
         ["one response", "all failures", "all successes", "single success"],
         "mixed",
     )
-    table["no_variance"] = _constant(rewards.to_numpy(), group)
+    table["no_variance"] = _constant(rewards, group)
     table["top_advantage"] = top
     table["positive"] = np.bincount(group, weights=np.maximum(advantages, 0))
     return table
 
 
 def group_summary(groups: pd.DataFrame) -> pd.DataFrame:
-    """Groups of `group_table` counted by policy and band.
+    """Count the groups of `group_table` by policy and band.
 
     Returns:
-        policy, band ("all" and every band present), n_groups, one column of counts for every kind, no_variance, and
-        single_success_share: which part of all positive advantage single successes carry. In a band where nearly
-        everything fails this is what training imitates, whether the success was earned or luck.
+        policy, band ("all" and every band present), n_groups, a column of counts for every kind, no_variance, and
+        single_success_share: the part of all positive advantage that single successes carry. In a band where nearly
+        everything fails, training imitates these, whether a success was earned or luck.
     """
     rows = []
     for policy in dict.fromkeys(groups.policy):
         mine = groups[groups.policy == policy]
         for band in ("all", *(b for b in BANDS if (mine.band == b).any())):
             picked = mine if band == "all" else mine[mine.band == band]
-            row = {"policy": policy, "band": band, "n_groups": len(picked)}
-            row |= {name: int((picked.kind == name).sum()) for name in KINDS}
-            row["no_variance"] = int(picked.no_variance.sum())
-            total = picked.positive.sum()
-            single = picked.positive[picked.kind == "single success"].sum()
-            row["single_success_share"] = single / total if total > 0 else np.nan
-            rows.append(row)
+            total, single = picked.positive.sum(), picked.positive[picked.kind == "single success"].sum()
+            rows.append(
+                {"policy": policy, "band": band, "n_groups": len(picked)}
+                | {name: int((picked.kind == name).sum()) for name in KINDS}
+                | {"no_variance": int(picked.no_variance.sum())}
+                | {"single_success_share": single / total if total > 0 else np.nan}
+            )
     return pd.DataFrame(rows)
 
 
 def group_names(frame: pd.DataFrame) -> np.ndarray:
-    """(n,) the group of every trajectory: policy, problem and, where there is one, step."""
+    """(n,) the group of every trajectory: policy, problem and, if there is one, step."""
     names = frame.policy + "\0" + frame.problem_id
     return (names + "\0" + frame["step"].astype(str) if "step" in frame.columns else names).to_numpy()
 

@@ -1,12 +1,13 @@
 """Behaviours: what single responses do, and how that differs between policies and bands.
 
-`with_behaviours` reads every response's text (`tsae.rollouts.texts`); `behaviour_table` averages these and any other
-columns that the table names as behaviours; `format_table` tells how concentrated formats are.
+`with_behaviours` reads every response's text (`tsae.rollouts.responses.texts`); `behaviour_table` averages these and
+any other columns that the table names as behaviours; `format_table` measures how concentrated formats are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,21 @@ import pandas as pd
 
 from tsae.base.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
-from tsae.rollouts.table import BANDS, Rollouts
-from tsae.rollouts.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
+from tsae.rollouts.responses.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
+from tsae.rollouts.schema import BANDS
+from tsae.rollouts.table import Rollouts
 
 RequiredSteps = Callable[[str, str], "int | None"]
 """(prompt, reference answer) -> operations that a solution needs, None where that is not known."""
+
+_COLUMNS = [
+    "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
+    "change_high", "n_paired",
+]  # fmt: skip
+_FORMAT_COLUMNS = [
+    "policy", "band", "n_problems", "n_trajectories", "n_formats", "top_format", "top_share", "entropy", "low", "high",
+    "change", "change_low", "change_high", "n_paired",
+]  # fmt: skip
 
 
 def with_behaviours(
@@ -27,17 +38,17 @@ def with_behaviours(
     """Add what the texts of the responses show, and name the columns as behaviours.
 
     - looping: a stretch of text comes three times or more in a row, over 40 characters or more;
-    - repeated_4grams: 1 − distinct / all 4-grams of words, which also tells repetition with small changes;
+    - repeated_4grams: 1 − distinct / all 4-grams of words, which also finds repetition with small changes;
     - repeated_answer: the same final answer is stated twice in the same way;
     - unanswered: no final answer is stated in any known way;
     - direct_answer: an answer with neither an operation nor a sentence that leads to it;
-    - skipped_steps: share of the required operations that are not written out, where `required_steps`, or a column of
-      that name (extra/required_steps of an import), says how many there are. A shorter solution than the one that was
-      counted skips some, too;
+    - skipped_steps: share of the required operations that are not written out, if `required_steps`, or a column of
+      that name (extra/required_steps of an import), says how many there are. A solution that is shorter than the
+      counted one skips some, too;
     - relative_length: tokens of the response / median tokens of the other successful responses to the same problem;
     - format (text; see `format_table`).
 
-    Columns that are there already are kept: what a table knows is better than what can be read off its texts.
+    Existing columns are kept: what a table knows is better than what its texts show.
 
     Args:
         rollouts: with texts of responses.
@@ -47,35 +58,37 @@ def with_behaviours(
     Raises:
         TsaeError: where a response has no text, or the reference sampled nothing.
     """
-    frame = rollouts.frame
+    frame, where = rollouts.frame, rollouts.origin
     missing = int(frame.response.isna().sum())
     if missing:
         raise TsaeError(
-            f"{missing} responses have no text", where=rollouts.origin, fix="Import the log with its texts, or decode."
+            f"{missing} responses have no text", where=where, fix="Import the log with its texts, or decode."
         )
     if reference is not None and reference not in rollouts.policies:
-        raise TsaeError(f"no policy {reference!r}; there are {', '.join(rollouts.policies)}", where=rollouts.origin)
+        raise TsaeError(f"no policy {reference!r}; there are {', '.join(rollouts.policies)}", where=where)
     texts = frame.response.tolist()
     answers = [final_answers(text) for text in texts]
     formats = [response_format(text) for text in texts]
     measured: dict[str, Any] = {
-        "looping": [float(loop_share(text) > 0) for text in texts],
+        "looping": [loop_share(text) > 0 for text in texts],
         "repeated_4grams": [repeated_ngrams(text) for text in texts],
-        "repeated_answer": [float(len(set(stated)) < len(stated)) for stated in answers],
-        "unanswered": [float(not stated) for stated in answers],
+        "repeated_answer": [len(set(stated)) < len(stated) for stated in answers],
+        "unanswered": [not stated for stated in answers],
         "direct_answer": [
-            float(bool(stated) and name.startswith("none,")) for stated, name in zip(answers, formats, strict=True)
+            bool(stated) and name.startswith("none,") for stated, name in zip(answers, formats, strict=True)
         ],
         "skipped_steps": _skipped(frame, required_steps),
         "relative_length": _relative_length(frame, reference),
-        "format": formats,
     }
     named = list(rollouts.info.get("behaviours", []))
     for name, values in measured.items():
-        if name in frame.columns or (name != "format" and np.isnan(np.asarray(values, dtype=float)).all()):
+        numbers = np.asarray(values, dtype=float)
+        if name in frame.columns or np.isnan(numbers).all():
             continue
-        rollouts = rollouts.with_column(name, values if name == "format" else np.asarray(values, dtype=float))
-        named += [name] if name not in ("format", *named) else []
+        rollouts = rollouts.with_column(name, numbers)
+        named += [name] if name not in named else []
+    if "format" not in frame.columns:
+        rollouts = rollouts.with_column("format", formats)
     return Rollouts(rollouts.table, {**rollouts.info, "behaviours": named}, rollouts.origin)
 
 
@@ -94,49 +107,30 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
         Means are over problems of the mean over a problem's trajectories; missing values are left out. A single
         problem has no interval (NaN).
     """
-    frame = rollouts.frame
-    measured = measures(rollouts)
+    frame, measured = rollouts.frame, measures(rollouts)
     rows: list[dict[str, Any]] = []
-    bands = [band for band in BANDS if (frame.band == band).any()]
-    for band in ("all", *bands):
-        inside = (frame.band == band) | (band == "all")
-        by_policy = {
-            policy: measured[inside & (frame.policy == policy)].groupby(frame.problem_id).mean()
-            for policy in rollouts.policies
-        }
-        for policy, by_problem in by_policy.items():
+    for band, picked in _by_band(rollouts):
+        means = {policy: measured[rows_of].groupby(frame.problem_id).mean() for policy, rows_of in picked.items()}
+        for policy, by_problem in means.items():
             for name in measured:
                 values = by_problem[name].dropna()
                 if values.empty:
                     continue
                 low, high = mean_interval(values.to_numpy(), confidence)
                 row = {"policy": policy, "band": band, "behaviour": name, "mean": values.mean(), "low": low}
-                row |= {"high": high, "n_problems": len(values)}
-                row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
-                if reference in by_policy and policy != reference:
-                    row |= _change(values - by_policy[reference][name], confidence)
+                row |= {"high": high, "n_problems": len(values), "n_trajectories": int(picked[policy].sum())}
+                if reference in means and policy != reference:
+                    paired = (values - means[reference][name]).dropna().to_numpy()
+                    row["n_paired"] = len(paired)
+                    if len(paired):
+                        row["change"] = paired.mean()
+                        row["change_low"], row["change_high"] = change_interval(paired, confidence)
                 rows.append(row)
-    table = pd.DataFrame(rows, columns=_COLUMNS)
-    order = {policy: position for position, policy in enumerate(rollouts.policies)}
-    return table.sort_values("policy", key=lambda p: p.map(order), kind="stable", ignore_index=True)
-
-
-_COLUMNS = [
-    "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
-    "change_high", "n_paired",
-]  # fmt: skip
-
-
-def _change(difference: pd.Series, confidence: float) -> dict[str, Any]:
-    paired = difference.dropna().to_numpy()
-    if not len(paired):
-        return {"n_paired": 0}
-    low, high = change_interval(paired, confidence)
-    return {"change": paired.mean(), "change_low": low, "change_high": high, "n_paired": len(paired)}
+    return _by_policy(rows, _COLUMNS, rollouts)
 
 
 def measures(rollouts: Rollouts) -> pd.DataFrame:
-    """One row a trajectory: accuracy, response_length in tokens, truncated where any is, and the table's behaviours.
+    """One row a trajectory: accuracy, response_length in tokens, truncated if any is, and the table's behaviours.
 
     Raises:
         TsaeError: where the table names a behaviour that it has no column of.
@@ -153,9 +147,8 @@ def measures(rollouts: Rollouts) -> pd.DataFrame:
         measures["truncated"] = (frame.finish_reason == "length").astype(float).where(known)
     for name in rollouts.info.get("behaviours", []):
         if name not in frame.columns:
-            raise TsaeError(
-                f"names the behaviour {name!r} but has no such column", where=rollouts.origin, fix="Add that column."
-            )
+            what = f"names the behaviour {name!r} but has no such column"
+            raise TsaeError(what, where=rollouts.origin, fix="Add that column.")
         measures[name] = frame[name].astype(float)
     return measures
 
@@ -163,50 +156,58 @@ def measures(rollouts: Rollouts) -> pd.DataFrame:
 def format_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
     """How concentrated the formats of responses are, by policy and band.
 
-    Every problem counts the same: formats are shared out within a problem first, then over problems.
+    Every problem counts the same: formats get shares within a problem first, then over problems.
 
     Args:
-        rollouts: with a column format; otherwise it is read off the texts (`tsae.rollouts.texts.response_format`).
+        rollouts: with a column format; otherwise it comes from the texts
+            (`tsae.rollouts.responses.texts.response_format`).
         reference: the policy that others are compared with, on the problems that both answered.
         confidence: of the intervals over problems.
 
     Returns:
         policy, band, n_problems, n_trajectories, n_formats, top_format and top_share, entropy of the formats in bits
         with low and high, and change, change_low, change_high of the entropy over the n_paired problems of both, the
-        interval NaN for fewer than 8. The entropy of few responses is too low
-        by about (formats − 1) / (2 ln 2 · responses) bits (Miller 1955); compare like numbers of responses.
+        interval NaN for fewer than 8. The entropy of few responses is too low by about
+        (formats − 1) / (2 ln 2 · responses) bits (Miller 1955); compare like numbers of responses.
     """
     frame = rollouts.frame
     format = frame["format"] if "format" in frame.columns else frame.response.fillna("").map(response_format)
     rows: list[dict[str, Any]] = []
-    for band in ("all", *(b for b in BANDS if (frame.band == b).any())):
-        inside = (frame.band == band) | (band == "all")
-        if not inside.any():
-            continue
+    for band, picked in _by_band(rollouts):
         shares = {
-            policy: pd.crosstab(frame.problem_id[picked], format[picked], normalize="index")
-            for policy in rollouts.policies
-            if (picked := inside & (frame.policy == policy)).any()
+            policy: pd.crosstab(frame.problem_id[rows_of], format[rows_of], normalize="index")
+            for policy, rows_of in picked.items()
+            if rows_of.any()
         }
         for policy, table in shares.items():
-            pooled = table.mean()
-            entropy, low, high = _entropy_interval(table, confidence)
+            pooled, of_problems = table.mean(), table.to_numpy()
+            entropy = float(_entropies(of_problems.mean(0)))
+            low, high = np.nan, np.nan
+            if len(table) > 1:
+                low, high = jackknife_interval(entropy, _without_each(of_problems), confidence)
             row = {"policy": policy, "band": band, "n_problems": len(table)}
-            row["n_trajectories"] = int((inside & (frame.policy == policy)).sum())
-            row |= {"n_formats": int((pooled > 0).sum()), "top_format": pooled.idxmax(), "top_share": pooled.max()}
-            row |= {"entropy": entropy, "low": low, "high": high}
+            row |= {"n_trajectories": int(picked[policy].sum()), "n_formats": int((pooled > 0).sum())}
+            row |= {"top_format": pooled.idxmax(), "top_share": pooled.max()}
+            row |= {"entropy": entropy, "low": max(low, 0.0) if len(table) > 1 else low, "high": high}
             if reference in shares and policy != reference:
                 row |= _entropy_change(shares[reference], table, confidence)
             rows.append(row)
+    return _by_policy(rows, _FORMAT_COLUMNS, rollouts)
+
+
+def _by_band(rollouts: Rollouts) -> Iterator[tuple[str, dict[str, pd.Series]]]:
+    """("all" or a band that is present, (n,) bool of the trajectories of every policy in it)."""
+    frame = rollouts.frame
+    for band in ("all", *(band for band in BANDS if (frame.band == band).any())):
+        inside = (frame.band == band) | (band == "all")
+        yield band, {policy: inside & (frame.policy == policy) for policy in rollouts.policies}
+
+
+def _by_policy(rows: list[dict[str, Any]], columns: list[str], rollouts: Rollouts) -> pd.DataFrame:
+    """A table of rows, the policies in their order of appearance."""
     order = {policy: position for position, policy in enumerate(rollouts.policies)}
-    found = pd.DataFrame(rows, columns=_FORMAT_COLUMNS)
-    return found.sort_values("policy", key=lambda p: p.map(order), kind="stable", ignore_index=True)
-
-
-_FORMAT_COLUMNS = [
-    "policy", "band", "n_problems", "n_trajectories", "n_formats", "top_format", "top_share", "entropy", "low", "high",
-    "change", "change_low", "change_high", "n_paired",
-]  # fmt: skip
+    table = pd.DataFrame(rows, columns=columns)
+    return table.sort_values("policy", key=lambda p: p.map(order), kind="stable", ignore_index=True)
 
 
 def _entropies(shares: np.ndarray) -> np.ndarray:
@@ -217,15 +218,6 @@ def _entropies(shares: np.ndarray) -> np.ndarray:
 def _without_each(shares: np.ndarray) -> np.ndarray:
     """(n_problems,) entropy of the mean of (n_problems, n_formats) shares without each of the problems."""
     return _entropies((shares.sum(0) - shares) / (len(shares) - 1))
-
-
-def _entropy_interval(table: pd.DataFrame, confidence: float) -> tuple[float, float, float]:
-    shares = table.to_numpy()
-    entropy = float(_entropies(shares.mean(0)))
-    if len(shares) < 2:
-        return entropy, np.nan, np.nan
-    low, high = jackknife_interval(entropy, _without_each(shares), confidence)
-    return entropy, max(low, 0.0), high
 
 
 def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float) -> dict[str, float]:
@@ -241,10 +233,11 @@ def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float
 
 
 def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.ndarray:
+    """(n,) share of the required operations that are not written out; NaN where their number is not known."""
     if required_steps is not None:
+        count = cache(required_steps)
         pairs = frame[["prompt", "answer"]].fillna("").itertuples(index=False)
-        cache: dict[tuple[str, str], int | None] = {}
-        required = np.array([_cached(cache, required_steps, *pair) for pair in pairs], dtype=float)
+        required = np.array([count(*pair) for pair in pairs], dtype=float)
     elif named := [name for name in ("required_steps", "extra/required_steps") if name in frame.columns]:
         required = pd.to_numeric(frame[named[0]], errors="coerce").to_numpy(dtype=float)
     else:
@@ -254,21 +247,13 @@ def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.nd
         return np.where(required > 0, np.clip(1 - written / required, 0, 1), np.nan)
 
 
-def _cached(
-    cache: dict[tuple[str, str], int | None], required_steps: RequiredSteps, prompt: str, answer: str
-) -> int | None:
-    if (prompt, answer) not in cache:
-        cache[prompt, answer] = required_steps(prompt, answer)
-    return cache[prompt, answer]
-
-
 def _relative_length(frame: pd.DataFrame, reference: str | None) -> np.ndarray:
-    counts = (frame.outcome == "success") & ((frame.policy == reference) if reference else True)
+    """(n,) tokens / median tokens of the other successful responses to the problem; NaN if there are none."""
+    counts = ((frame.outcome == "success") & ((frame.policy == reference) if reference else True)).to_numpy()
     found = np.full(len(frame), np.nan)
     length = frame.response_length.to_numpy(dtype=float)
-    positions: Mapping[Any, np.ndarray] = frame.groupby("problem_id").indices
-    for rows in positions.values():
-        successes = rows[counts.to_numpy()[rows]]
+    for rows in frame.groupby("problem_id").indices.values():
+        successes = rows[counts[rows]]
         for row in rows:
             others = length[successes[successes != row]]
             if len(others):

@@ -1,4 +1,4 @@
-"""Configs of sampling, importing and banding. Imports nothing heavy: the CLI builds its options from them."""
+"""Configs of sampling, importing, bands and difficulty. Imports nothing heavy: the CLI makes its options of them."""
 
 from __future__ import annotations
 
@@ -43,38 +43,22 @@ class SamplingConfig:
 
 
 LogFormat = Literal[
-    "auto",
-    "trl",
-    "verl",
-    "open-instruct",
-    "nemo-rl",
-    "prime-rl",
-    "prime-rl-tokens",
-    "open-r1",
-    "ms-swift",
-    "slime",
-    "areal",
-    "roll",
-    "verifiers",
-    "rllm",
-    "skyrl",
-    "openrlhf",
-    "inspect",
-    "plain",
-]
+    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift", "slime",
+    "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "plain",
+]  # fmt: skip
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """Which column of a log holds what; a plain log is read by these alone, a trainer's where it has such extras."""
+    """Which column of a log holds what: all there is in a plain log, extras in a trainer's."""
 
     prompt: str = "prompt"
     """Text of the problem before any chat template, or the messages of a conversation."""
     response: str = "response"
     """Text of the response."""
     problem_id: str = "problem_id"
-    """Problem id; without it, trajectories of equal prompt and answer are of one problem."""
+    """Problem id; without it, trajectories with the same prompt and answer belong to one problem."""
     answer: str = "answer"
     """Reference answer; only needed for a verifier."""
     correct: str = "correct"
@@ -84,7 +68,7 @@ class ColumnNames:
     advantage: str = "advantage"
     """Advantage that the trainer used."""
     policy: str = "policy"
-    """What sampled the response; without it, the run and step."""
+    """Who sampled the response; without it, the run and step."""
     step: str = "step"
     """Optimiser steps of the policy that sampled the response."""
     finish_reason: str = "finish_reason"
@@ -92,11 +76,11 @@ class ColumnNames:
     level: str = "level"
     """The author's difficulty label, if any."""
     prompt_ids: str = "prompt_ids"
-    """Token ids of what the policy read; with them nothing is tokenised again."""
+    """Token ids of the prompt; with them nothing is tokenised again."""
     response_ids: str = "response_ids"
-    """Token ids of the response, its end token with them."""
+    """Token ids of the response, with its end token."""
     response_mask: str = "response_mask"
-    """Of several turns: 1 for every one of the response's token ids that the policy sampled, 0 for the others."""
+    """For several turns: 1 for every token id of the response that the policy sampled, 0 for the others."""
 
 
 _COLUMN_HELP = (
@@ -108,21 +92,14 @@ _COLUMN_HELP = (
 def name_columns(
     column: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FIELD=NAME", help=_COLUMN_HELP)] = (),
 ) -> ColumnNames:
-    """Names of columns from "FIELD=NAME", as the command line gives them.
-
-    Raises:
-        TsaeError: for what is no FIELD=NAME, and a field that is named twice.
-    """
+    """Parse column names from "FIELD=NAME"; a TsaeError for other texts and for a field that is named twice."""
     known, named = [field.name for field in fields(ColumnNames)], dict[str, str]()
     for item in column:
         name, equals, value = item.partition("=")
         if name not in known or not equals or not value or name in named:
             wrong = "is named a second time" if name in named else f"is none of {', '.join(known)}"
-            raise TsaeError(
-                f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME",
-                where="--column",
-                fix="Say, for example, --column response=output.",
-            )
+            what = f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME"
+            raise TsaeError(what, where="--column", fix="Say, for example, --column response=output.")
         named[name] = value
     return ColumnNames(**named)
 
@@ -132,43 +109,41 @@ class ImportConfig:
     """How a rollout log is read."""
 
     format: LogFormat = "auto"
-    """Whose log it is; "auto" tells by names and columns, and asks where that leaves a choice."""
+    """The trainer that wrote the log; "auto" tells by names and columns, and asks if several fit."""
     run: str | None = None
-    """Run that policies are named after (RUN-00050); by default the folder that the log lies in."""
+    """Policies are named after this run (RUN-00050); by default after the log's folder."""
     rewards: tuple[str, ...] = ()
-    """Reward columns that are added up; by default the trainer's own total, or all that the log has."""
+    """Reward columns to add up; by default the trainer's own total, or all that the log has."""
     outcome: str | None = None
-    """Reward column that says what is right; needed where a log has several and none is known to say it."""
+    """Reward column that says what is right; needed if a log has several and none is known to say it."""
     success_above: float = 0.0
     """A reward above this is a success."""
     verifier: str | None = None
-    """exact, last_number, math (needs tsae[verify]), or module:function: checks answers anew, whatever the log says."""
+    """exact, last_number, math (needs tsae[verify]), or module:function: checks answers, whatever the log says."""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
-    """For prompts that are text: "chat" applies the chat template, "plain" does not, "auto" does as the trainer did."""
+    """For text prompts: "chat" applies the chat template, "plain" does not, "auto" does what the trainer did."""
     template_arguments: str = "{}"
-    """What the run gave its chat template beside the messages, as JSON: '{"enable_thinking": false}'. By default what
-    the trainer's own config says, where that lies beside the log (verl's .hydra/config.yaml)."""
+    """Arguments of the run for its chat template, as JSON: '{"enable_thinking": false}'. By default those of the
+    trainer's own config, if it lies beside the log (verl's .hydra/config.yaml)."""
     system_prompt: str | None = None
-    """The run's system message, where the log has questions alone."""
+    """The run's system message, if the log has only the questions."""
     max_response_tokens: int | None = None
-    """The run's limit, in tokens. Where a log has text alone, a shorter response is taken to have ended with its end
-    token."""
+    """The run's limit, in tokens. If a log has only text, a shorter response counts as ended by its end token."""
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
-    """Which of prime-rl's traces: effective ones reached the trainer; all has those that were filtered too."""
+    """Which of prime-rl's traces: "effective" ones reached the trainer; "all" includes filtered ones."""
     skip: tuple[Unfit, ...] = ()
-    """Kinds to leave out and count, where the first would stop the import: empty (no response), unscored (no reward),
-    too-long (for the model's context), multi-turn (several turns, and no mask of what was sampled), errored (a failed
-    rollout), repeated (after a resume, of which the last is kept; or one batch at several steps, of which the first
-    is), cut (half a line at a file's end, as a run leaves it that still writes or was killed)."""
+    """Kinds of rows to leave out and count; otherwise the first one stops the import: empty (no response), unscored (no
+    reward), too-long (for the model's context), multi-turn (several turns without a mask of what was sampled), errored
+    (a failed rollout), repeated (after a resume, the last is kept; one batch at several steps, the first), cut (half a
+    line at a file's end, where a run still writes or was killed)."""
     strict: bool = False
-    """Refuse a log that does not agree with itself: what the second look prints is then an error, and nothing is
-    written."""
+    """Refuse a log that contradicts itself: what the second look prints is then an error, and nothing is written."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)
     """Which column holds what."""
     keep_columns: tuple[str, ...] = ()
-    """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else is written as JSON. Of
+    """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else becomes JSON. With
     extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
 
     def __post_init__(self) -> None:
@@ -181,11 +156,8 @@ class ImportConfig:
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise TsaeError(
-                f"template_arguments={self.template_arguments!r} is no JSON object",
-                where="ImportConfig",
-                fix="""Give one, such as '{"enable_thinking": false}'.""",
-            )
+            what = f"template_arguments={self.template_arguments!r} is no JSON object"
+            raise TsaeError(what, where="ImportConfig", fix="""Give one, such as '{"enable_thinking": false}'.""")
 
 
 @dataclass(frozen=True)
@@ -199,11 +171,8 @@ class BandCutoffs:
 
     def __post_init__(self) -> None:
         if not 0 <= self.hard < self.easy <= 1:
-            raise TsaeError(
-                f"band cut-offs hard={self.hard}, easy={self.easy} are not in order",
-                where="BandCutoffs",
-                fix="Give 0 <= hard < easy <= 1.",
-            )
+            what = f"band cut-offs hard={self.hard}, easy={self.easy} are not in order"
+            raise TsaeError(what, where="BandCutoffs", fix="Give 0 <= hard < easy <= 1.")
 
     def band(self, pass_rate: np.ndarray) -> np.ndarray:
         """The band of every pass rate."""
@@ -211,31 +180,32 @@ class BandCutoffs:
 
         return np.select([pass_rate >= self.easy, pass_rate <= self.hard], ["easy", "hard"], "medium")
 
+    def cutoffs(self, pass_rate: np.ndarray) -> BandCutoffs:
+        """Itself, whatever the pass rates; see `BandQuantiles.cutoffs`."""
+        return self
+
 
 @dataclass(frozen=True)
 class BandQuantiles:
-    """Bands as shares of the problems, by one policy's pass rates."""
+    """Bands by shares of the problems, with one policy's pass rates."""
 
     easy: float = 1 / 3
-    """Share of the problems, those of the highest pass rates, that are easy."""
+    """Share of the problems that are easy, those with the highest pass rates."""
     hard: float = 1 / 3
-    """Share of the problems, those of the lowest pass rates, that are hard."""
+    """Share of the problems that are hard, those with the lowest pass rates."""
 
     def __post_init__(self) -> None:
         if not (self.easy > 0 and self.hard > 0 and self.easy + self.hard < 1):
-            raise TsaeError(
-                f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands",
-                where="BandQuantiles",
-                fix="Give shares above 0 that add up to less than 1.",
-            )
+            what = f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands"
+            raise TsaeError(what, where="BandQuantiles", fix="Give shares above 0 that add up to less than 1.")
 
     def cutoffs(self, pass_rate: np.ndarray) -> BandCutoffs:
         """The cut-offs that put about these shares of the problems into the bands.
 
-        Problems of equal pass rates stay in one band, so that with few responses a problem the shares are exceeded.
+        Problems with equal pass rates stay in one band, so with few responses a problem the bands exceed the shares.
 
         Raises:
-            TsaeError: where so many pass rates are equal that no cut-offs tell easy from hard.
+            TsaeError: where so many pass rates are equal that no cut-offs separate easy from hard.
         """
         import numpy as np
 
@@ -263,7 +233,7 @@ class DifficultyConfig:
     k: tuple[int, ...] = ()
     """k of pass@k; by default powers of two up to the median number of responses to a problem."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Whose advantages tell how much weight single successes carry."""
+    """Advantages that measure how much weight single successes carry."""
     n_draws: int = 2000
     """Permutations of outcomes."""
     seed: int = 0

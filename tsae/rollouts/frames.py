@@ -1,24 +1,20 @@
-"""Rollouts from a DataFrame: for logs that no reader knows, brought into rows in Python."""
+"""Rollouts from a DataFrame: for logs that no importer knows, brought into rows in Python."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.importing import read_log
 from tsae.rollouts.table import Rollouts
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
 
 
 def read_frame(
@@ -30,9 +26,8 @@ def read_frame(
 
     Args:
         frame: with columns prompt and response (texts, or messages as the prompt), or prompt_ids and response_ids
-            (lists of token ids; with a response_mask where there are several turns), and where they are known reward,
-            correct, step, policy, problem_id, answer, advantage, finish_reason and level; `ImportConfig.columns` gives
-            them other names.
+            (lists of token ids; with a response_mask for several turns), and if known reward, correct, step, policy,
+            problem_id, answer, advantage, finish_reason and level; `ImportConfig.columns` gives them other names.
         checkpoint: whose tokenizer and chat template count, or a series of them, whose ids policies get.
         config: of the import; its format is not used.
 
@@ -41,7 +36,7 @@ def read_frame(
         assumed.
 
     Raises:
-        TsaeError: naming the row, counted from 0, for what is not as it should be.
+        TsaeError: naming the row, counted from 0, for rows that cannot be read.
     """
     config = replace(config or ImportConfig(), format="plain")
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +52,7 @@ def read_frame(
                 fix="Make texts, numbers, flags or lists of them of every column, or leave that column out.",
             ) from error
         try:
-            return read_log(file, checkpoint, config)
+            return Rollouts.read(file, checkpoint, config)
         except TsaeError as error:
             where = str(error.where).replace(str(file), "read_frame")
             raise TsaeError(error.what.replace(str(file), "read_frame"), where=where, fix=error.fix) from error

@@ -1,4 +1,4 @@
-"""A worker process of an import; see `tsae.rollouts.logs.workers`."""
+"""A worker process of an import; see `tsae.rollouts.logs.running.workers`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import read_part
 from tsae.rollouts.logs.detect import FORMATS
-from tsae.rollouts.logs.parts import Part
-from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.tokenising.tokens import Tokens
 
 _EVERY = 0.2
-"""Seconds between two words on how far it is."""
+"""Seconds between two reports of progress."""
 
 
 def main() -> None:
-    # What others print, a verifier perhaps, must not come between the answers.
+    # Other output, such as a verifier's, must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     lines: queue.Queue[str] = queue.Queue()
@@ -58,17 +59,16 @@ def main() -> None:
 
 
 def _listen(lines: queue.Queue[str]) -> None:
-    """Pass lines on; where the process that writes them is gone, end at once."""
+    """Pass lines on; end at once if the process that writes them is gone."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(1)
 
 
 def _config(found: dict[str, Any]) -> ImportConfig:
-    """The configuration that was written as JSON, which has no tuples."""
+    """The configuration from JSON, which has no tuples."""
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    values["columns"] = ColumnNames(**found["columns"])
-    return ImportConfig(**values)
+    return ImportConfig(**{**values, "columns": ColumnNames(**found["columns"])})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Rollouts from a trainer's log: read row by row, tokenised where need be, and written as one Parquet file.
+"""Import a trainer's log: read it row by row, tokenise what needs it, and write one Parquet file of rollouts.
 
-However long the log is, memory holds one batch of trajectories and a few dozen bytes for each: 1. a trainer's reader
-(`tsae.rollouts.logs`) makes entries of the rows; 2. `Tokens` gives them token ids; 3. outcome, reward, problem and
-policy are settled here, and batches are spooled to disk; 4. the ledger finds repeats and conflicts; 5. what the log
-says twice is compared (`tsae.rollouts.logs.second_look`); 6. the spools become the file.
+1. A parser (`logs.trainers`) makes entries of the rows.
+2. `Tokens` (`logs.tokenising`) gives them token ids.
+3. Outcome, reward, problem and policy are decided (`logs.bookkeeping`), and batches of rows are written to a spool.
+4. The ledger finds repeats and conflicts.
+5. What the log says twice is compared (`logs.checks`).
+6. The spools become the file.
 
-1 to 3 are done part by part (`tsae.rollouts.logs.parts`), in worker processes where the log is long. What is found in
-a part is written beside its rows, and put together in the order of the log: who read which part changes nothing, and
-parts that are there are not read again.
+Memory holds one batch of trajectories and a few dozen bytes for each, however long the log is. 1 to 3 are done part by
+part (`logs.on_disk.parts`), in worker processes if the log is long (`logs.running`). Parts are put together in the
+order of the log, so the file does not depend on who read them; finished parts are not read again.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,25 +22,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import tokenizer_fingerprint
-from tsae.checkpoints.series import Checkpoint, CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.bar import Bar
-from tsae.rollouts.logs.contents import Contents
-from tsae.rollouts.logs.detect import Format, find_log
-from tsae.rollouts.logs.files import run_folder
-from tsae.rollouts.logs.journal import Job, Journal, begin, finish, settings
-from tsae.rollouts.logs.parts import Part, parts_of, total_bytes
-from tsae.rollouts.logs.second_look import refuse_disagreement
-from tsae.rollouts.logs.settings import find_settings
-from tsae.rollouts.logs.spool import Spool, Spools
-from tsae.rollouts.logs.summary import Summary
-from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
-from tsae.rollouts.logs.workers import default_workers, read_in_workers, setup
-from tsae.rollouts.table import Rollouts
+from tsae.rollouts.logs.bookkeeping.contents import Contents
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+from tsae.rollouts.logs.checks.second_look import refuse_disagreement
+from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.on_disk.log_files import run_folder
+from tsae.rollouts.logs.on_disk.parts import Part, parts_of, total_bytes
+from tsae.rollouts.logs.running.bar import Bar
+from tsae.rollouts.logs.running.journal import Job, Journal, begin, finish, settings
+from tsae.rollouts.logs.running.spool import Spool, Spools
+from tsae.rollouts.logs.running.workers import default_workers, read_in_workers, setup
+from tsae.rollouts.logs.tokenising.template_settings import find_settings
+from tsae.rollouts.logs.tokenising.tokens import Tokens, tokenizer_alone
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
+_SPOOL = "rows.parquet"
 
 
 def import_log(
@@ -53,14 +56,14 @@ def import_log(
 ) -> Summary:
     """Read a trainer's log and write it as rollouts.
 
-    An import of a long log that was stopped goes on where it was when it is called again: finished parts lie in a
-    hidden folder beside `to` until it ends.
+    Call it again to resume an import that was stopped: finished parts stay in a hidden folder beside `to` until it
+    ends.
 
     Args:
-        path: the log: a .jsonl or .parquet file, or the folder that the trainer fills with them.
+        path: the log: a .jsonl or .parquet file, or the folder into which the trainer writes them.
         to: Parquet file to write, whole or not at all.
-        checkpoint: its tokenizer, chat template and context length are used; of a series the base's, and policies
-            get the ids of its checkpoints. By default the checkpoints that lie beside the log.
+        checkpoint: its tokenizer, chat template and context length are used. From a series the base is used, and
+            policies get the ids of its checkpoints. By default the checkpoints that lie beside the log.
         config: defaults of `ImportConfig`.
         workers: processes that read; by default one a core and at most four, and one for logs of less than 32 MiB. The
             file does not depend on it.
@@ -68,13 +71,13 @@ def import_log(
 
     Returns:
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
-        ids and they decode to its text; null where it has token ids alone), ``reward/NAME`` for every reward of the log
-        and ``extra/NAME`` for every column of `keep_columns`; where a response has thinking or several turns, ``parts``
-        (`tsae.rollouts.parts`).
+        ids and they decode to its text; null if it has only token ids), ``reward/NAME`` for every reward of the log
+        and ``extra/NAME`` for every column of `keep_columns`; if a response has thinking or several turns, ``parts``
+        (`tsae.rollouts.responses.token_parts`).
 
     Raises:
-        TsaeError: naming file and line, for logs of no or several formats, for rows that are not what they should be,
-            and with `ImportConfig.strict` for a log that does not agree with itself.
+        TsaeError: naming file and line, for logs of no or several formats, for rows with wrong values, and with
+            `ImportConfig.strict` for a log that does not agree with itself.
     """
     path, to, config = Path(path), Path(to), config or ImportConfig()
     if workers is not None and workers < 1:
@@ -92,27 +95,14 @@ def import_log(
         with closing(_read(run, series, journal, workers, progress=progress)) as read:
             for folder, state in read:
                 run.add(folder, state)
-                spools.add(folder, state["spool"])
+                spools.add(folder / _SPOOL, state["spool"])
         summary = run.summary(path)
         if config.strict:
             refuse_disagreement(summary.second_look, path)
-        info = {
-            "tokenizer": tokenizer_fingerprint(tokens.tokenizer),
-            "log": {**summary.as_dict(), "rewards": spools.rewards},
-        }
+        log = {**summary.as_dict(), "rewards": spools.rewards}
+        info = {"tokenizer": tokenizer_fingerprint(tokens.tokenizer), "log": log}
         spools.write(to, run.kept, info, run.policies.renamed)
     return summary
-
-
-def read_log(
-    path: str | Path,
-    checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
-    config: ImportConfig | None = None,
-) -> Rollouts:
-    """Like `import_log`, into memory; ``info["log"]`` says what was assumed and left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        import_log(path, Path(folder) / "rollouts.parquet", checkpoint, config, progress=False)
-        return Rollouts.read(Path(folder) / "rollouts.parquet", origin=str(path))
 
 
 def read_part(
@@ -124,11 +114,11 @@ def read_part(
     config: ImportConfig,
     say: Callable[[int, int], None],
 ) -> None:
-    """Read a part of a log, and write its rows and what is to be known of them.
+    """Read a part of a log, and write its rows and what was found in it.
 
     Args:
         part: of the log.
-        folder: for the rows, the ledger and all else; it is made when it is complete.
+        folder: for what is written; it appears when it is complete.
         form: the log's.
         series: the checkpoints.
         tokens: of the base.
@@ -136,10 +126,10 @@ def read_part(
         say: gets the bytes and the trajectories that were read so far.
 
     Raises:
-        TsaeError: naming file and line, for rows that are not what they should be.
+        TsaeError: naming file and line, for rows with wrong values.
     """
     begun = begin(folder)
-    run, spool = Contents(form, (), series, tokens, config, begun), Spool(begun)
+    run, spool = Contents(form, (), series, tokens, config, begun), Spool(begun / _SPOOL)
     for record, n_bytes in run.records(part):
         spool.add(record)
         say(n_bytes, len(run.ledger))
@@ -149,7 +139,7 @@ def read_part(
 def _read(
     run: Contents, series: CheckpointSeries, journal: Journal, workers: int | None, *, progress: bool
 ) -> Generator[tuple[Path, dict[str, Any]]]:
-    """(folder, what is to be known) of every part of a log, read where it was not."""
+    """(folder, state) of every part of a log, in order; reads those that are not there yet."""
     files = run.policies.files
     total = total_bytes(files)
     n = default_workers(total) if workers is None else workers
@@ -185,8 +175,7 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):
             found = CheckpointSeries.load(above)
-            note = f"tokenizer and checkpoints are those of {above}"
-            return replace(found, notes=(*found.notes, note))
+            return replace(found, notes=(*found.notes, f"tokenizer and checkpoints are those of {above}"))
     raise TsaeError(
         "no checkpoint lies beside the log, and its tokenizer is needed",
         where=path,

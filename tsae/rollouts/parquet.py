@@ -1,9 +1,9 @@
-"""Rollouts on disk: Parquet, read and written a piece at a time, so that memory does not grow with the tokens.
+"""Rollouts on disk: Parquet, read and written in pieces, so that memory does not grow with the tokens.
 
-What is read is not held in memory either. Parquet is packed; unpacked pieces go into a temporary file in the layout
-that Arrow has in memory, and the table is a map of that file, whose pages the system reads when they are looked at and
-drops when it needs room. The file takes 4 bytes a token and the texts, has no name, and goes with the table. It lies
-where Python's `tempfile` puts it: where /tmp is itself kept in memory, let TMPDIR name a folder on a disk.
+A table that was read is not in memory either. Parquet is compressed; its unpacked pieces go into a temporary file in
+Arrow's own layout, and the table is a map of that file: the system reads pages when they are used and drops them when
+it needs room. The file takes 4 bytes a token plus the texts, has no name, and disappears with the table. It lies in
+Python's temporary folder; if that is /tmp in memory, set TMPDIR to a folder on a disk.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import pyarrow.parquet as pq
 from tsae.errors import TsaeError
 
 _PIECE_ROWS, _PIECE_VALUES = 1024, 1 << 18
-"""Of what is read at a time, at most, where a single row is not more. A value is a token id, or all of a text."""
+"""Most rows and values to read at a time, unless one row has more. A value is a token id, or a whole text."""
 _GROUP_TOKENS = 1 << 18
-"""Of a row group that is written, about; memory holds it meanwhile."""
+"""About so many tokens are one row group; memory holds one while it is written."""
 _OUTLINE = ["problem_id", "policy", "outcome"]
 
 
 def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """All rows of a Parquet file in order, some at a time; first an empty table, so that its columns are known.
+    """All rows of a Parquet file in order, in pieces; first an empty table with its columns.
 
     Raises:
         TsaeError: where it is no Parquet file, or a damaged one.
     """
     try:
-        # Otherwise whole columns of a row group are read at once, still packed.
+        # With the defaults, whole columns of a row group would be read at once.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             empty = file.schema_arrow.empty_table()
             yield empty if columns is None else empty.select(columns)
@@ -45,19 +45,16 @@ def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Itera
                 group = file.metadata.row_group(number)
                 values = sum(group.column(i).num_values for i in range(group.num_columns))
                 rows = min(_PIECE_ROWS, max(1, _PIECE_VALUES * group.num_rows // max(1, values)))
-                # Threads, each with memory of its own, are not faster on pieces of this size.
+                # Threads take memory of their own, and are not faster on pieces of this size.
                 for batch in file.iter_batches(rows, [number], columns, use_threads=False):
                     yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
-        raise TsaeError(
-            f"not a Parquet file ({str(error).splitlines()[0]})",
-            where=path,
-            fix="Give the Parquet file that `tsae rollouts` wrote.",
-        ) from error
+        what = f"not a Parquet file ({str(error).splitlines()[0]})"
+        raise TsaeError(what, where=path, fix="Give the Parquet file that `tsae rollouts` wrote.") from error
 
 
 def mapped(tables: Iterable[pa.Table]) -> pa.Table:
-    """Tables of one schema, the first of which gives its metadata too, after one another in a mapped temporary file.
+    """Join tables of one schema in a mapped temporary file; the metadata is that of the first.
 
     Raises:
         TsaeError: where there is no room for it.
@@ -66,7 +63,7 @@ def mapped(tables: Iterable[pa.Table]) -> pa.Table:
     first = next(tables)
     try:
         with tempfile.TemporaryFile() as file:
-            # A stream, not a file, of Arrow's: in it, categories may differ from piece to piece.
+            # Arrow's stream, not its file: there, categories may differ from piece to piece.
             with pa.ipc.new_stream(file, first.schema) as stream:
                 for table in tables:
                     stream.write_table(table)
@@ -82,10 +79,10 @@ def mapped(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def read_outline(path: str | Path) -> pd.DataFrame:
-    """Whose trajectories a file of `Rollouts.write` holds, and how long they are.
+    """The outline of a file of `Rollouts.write`.
 
     Returns:
-        a row a trajectory: problem_id, policy, outcome, step and rewards where the file has them, prompt_length and
+        one row a trajectory: problem_id, policy, outcome, step and rewards if the file has them, prompt_length and
         response_length (tokens).
     """
     parts = []
@@ -100,7 +97,7 @@ def read_outline(path: str | Path) -> pd.DataFrame:
 
 
 def read_info(table: pa.Table) -> dict[str, Any]:
-    """The `info` that a table was written with."""
+    """The `info` in the metadata of a table."""
     return dict(json.loads((table.schema.metadata or {}).get(b"tsae", b"{}")))
 
 
@@ -117,16 +114,11 @@ def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info:
 
 
 def row_groups(table: pa.Table, lengths: np.ndarray) -> Iterator[pa.Table]:
-    """Consecutive rows of a table, about as many as have `_GROUP_TOKENS`, however the table lies in memory.
-
-    Args:
-        table: what is to be written.
-        lengths: (n,) tokens of every row.
-    """
+    """Cut a table, with lengths (n,) in tokens of its rows, into row groups of about `_GROUP_TOKENS`."""
     group = (lengths.cumsum(dtype=np.int64) - 1) // _GROUP_TOKENS
     bounds = np.flatnonzero(np.diff(group, prepend=-1, append=group[-1] + 1))
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        # In one piece: where pages of the file end would depend on where pieces do.
+        # In one piece: otherwise the pages of the file would depend on the pieces in memory.
         yield table.slice(low, high - low).combine_chunks()
 
 

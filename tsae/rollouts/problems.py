@@ -1,4 +1,4 @@
-"""Problems: what a model is asked, and the answer that a verifier holds against its response."""
+"""Problems: questions for a model, with reference answers for a verifier."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Problem:
     id: str
     """Unique within a problem set."""
     prompt: str
-    """The text that the model reads, before any chat template."""
+    """The text for the model, before any chat template."""
     answer: str
     """The reference answer."""
     level: str | None = None
-    """Where the author put it (number of operations, school year); not a Band, which depends on a model."""
+    """The author's own label (number of operations, school year); not a band, which depends on a model."""
 
 
 def write_problems(problems: Iterable[Problem], path: str | Path) -> None:
@@ -47,13 +47,8 @@ def read_problems(path: str | Path) -> list[Problem]:
                 continue
             try:
                 record = json.loads(line)
-                level = record.get("level")
-                problem = Problem(
-                    id=str(record["id"]),
-                    prompt=record["prompt"],
-                    answer=str(record["answer"]),
-                    level=None if level is None else str(level),
-                )
+                level = None if record.get("level") is None else str(record["level"])
+                problem = Problem(str(record["id"]), record["prompt"], str(record["answer"]), level)
                 if not isinstance(problem.prompt, str):
                     raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

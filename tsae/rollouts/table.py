@@ -1,18 +1,19 @@
 """The Rollouts table: one row a trajectory. Parquet on disk, Arrow in memory, token ids authoritative.
 
-A row's position is its id: activation stores and feature tables refer to trajectories by it, and carry a copy of the
-table that they were made from. A table that was read takes no memory for its tokens and texts, which stay in a mapped
-file (`tsae.rollouts.parquet`).
+A row's position is its id: activation stores and feature tables refer to trajectories by it, and carry a copy of their
+table. The tokens and texts of a table that was read take no memory: they stay in a mapped file
+(`tsae.rollouts.parquet`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,45 +22,23 @@ import pyarrow.parquet as pq
 
 from tsae.base.filters import several
 from tsae.base.views import views
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts import parts
+from tsae.rollouts.advantages import group_advantages, group_names
+from tsae.rollouts.bands import Bands, find_bands
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
+from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import Checkpoint, CheckpointSeries
-    from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
-
-BANDS = ("easy", "medium", "hard")
-OUTCOMES = ("success", "failure", "unknown")
-
-SCHEMA = pa.schema(
-    [
-        pa.field("problem_id", pa.string()),
-        pa.field("policy", pa.string()),  # id of the checkpoint that sampled the response
-        pa.field("prompt", pa.string()),
-        pa.field("response", pa.string()),  # derived from response_ids; special tokens left out
-        pa.field("answer", pa.string()),
-        pa.field("level", pa.string()),  # the author's label, if any
-        pa.field("prompt_ids", pa.list_(pa.int32())),
-        pa.field("response_ids", pa.list_(pa.int32())),
-        pa.field("reward", pa.float64()),  # null where unknown
-        pa.field("outcome", pa.string()),
-        pa.field("advantage", pa.float64()),  # null until computed or imported
-        pa.field("finish_reason", pa.string()),  # stop, length or unknown
-        pa.field("band", pa.string()),  # null until computed
-    ]
-)
-"""The columns every table has; further columns are kept as they are. One of them, ``parts``, says what each response
-token is (`tsae.rollouts.parts`)."""
-
-_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+from tsae.rollouts.responses.token_parts import COLUMN, TokenParts
+from tsae.rollouts.schema import BANDS, OUTCOMES, checked, type_of, typed
 
 
-class Rollouts(parts.Parts):
+class Rollouts(TokenParts):
     """A table of trajectories.
 
     Args:
-        table: has at least the columns of `SCHEMA`; others are kept.
+        table: has at least the required columns of `tsae.rollouts.schema.SCHEMA`; others are kept.
         info: what the token ids and bands mean: ``tokenizer`` (fingerprint), ``bands`` (reference and cut-offs), ….
         where: named in error messages.
 
@@ -69,17 +48,15 @@ class Rollouts(parts.Parts):
 
     def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None, where: str = "rollouts") -> None:
         self.origin = where
-        """The file it was read from; named in error messages."""
-        self.table = _checked(_typed(table.replace_schema_metadata(None), where), where)
+        """The file that the table comes from; named in error messages."""
+        self.table = checked(table, where)
         self.info: dict[str, Any] = dict(info or {})
 
     @classmethod
     def from_records(cls, records: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None) -> Rollouts:
-        """Make a table from one mapping a trajectory; columns of `SCHEMA` that are missing become null."""
-        names = list(dict.fromkeys(name for record in records for name in record))
-        arrays = {}
-        for name in names:
-            arrays[name] = pa.array([record.get(name) for record in records], type=_type_of(name))
+        """Make a table from one mapping a trajectory; missing columns of the schema become null."""
+        names = dict.fromkeys(name for record in records for name in record)
+        arrays = {name: pa.array([record.get(name) for record in records], type=type_of(name)) for name in names}
         return cls(pa.table(arrays), info)
 
     @classmethod
@@ -97,37 +74,34 @@ class Rollouts(parts.Parts):
             path: the file; or the log of TRL, verl, open-instruct, NeMo-RL, prime-rl or open-r1, or a plain one: a
                 folder, a .jsonl file, or a .parquet file.
             checkpoint: for logs; see `tsae.rollouts.importing.import_log`.
-            config: how a log is read; with it, a Parquet file is a log.
+            config: how a log is read; with it, a Parquet file is a log. ``info["log"]`` then says what was assumed and
+                left out.
             origin: what error messages call it; by default its path.
 
         Raises:
             TsaeError: for files that are neither, and for what is wrong in them.
         """
         path = Path(path)
+        where = origin or str(path)
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
-            from tsae.rollouts.importing import read_log
-
-            return read_log(path, checkpoint, config)
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "rollouts.parquet"
+                import_log(path, file, checkpoint, config, progress=False)
+                return cls.read(file, origin=str(path))
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
-        where = origin or str(path)
-        table = mapped(_typed(piece, where) for piece in read_pieces(path))
+        table = mapped(typed(piece, where) for piece in read_pieces(path))
         return cls(table, read_info(table), where)
 
     @classmethod
     def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
-        """Some of the rows of a file that `write` wrote.
-
-        Args:
-            path: the file.
-            rows: (n,) bool, which rows.
-        """
+        """Read some rows, (n,) bool, of a file that `write` wrote."""
 
         def wanted() -> Iterator[pa.Table]:
             start = 0
             for piece in read_pieces(path):
                 end = start + piece.num_rows
-                yield _typed(piece.take(pa.array(np.flatnonzero(rows[start:end]))), str(path))
+                yield typed(piece.take(pa.array(np.flatnonzero(rows[start:end]))), str(path))
                 start = end
 
         table = mapped(wanted())
@@ -150,8 +124,7 @@ class Rollouts(parts.Parts):
             band=self.frame.band.fillna("none"),
             right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
         )
-        groups = frame.groupby(["policy", "band"], sort=False)
-        table = groups.agg(
+        table = frame.groupby(["policy", "band"], sort=False).agg(
             problems=("problem_id", "nunique"),
             trajectories=("problem_id", "size"),
             pass_rate=("right", "mean"),
@@ -159,13 +132,11 @@ class Rollouts(parts.Parts):
         )
         order = {name: i for i, name in enumerate((*self.policies, *BANDS, "none"))}
         table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
-        facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": self._outcomes()}
+        counts = frame.outcome.value_counts()
+        outcomes = ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
+        facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": outcomes}
         note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
         return views().card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
-
-    def _outcomes(self) -> str:
-        counts = self.frame.outcome.value_counts()
-        return ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
 
     def show(
         self, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
@@ -175,8 +146,8 @@ class Rollouts(parts.Parts):
         Args:
             problem: its id.
             policy: only what this policy sampled.
-            n: how many responses, as many successes as failures where there are.
-            checkpoint: has its tokenizer split the text into tokens, special ones too.
+            n: how many responses, as many successes as failures if possible.
+            checkpoint: its tokenizer splits the text into tokens, special ones too.
 
         Raises:
             TsaeError: where nothing was sampled for it.
@@ -185,9 +156,9 @@ class Rollouts(parts.Parts):
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The columns without a value a token, plus ``prompt_length`` and ``response_length`` in tokens, of responses
-        those that the policy sampled."""
-        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids", parts.COLUMN)]
+        """The columns without a value a token, plus ``prompt_length`` and ``response_length`` in tokens; of responses,
+        only sampled tokens count."""
+        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids", COLUMN)]
         frame = self.table.select(kept).to_pandas()
         return frame.assign(prompt_length=self.lengths("prompt_ids"), response_length=self.n_sampled)
 
@@ -219,7 +190,7 @@ class Rollouts(parts.Parts):
         for name in ("prompt_ids", "response_ids"):
             column = self.table[name]
             digest.update(np.concatenate([[0], list_lengths(column).cumsum()]).astype(np.int32).tobytes())
-            # Chunk by chunk: joined, they would be there twice.
+            # Chunk by chunk: joined, they would be in memory twice.
             for chunk in column.chunks:
                 values = chunk.flatten().to_numpy(zero_copy_only=False)
                 digest.update(np.ascontiguousarray(values, np.int32).data)
@@ -227,8 +198,7 @@ class Rollouts(parts.Parts):
 
     @cached_property
     def labels_fingerprint(self) -> str:
-        """Hash of what the trajectories were labelled with, in order: outcome, reward, advantage and band; and the
-        parts of responses, where any has them."""
+        """Hash of the labels of the trajectories, in order: outcome, reward, advantage, band, and token parts."""
         digest = hashlib.sha256()
         for name in ("outcome", "reward", "advantage", "band"):
             digest.update(b"[")
@@ -256,16 +226,15 @@ class Rollouts(parts.Parts):
         mask = np.ones(len(self), dtype=bool)
         for name, value in columns.items():
             if name not in self.table.column_names:
-                raise TsaeError(
-                    f"no column {name!r}; there are {', '.join(self.table.column_names)}", where=self.origin
-                )
+                what = f"no column {name!r}; there are {', '.join(self.table.column_names)}"
+                raise TsaeError(what, where=self.origin)
             wanted = set(several(value))
             mask &= np.array([v in wanted for v in self.table[name].to_pylist()])
         return self.select(mask)
 
     def with_column(self, name: str, values: Any) -> Rollouts:
         """A copy with one column set."""
-        array, table = pa.array(values, type=_type_of(name), from_pandas=True), self.table
+        array, table = pa.array(values, type=type_of(name), from_pandas=True), self.table
         if name in table.column_names:
             table = table.set_column(table.column_names.index(name), name, array)
         else:
@@ -273,21 +242,17 @@ class Rollouts(parts.Parts):
         return Rollouts(table, self.info, self.origin)
 
     @staticmethod
-    def concat(parts: Sequence[Rollouts]) -> Rollouts:
-        """All parts after one another.
-
-        Raises:
-            TsaeError: where they were tokenised with different tokenizers.
-        """
-        prints = {part.info.get("tokenizer") for part in parts}
+    def concat(tables: Sequence[Rollouts]) -> Rollouts:
+        """All tables after one another. Raises TsaeError where they were tokenised with different tokenizers."""
+        prints = {rollouts.info.get("tokenizer") for rollouts in tables}
         if len(prints) > 1:
             raise TsaeError(
                 f"rollouts tokenised with different tokenizers ({', '.join(map(str, sorted(prints, key=str)))})",
                 where="Rollouts.concat",
                 fix="Put together rollouts of models that share a tokenizer.",
             )
-        tables = pa.concat_tables([part.table for part in parts], promote_options="default")
-        return Rollouts(tables, parts[0].info, parts[0].origin)
+        together = pa.concat_tables([rollouts.table for rollouts in tables], promote_options="default")
+        return Rollouts(together, tables[0].info, tables[0].origin)
 
     def with_bands(
         self,
@@ -296,17 +261,47 @@ class Rollouts(parts.Parts):
         cutoffs: BandCutoffs | BandQuantiles | None = None,
         measured_on: Rollouts | None = None,
     ) -> Rollouts:
-        """Put every problem into a band by a reference policy's pass rate; see `difficulty.with_bands`."""
-        from tsae.rollouts.difficulty import with_bands
+        """Put every problem into a band by a reference policy's pass rate.
 
-        id = reference if reference is None or isinstance(reference, str) else reference.id
-        return with_bands(self, id, cutoffs=cutoffs, measured_on=measured_on)
+        A problem that is called hard for its few successes does better in the next sample by chance alone. So a
+        trajectory's band comes from the pass rate of separate rollouts (`measured_on`), or of the other half of these
+        (`tsae.rollouts.bands.find_bands`).
+
+        Args:
+            reference: the policy whose pass rate counts; None pools all policies.
+            cutoffs: pass rates, by default easy >= .75, hard <= .25; or shares of the problems that are measured.
+            measured_on: separate rollouts of the same problems.
+
+        Returns:
+            a copy with the columns band, pass_rate, pass_rate_low and pass_rate_high.
+
+        Raises:
+            TsaeError: where a problem was not measured, or a band is empty.
+        """
+        id = reference.id if isinstance(reference, Checkpoint) else reference
+        other = None if measured_on is None else measured_on.frame
+        found = find_bands(self.frame, self.origin, id, cutoffs, other)
+        found.check()
+        return self.in_bands(found)
+
+    def in_bands(self, bands: Bands) -> Rollouts:
+        """A copy with the bands that were found for these very trajectories, and their pass rates."""
+        found = self
+        for column in ("band", "pass_rate", "pass_rate_low", "pass_rate_high"):
+            found = found.with_column(column, bands.rows[column].to_numpy())
+        return Rollouts(found.table, {**self.info, "bands": bands.info}, self.origin)
 
     def with_advantages(self, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:
-        """Set group-relative advantages; see `advantages.group_advantages`."""
-        from tsae.rollouts.advantages import with_advantages
+        """Set group-relative advantages; see `tsae.rollouts.advantages.group_advantages`.
 
-        return with_advantages(self, kind)
+        Raises:
+            TsaeError: where a reward is missing.
+        """
+        rewards = self.table["reward"]
+        if rewards.null_count:
+            what = f"{rewards.null_count} trajectories have no reward"
+            raise TsaeError(what, where=self.origin, fix="Fill rewards, or drop the rows.")
+        return self.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(self.frame), kind))
 
 
 def _is_log(path: Path) -> bool:
@@ -320,87 +315,10 @@ def _is_log(path: Path) -> bool:
     return {"prompt", "completion"} <= names or bool({"generations", "pass_rate_generations"} & names)
 
 
-def problem_bands(frame: pd.DataFrame) -> pd.Series:
-    """The band of every problem, by problem_id; null where it has none.
-
-    Trajectories of a problem that have a band have the same one; where bands were cross-fitted, half of them may have
-    none (`tsae.rollouts.difficulty.find_bands`).
-    """
-    return frame.groupby("problem_id", sort=False).band.first()
-
-
-def outcome_name(right: bool | None) -> str:
-    """success, failure, or unknown for None."""
-    return "unknown" if right is None else "success" if right else "failure"
-
-
-def _type_of(name: str) -> pa.DataType | None:
-    """Of a column that is known."""
-    return parts.FIELD.type if name == parts.COLUMN else SCHEMA.field(name).type if name in SCHEMA.names else None
-
-
 def _joined(column: pa.ChunkedArray, separator: str, join: Callable[[list[Any]], str]) -> Iterator[str]:
-    """All values as one text, in parts: of Python's objects there are those of one chunk at a time."""
+    """All values as one text, in pieces, so that Python's objects exist for one chunk at a time."""
     before = ""
     for chunk in column.chunks:
         if len(chunk):
             yield before + join(chunk.to_pylist())
             before = separator
-
-
-def _typed(table: pa.Table, where: str) -> pa.Table:
-    """With the columns of `SCHEMA`, in their types, first."""
-    missing = [name for name in _REQUIRED if name not in table.column_names]
-    if missing:
-        raise TsaeError(
-            f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}",
-            where=where,
-            fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
-        )
-    columns = {}
-    for field in (*SCHEMA, parts.FIELD):
-        if field.name in table.column_names:
-            try:
-                columns[field.name] = table[field.name].cast(field.type)
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                raise TsaeError(
-                    f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})",
-                    where=where,
-                ) from error
-        elif field.name in SCHEMA.names:
-            columns[field.name] = pa.nulls(table.num_rows, field.type)
-    columns |= {name: table[name] for name in table.column_names if name not in columns}
-    return pa.table(columns, metadata=table.schema.metadata)
-
-
-def _checked(table: pa.Table, where: str) -> pa.Table:
-    if table.num_rows == 0:
-        raise TsaeError("holds no trajectories", where=where, fix="Give at least one trajectory.")
-    for name in _REQUIRED:
-        if table[name].null_count:
-            raise TsaeError(f"{table[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
-    for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
-        unknown = set(table[name].unique().to_pylist()) - {*allowed, None}
-        if unknown:
-            raise TsaeError(
-                f"{name} {sorted(unknown)[0]!r} is none of {', '.join(allowed)}",
-                where=where,
-                fix=f"Correct {name}.",
-            )
-    for name in ("prompt_ids", "response_ids"):
-        unknown_ids = sum(chunk.flatten().null_count for chunk in table[name].chunks)
-        if unknown_ids:
-            raise TsaeError(f"{name} holds {unknown_ids} null token ids", where=where, fix="Drop those trajectories.")
-        empty = np.flatnonzero(list_lengths(table[name]) == 0)
-        if len(empty):
-            raise TsaeError(
-                f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})",
-                where=where,
-                fix="Drop them, or check the tokenizer that they were tokenised with.",
-            )
-    reward = table["reward"].to_numpy()
-    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
-    if len(bad):
-        raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
-    parts.check_parts(table, where)
-    return table

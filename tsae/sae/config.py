@@ -52,40 +52,37 @@ class SAEConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        if self.k < 1 or self.d_sae < 2:
-            raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="SAEConfig")
-        if self.k > self.d_sae:
-            raise TsaeError(f"k={self.k} exceeds d_sae={self.d_sae}", where="SAEConfig", fix="Lower k or widen d_sae.")
+        _refuse(self, self.k < 1 or self.d_sae < 2, f"k={self.k} and d_sae={self.d_sae} do not make an SAE")
+        _refuse(self, self.k > self.d_sae, f"k={self.k} exceeds d_sae={self.d_sae}", "Lower k or widen d_sae.")
         # JSON knows no tuples.
         object.__setattr__(self, "groups", tuple(self.groups))
         if self.group_weights is not None:
             object.__setattr__(self, "group_weights", tuple(self.group_weights))
-        if not self.groups or abs(sum(self.groups) - 1) > 1e-6 or min(self.groups) <= 0:
-            raise TsaeError(
-                f"groups={self.groups} add up to {sum(self.groups):g}, expected positive shares that add up to 1",
-                where="SAEConfig",
-                fix="Give shares such as (0.1, 0.9).",
-            )
-        if any(stop <= start for start, stop in self.group_bounds):
-            raise TsaeError(
-                f"groups={self.groups} of d_sae={self.d_sae} leave a group empty",
-                where="SAEConfig",
-                fix="Widen d_sae, or give larger shares.",
-            )
-        if self.group_weights is not None and (
-            len(self.group_weights) != len(self.groups) or min(self.group_weights) < 0 or sum(self.group_weights) == 0
-        ):
-            raise TsaeError(
-                f"group_weights={self.group_weights} do not go with groups={self.groups}",
-                where="SAEConfig",
-                fix="Give one weight of at least 0 per group, not all 0.",
-            )
-        if self.temporal_weight < 0 or self.aux_weight < 0 or self.temperature <= 0:
-            raise TsaeError(
-                f"temporal_weight={self.temporal_weight}, aux_weight={self.aux_weight} must be at least 0, "
-                f"temperature={self.temperature} above 0",
-                where="SAEConfig",
-            )
+        _refuse(
+            self,
+            not self.groups or abs(sum(self.groups) - 1) > 1e-6 or min(self.groups) <= 0,
+            f"groups={self.groups} add up to {sum(self.groups):g}, expected positive shares that add up to 1",
+            "Give shares such as (0.1, 0.9).",
+        )
+        _refuse(
+            self,
+            any(stop <= start for start, stop in self.group_bounds),
+            f"groups={self.groups} of d_sae={self.d_sae} leave a group empty",
+            "Widen d_sae, or give larger shares.",
+        )
+        given = self.weights
+        _refuse(
+            self,
+            len(given) != len(self.groups) or min(given) < 0 or sum(given) == 0,
+            f"group_weights={self.group_weights} do not go with groups={self.groups}",
+            "Give one weight of at least 0 per group, not all 0.",
+        )
+        _refuse(
+            self,
+            self.temporal_weight < 0 or self.aux_weight < 0 or self.temperature <= 0,
+            f"temporal_weight={self.temporal_weight}, aux_weight={self.aux_weight} must be at least 0, "
+            f"temperature={self.temperature} above 0",
+        )
 
     @property
     def d_high(self) -> int:
@@ -172,44 +169,39 @@ class TrainingConfig:
         # JSON knows no tuples.
         object.__setattr__(self, "step_ends", tuple(self.step_ends))
         object.__setattr__(self, "balance", tuple(self.balance))
-        if self.step_ends and self.partner != "step":
-            raise TsaeError(
-                f'step_ends are given, but partner="{self.partner}" knows no steps',
-                where="TrainingConfig",
-                fix='Set partner="step", or leave step_ends out.',
-            )
-        if not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance):
-            raise TsaeError(
-                f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
-                where="TrainingConfig",
-            )
-        if self.save_every_steps < 1:
-            raise TsaeError(f"save_every_steps={self.save_every_steps} is less than 1", where="TrainingConfig")
-        if self.tokens < self.batch_tokens:
-            raise TsaeError(
-                f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}", where="TrainingConfig"
-            )
-        if self.batch_tokens < 2 * self.window or self.window < 2:
-            raise TsaeError(
-                f"batch_tokens={self.batch_tokens} must hold at least two windows of window={self.window} >= 2 tokens",
-                where="TrainingConfig",
-            )
-        if not 0 <= self.temporal_rise_share <= 1:
-            raise TsaeError(
-                f"temporal_rise_share={self.temporal_rise_share} is not between 0 and 1", where="TrainingConfig"
-            )
-        if not 0 <= self.warmup_share + self.decay_share <= 1 or min(self.warmup_share, self.decay_share) < 0:
-            raise TsaeError(
-                f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1",
-                where="TrainingConfig",
-            )
+        _refuse(
+            self,
+            bool(self.step_ends) and self.partner != "step",
+            f'step_ends are given, but partner="{self.partner}" knows no steps',
+            'Set partner="step", or leave step_ends out.',
+        )
+        _refuse(
+            self,
+            not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance),
+            f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
+        )
+        _refuse(self, self.save_every_steps < 1, f"save_every_steps={self.save_every_steps} is less than 1")
+        few = self.tokens < self.batch_tokens
+        _refuse(self, few, f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}")
+        _refuse(
+            self,
+            self.batch_tokens < 2 * self.window or self.window < 2,
+            f"batch_tokens={self.batch_tokens} must hold at least two windows of window={self.window} >= 2 tokens",
+        )
+        rise, warmup, decay = self.temporal_rise_share, self.warmup_share, self.decay_share
+        _refuse(self, not 0 <= rise <= 1, f"temporal_rise_share={rise} is not between 0 and 1")
+        too_long = not 0 <= warmup + decay <= 1 or min(warmup, decay) < 0
+        _refuse(self, too_long, f"warmup_share={warmup} and decay_share={decay} exceed 1")
+
+
+def _refuse(config: Any, wrong: bool, message: str, fix: str | None = None) -> None:
+    if wrong:
+        raise TsaeError(message, where=type(config).__name__, fix=fix)
 
 
 def _check_choices(config: Any) -> None:
-    """Outside the command line nothing else makes sure that a word is one of those that a field allows."""
+    """Check that every word is one that its field allows; only the command line checks it otherwise."""
     for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            raise TsaeError(
-                f"{name}={getattr(config, name)!r} is none of {', '.join(map(repr, get_args(hint)))}",
-                where=type(config).__name__,
-            )
+        value, allowed = getattr(config, name), get_args(hint)
+        wrong = get_origin(hint) is Literal and value not in allowed
+        _refuse(config, wrong, f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")

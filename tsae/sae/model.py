@@ -14,22 +14,28 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.provenance import write_json
+from tsae.activations.source import Source
+from tsae.base.files import write_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-
-if TYPE_CHECKING:
-    from tsae.activations.source import Source
-    from tsae.sae.export import LensArchitecture
-
-FORMAT = "tsae-temporal-sae"
+from tsae.sae.exchange.foreign import ForeignConfig, is_saelens, load_folder, not_fitting
+from tsae.sae.exchange.saelens_files import (
+    CONFIG_FILE,
+    FORMAT,
+    NATIVE,
+    WEIGHTS_FILE,
+    LensArchitecture,
+    lens_config,
+    lens_weights,
+    plain_config,
+    write_folder,
+)
 
 
 class TemporalSAE(torch.nn.Module):
@@ -87,7 +93,7 @@ class TemporalSAE(torch.nn.Module):
         return None if limit is None else float(limit)
 
     def outliers(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, d_model) -> (…) bool: tokens beyond `norm_limit`, of which the SAE saw none and can say nothing."""
+        """(…, d_model) -> (…) bool: tokens beyond `norm_limit`; the SAE saw none of them in training."""
         limit = self.norm_limit
         norm = x.norm(dim=-1)
         return torch.zeros_like(norm, dtype=torch.bool) if limit is None else norm > limit
@@ -123,7 +129,7 @@ class TemporalSAE(torch.nn.Module):
 
     @torch.no_grad()
     def fold_scale(self, scale: float) -> None:
-        """Make an SAE of scale · x one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
+        """Turn an SAE of scale · x into one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
         self.b_enc.div_(scale)
         self.b_dec.div_(scale)
         self.threshold.div_(scale)
@@ -141,20 +147,24 @@ class TemporalSAE(torch.nn.Module):
         return folder
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
-        """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.export`."""
-        from tsae.sae.export import write_saelens
+        """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.exchange.saelens_files`."""
+        dtype = str(self.W_enc.dtype).removeprefix("torch.")
+        config = lens_config(self.config, self.d_model, self.site, architecture, dtype)
+        return write_folder(Path(folder), config, lens_weights(self.state_dict()))
 
-        return write_saelens(self, folder, architecture=architecture)
+    @classmethod
+    def of(cls, sae: TemporalSAE | str | Path, *, device: str | None = None) -> TemporalSAE:
+        """The SAE itself, or the one in a folder, on a device where one is named."""
+        found = sae if isinstance(sae, TemporalSAE) else cls.load(sae)
+        return found if device is None else found.to(device)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
-        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.foreign`).
+        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.exchange.foreign`).
 
         Raises:
             TsaeError: where a file is missing, damaged, or weights and config disagree.
         """
-        from tsae.sae.foreign import is_saelens, read_saelens
-
         folder = Path(folder)
         if is_saelens(folder):
             return read_saelens(folder, device=device)
@@ -169,19 +179,89 @@ class TemporalSAE(torch.nn.Module):
             sae = cls(content["d_model"], SAEConfig(**content["sae"]), site=content["site"], training=info)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise TsaeError(f"config.json is not an SAE's ({error})", where=folder) from error
-        try:
+        with not_fitting("sae.safetensors", "config.json", folder, "Train it again."):
             sae.load_state_dict(load_file(folder / "sae.safetensors"))
-        except (RuntimeError, SafetensorError) as error:
-            raise TsaeError(
-                f"sae.safetensors does not fit config.json ({str(error).splitlines()[-1].strip()})",
-                where=folder,
-                fix="Train it again.",
-            ) from error
         return sae.to(device).eval()
 
 
+class ForeignSAE(TemporalSAE):
+    """An SAE of sae_lens, which `encode`, `evaluate` and all later stages take like a T-SAE.
+
+    It is saved as sae_lens saves it. `tsae.sae.fitting.finetuning` starts from it and gives a `TemporalSAE`.
+    """
+
+    config: ForeignConfig
+
+    def __init__(
+        self, d_model: int, config: ForeignConfig, *, site: str, training: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(d_model, config, site=site, training=training)
+        self.register_buffer("threshold", torch.zeros(config.d_sae))
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"ForeignSAE({c.architecture}, d_model={self.d_model}, d_sae={c.d_sae}, site={self.site!r})"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of weights, thresholds and what is computed with them."""
+        c = self.config
+        text = f"{super().fingerprint} {c.architecture} {c.k} {c.apply_b_dec_to_input}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @torch.no_grad()
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, d_model) -> (…, d_sae) codes."""
+        pre = (x - self.b_dec * self.config.apply_b_dec_to_input) @ self.W_enc
+        pre += self.b_enc
+        if self.config.architecture == "jumprelu":
+            return torch.relu(pre) * (pre > self.threshold)
+        largest = torch.topk(pre, self.config.k, dim=-1, sorted=False)
+        return torch.zeros_like(pre).scatter_(-1, largest.indices, torch.relu(largest.values))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write it as `to_saelens` does; `TemporalSAE.load` loads that form."""
+        return self.to_saelens(folder)
+
+    def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
+        """Write it in the form that sae_lens loads, with its own architecture."""
+        if architecture == NATIVE:
+            raise TsaeError(f"an SAE of sae_lens is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        c = self.config
+        config = plain_config(c.architecture, self.d_model, c.d_sae, self.training_info["sae_lens"])
+        config["apply_b_dec_to_input"] = c.apply_b_dec_to_input
+        if c.architecture == "topk":
+            config |= {"k": c.k, "rescale_acts_by_decoder_norm": False}
+            del weights["threshold"]
+        return write_folder(Path(folder), config, weights)
+
+
+def read_saelens(folder: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:
+    """Load a folder with cfg.json and sae_weights.safetensors; see `tsae.sae.exchange.foreign`.
+
+    Args:
+        folder: that sae_lens 6 or `to_saelens` wrote.
+        site: TransformerLens name; by default the config's hook_name.
+        device: a torch device.
+
+    Raises:
+        TsaeError: where a file is missing or damaged, or the SAE cannot be computed here.
+    """
+    found = load_folder(Path(folder), site)
+    kept: dict[str, Any] = {"site": found.site, "training": {"sae_lens": found.metadata}}
+    sae: TemporalSAE
+    if isinstance(found.config, ForeignConfig):
+        sae = ForeignSAE(found.d_model, found.config, **kept)
+    else:
+        sae = TemporalSAE(found.d_model, found.config, **kept)
+    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, Path(folder), "Save it again."):
+        sae.load_state_dict(found.weights)
+    return sae.requires_grad_(False).to(device).eval()
+
+
 def check_fits(sae: TemporalSAE, store: Source) -> None:
-    """That the SAE was made for the store's activations.
+    """Check that the SAE was made for the store's activations.
 
     Raises:
         TsaeError: where the site or d_model differ.

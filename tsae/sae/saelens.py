@@ -25,7 +25,7 @@ from sae_lens.saes.jumprelu_sae import JumpReLUSAE, JumpReLUSAEConfig
 from sae_lens.util import str_to_dtype
 
 from tsae.errors import TsaeError
-from tsae.sae.export import NATIVE, lens_config, lens_weights
+from tsae.sae.exchange.saelens_files import NATIVE, lens_config, lens_weights
 from tsae.sae.model import TemporalSAE
 
 
@@ -64,11 +64,13 @@ def disk_loader(
         (content of a cfg.json, weights by name).
     """
     sae = TemporalSAE.load(path)
-    config = {**lens_config(sae, NATIVE), "device": device, **(cfg_overrides or {})}
+    config = {**lens_config(sae.config, sae.d_model, sae.site, NATIVE), "device": device, **(cfg_overrides or {})}
     if config["architecture"] != NATIVE:
         raise TsaeError(f"a T-SAE's folder is read as {NATIVE}, not {config['architecture']}", where=path)
     dtype = str_to_dtype(config["dtype"])
-    return config, {name: value.to(device=device, dtype=dtype) for name, value in lens_weights(sae).items()}
+    return config, {
+        name: value.to(device=device, dtype=dtype) for name, value in lens_weights(sae.state_dict()).items()
+    }
 
 
 if NATIVE not in SAE_CLASS_REGISTRY:

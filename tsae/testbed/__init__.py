@@ -2,23 +2,20 @@
 
 Chains of digits and operators are answered by a three-layer Llama, either at once or by a scratchpad. Three
 GRPO runs from one base, on easy, medium and hard chains, ship as a checkpoint series. data/README.md has the
-measured table; scripts/build_testbed.py makes everything anew.
+measured table; scripts/build_testbed.py builds everything again.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response
-from tsae.testbed.problems import LEVELS, evaluate, generate_problems, parse_prompt
+from tsae.testbed.chains import LEVELS, evaluate, generate_problems, parse_prompt
 from tsae.testbed.tokenizer import VOCABULARY, make_tokenizer, split_tokens
 from tsae.testbed.verifier import given_answer, verify
-
-if TYPE_CHECKING:
-    from tsae.checkpoints.series import CheckpointSeries
 
 __all__ = [
     "LEVELS",
@@ -58,8 +55,6 @@ def series_path() -> Path:
 
 def series() -> CheckpointSeries:
     """The shipped series: one base and three GRPO runs (easy, medium, hard), several steps of each."""
-    from tsae.checkpoints.series import CheckpointSeries
-
     return CheckpointSeries.load(series_path())
 
 

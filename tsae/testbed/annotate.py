@@ -1,20 +1,20 @@
 """Ground truth for every token of a response: what it is for, and whether it is right.
 
-A full response writes one step per operation, ``a op b = r ;``, and then ``# answer <eos>``. A response is
-read by a small state machine, from left to right:
+A full response writes one step per operation, ``a op b = r ;``, and then ``# answer <eos>``. A small state machine
+parses it from left to right:
 
 1. Step k must copy the result of step k-1 *as written* (the first digit of the problem for k = 0), operator k
    and digit k+1 of the problem; each of these three tokens is right or wrong by itself. A step beyond the
    last operation has nothing to copy: its operands and operator are wrong.
-2. Its result is right if it follows from the step's *own* operands and operator. So a slip is marked where it
-   happens, and not again in the steps that carry it on; a miscopied operand does not make the result wrong.
+2. Its result is right if it follows from the step's *own* operands and operator. So a slip is marked where it happens,
+   and not in later steps that carry it on. A miscopied operand does not make the result wrong.
 3. The answer is right if it is the problem's answer, whatever was written before it.
-4. Separators, equals signs, answer markers and the end carry no judgement (None) where the grammar allows
-   them. A token where the grammar does not allow it is wrong: under its own role for ``;``, ``#`` and
-   ``<eos>``, as "other" for the rest, and then so is all that follows in that step, up to the ``;`` or ``#``
-   that ends it. What follows the first ``<eos>``, and padding at the end, is "other" and None.
+4. Separators, equals signs, answer markers and the end are not judged (None) where the grammar allows them. A token
+   that the grammar does not allow is wrong. ``;``, ``#`` and ``<eos>`` keep their role; any other such token is
+   "other", and so is the rest of the step, up to its ``;`` or ``#``. Tokens after the first ``<eos>``, and padding at
+   the end, are "other" and None.
 
-Any sequence of strings gets labels, one per token; only a prompt that is no chain is refused.
+Every token of any sequence of strings gets a label; only a prompt that is no chain is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tsae.testbed.problems import OPERATORS, Chain, apply_operator, parse_prompt
+from tsae.testbed.chains import OPERATORS, Chain, apply_operator, parse_prompt
 from tsae.testbed.tokenizer import EOS, PAD, split_tokens
 from tsae.testbed.verifier import given_answer, verify
 
@@ -53,15 +53,14 @@ class ResponseFacts:
     """What one response did."""
 
     style: Style
-    """Is "scratchpad" if at least one complete step is written, else "direct" (so also for a response without
-    answer)."""
+    """Is "scratchpad" with at least one complete step, else "direct", even without an answer."""
     n_steps_required: int
     """Operations of the problem."""
     n_steps_written: int
     """Complete steps ``a op b = r``, whether right or wrong."""
     n_steps_valid: int
-    """Of these, the ones that carry out the operation that was due (operands and operator rightly copied); a
-    step with a wrong result counts, since the computation was written, if badly."""
+    """Steps among them that carry out the operation that was due, with operands and operator copied right. A wrong
+    result counts: the computation was written."""
     n_steps_skipped: int
     """Required steps that no valid step carries out."""
     skipped_share: float
@@ -69,8 +68,8 @@ class ResponseFacts:
     first_wrong: int | None
     """Index of the first response token with correct=False, None if there is none."""
     skip_index: int | None
-    """Index of the first answer marker if it comes before all required steps were written: where computation
-    was skipped; None otherwise. A right direct answer has a skip_index and no first_wrong."""
+    """Index of the first answer marker, if it comes before all required steps: where computation was skipped. A right
+    direct answer has a skip_index and no first_wrong."""
     n_tokens: int
     """Response tokens up to and including the first ``<eos>``, without padding."""
     answer: str | None
@@ -93,10 +92,10 @@ def annotate(prompt: str, response: Sequence[str]) -> list[TokenLabel]:
     Raises:
         TsaeError: where the prompt is not a chain. No response is refused.
     """
-    reader = _Reader(parse_prompt(prompt))
+    parser = _Parser(parse_prompt(prompt))
     length = _length(response)
-    labels = [reader.read(token) for token in response[:length]]
-    style: Style = "scratchpad" if reader.n_complete else "direct"
+    labels = [parser.parse(token) for token in response[:length]]
+    style: Style = "scratchpad" if parser.n_complete else "direct"
     labels += [("other", None, None)] * (len(response) - length)
     return [TokenLabel(role, correct, step, style) for role, correct, step in labels]
 
@@ -153,8 +152,8 @@ def _length(tokens: Sequence[str]) -> int:
 _Label = tuple[Role, "bool | None", "int | None"]
 
 
-class _Reader:
-    """Reads a response token by token."""
+class _Parser:
+    """Parses a response token by token."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -165,7 +164,7 @@ class _Reader:
         self.own: list[str] = []  # tokens of the step so far
         self.n_complete = 0
 
-    def read(self, token: str) -> _Label:
+    def parse(self, token: str) -> _Label:
         """The role, the judgement and the step of the next token."""
         if token == EOS:
             return "end", (None if self.mode == "done" else False), None
@@ -180,9 +179,9 @@ class _Reader:
             if answering and token in _DIGITS:
                 return "answer", token == self.chain.answer, None
             return "other", False, None
-        return self._read_in_step(token)
+        return self._parse_in_step(token)
 
-    def _read_in_step(self, token: str) -> _Label:
+    def _parse_in_step(self, token: str) -> _Label:
         step = self.step
         if token == ";":
             finished = self.place in (len(_STEP_ROLES) - 1, None)

@@ -22,6 +22,9 @@ TOKEN_IDS: dict[str, int] = {token: index for index, token in enumerate(VOCABULA
 MAX_TOKENS = 128
 """Longest sequence, prompt and response together; a full scratchpad of 14 operations takes 118."""
 
+MAX_RESPONSE_TOKENS = 96
+"""Limit of sampling: a full scratchpad of 14 operations takes 87 tokens with its <eos>."""
+
 _TOKEN = re.compile("|".join(re.escape(token) for token in (BOS, PAD, EOS)) + "|.", re.DOTALL)
 
 

@@ -10,8 +10,7 @@ _FINAL = re.compile(r"#(\d)\Z")
 
 
 def given_answer(response_text: str) -> str | None:
-    """The digit after the last ``#``, if the response ends with it; None for a response without a final
-    answer.
+    """The digit after the last ``#``, if the response ends with it; None without a final answer.
 
     Args:
         response_text: the response with or without its special tokens. Text after the first ``<eos>`` is
@@ -25,9 +24,8 @@ def given_answer(response_text: str) -> str | None:
 
 
 def verify(response_text: str, answer: str) -> bool:
-    """Whether a response ends in ``#`` and the right digit, and in nothing else; the way to it is not looked
-    at.
+    """Whether a response ends in ``#`` and the right digit, whatever the way to it.
 
-    A response that was cut off, that goes on after the answer, or that gives none is wrong.
+    A response that was cut off, continues after the answer, or gives none is wrong.
     """
     return given_answer(response_text) == answer.strip()

@@ -1,18 +1,23 @@
-"""Whose log is it? Told by the names of its files and the columns of their first rows."""
+"""Whose log is it? Recognised by the names of its files and the columns of their first rows."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs import (
+from tsae.rollouts.logs.entries.fields import Row
+from tsae.rollouts.logs.entries.log_format import TABLES, Format
+from tsae.rollouts.logs.on_disk.leftovers import leftovers, refuse_copies
+from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, kind_of, run_folder
+from tsae.rollouts.logs.on_disk.packed import bare
+from tsae.rollouts.logs.trainers import (
     areal,
     inspect_logs,
     ms_swift,
@@ -30,120 +35,52 @@ from tsae.rollouts.logs import (
     verifiers,
     verl,
 )
-from tsae.rollouts.logs.entry import Reader, Row
-from tsae.rollouts.logs.files import LogFile, find_files, first_row, kind_of, run_folder
-from tsae.rollouts.logs.leftovers import leftovers, refuse_copies
-from tsae.rollouts.logs.packed import bare
-from tsae.rollouts.logs.unknown import unknown_columns
-
-_TABLES = (".jsonl", ".parquet")
-
-
-@dataclass(frozen=True)
-class Format:
-    """One trainer's way of logging rollouts."""
-
-    name: str
-    title: str
-    file: re.Pattern[str] | None
-    """Matches the path of its files, with named groups step, run and subset; None where names say nothing."""
-    fits: Callable[[Row, ImportConfig], bool]
-    """Whether a row has its columns."""
-    read: Reader
-    a_file_a_step: bool = False
-    """Two files of one run and step are then one too many."""
-    synchronous: bool = True
-    """Whether the weights that sampled for a step are those right before its update."""
-    validates: Callable[[Path], bool] | None = None
-    """Whether a file is a validation's, by its name."""
-    suffixes: tuple[str, ...] = _TABLES
-    """Of its files, by `kind_of`."""
-    cut: bool = True
-    """Whether rows are read alike wherever a file begins: nothing is remembered from one to the next."""
-
-    def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
-        """Whether a file with this first row may be its."""
-        return kind_of(file) in self.suffixes and self.fits(row, config)
-
 
 FORMATS = (
-    Format("trl", "TRL completions", trl.FILE, trl.fits, trl.read, a_file_a_step=True, cut=False),
-    Format("verl", "verl rollout data", verl.FILE, verl.fits, verl.read, a_file_a_step=True, validates=verl.validates),
-    Format(
-        "open-instruct",
-        "open-instruct traces",
-        open_instruct.FILE,
-        open_instruct.fits,
-        open_instruct.read,
-        synchronous=False,
-    ),
-    Format("nemo-rl", "NeMo-RL training data", nemo_rl.FILE, nemo_rl.fits, nemo_rl.read, a_file_a_step=True),
-    Format(
-        "prime-rl", "prime-rl traces", prime_rl.TRACES, prime_rl.fits_traces, prime_rl.read_traces, synchronous=False
-    ),
-    Format(
-        "prime-rl-tokens",
-        "prime-rl token exports",
-        prime_rl.TOKENS,
-        prime_rl.fits_tokens,
-        prime_rl.read_tokens,
-        synchronous=False,
-    ),
-    Format("open-r1", "open-r1 generations", None, open_r1.fits, open_r1.read),
-    Format(
-        "ms-swift",
-        "ms-swift completions",
-        ms_swift.FILE,
-        ms_swift.fits,
-        ms_swift.read,
-        suffixes=(".jsonl",),
-        cut=False,
-    ),
-    Format("slime", "slime rollout data", slime.FILE, slime.fits, slime.read, a_file_a_step=True, suffixes=(".pt",)),
-    Format("areal", "AReaL trajectories", areal.FILE, areal.fits, areal.read, synchronous=False),
-    Format("roll", "ROLL rollout dump", roll.FILE, roll.fits, roll.read, a_file_a_step=True),
-    Format("verifiers", "verifiers rollouts", verifiers.FILE, verifiers.fits, verifiers.read, synchronous=False),
-    Format("rllm", "rLLM episodes", rllm.FILE, rllm.fits, rllm.read, suffixes=(".json",)),
-    Format("skyrl", "SkyRL evaluations", skyrl.FILE, skyrl.fits, skyrl.read),
-    Format("openrlhf", "OpenRLHF batch inference", None, openrlhf.fits, openrlhf.read),
-    Format("inspect", "Inspect log", inspect_logs.FILE, inspect_logs.fits, inspect_logs.read, suffixes=(".eval",)),
-    Format("plain", "plain log", None, plain.fits, plain.read),
+    *(module.FORMAT for module in (trl, verl, open_instruct, nemo_rl)),
+    *(prime_rl.TRACES, prime_rl.TOKENS),
+    *(module.FORMAT for module in (open_r1, ms_swift, slime, areal, roll, verifiers, rllm, skyrl, openrlhf)),
+    *(inspect_logs.FORMAT, plain.FORMAT),
 )
+_BY_NAME = {form.name: form for form in FORMATS}
+
+# Typical names of such columns, the most telling first.
+_LIKE = {
+    "prompt": ("prompt", "question", "problem", "query", "input", "instruction", "messages"),
+    "response": ("response", "completion", "output", "generation", "answer", "text"),
+    "reward": ("reward", "score", "acc"),
+}
+_SHOWN = 40
 
 
 def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], list[str]]:
-    """The format of a log, its files by run and step, and what is to be said of them.
+    """The format of a log, its files by run and step, and notes about them.
 
     Raises:
-        TsaeError: where no format fits, several do, or files disagree.
+        TsaeError: if no format fits, several do, or files disagree.
     """
     files = find_files(path)
     if config.format != "auto":
-        chosen = next(form for form in FORMATS if form.name == config.format)
-        odd = next((file for file in files if path.is_file() and kind_of(file) not in chosen.suffixes), None)
-        if odd is not None:
+        chosen = _BY_NAME[config.format]
+        if path.is_file() and kind_of(path) not in chosen.suffixes:
             raise TsaeError(
                 f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none",
-                where=odd,
+                where=path,
                 fix="Name its columns (--format plain --column response=NAME …), or say no --format.",
             )
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
-        # One file, or files of other names than the trainer's, are taken at the user's word.
+        # One file, or files with other names than the trainer's, are what the user says.
         return _ordered(chosen, matching or files, path, config)
-    named: dict[str, list[Path]] = {}
-    others, empty = list[Path](), list[Path]()
     unknown: Path | None = None
-    tables = [file for file in files if kind_of(file) in _TABLES]
-    # Other trainers keep evaluations and tensors beside their logs. These are read only where there is no log.
-    for group in (tables, [file for file in files if kind_of(file) not in _TABLES]):
-        named, others, empty = _by_name(group, config), [], []
+    # Other trainers keep evaluations and tensors beside their logs. These are read only if there is no log.
+    for tables in (True, False):
+        group = [file for file in files if (kind_of(file) in TABLES) == tables]
+        named, others, empty = _by_name(group, config), list[Path](), list[Path]()
         if not named:
             named, others, empty = _by_columns(group, config)
             unknown = unknown or next(iter(others), None)
         if named:
             break
-    if not named and unknown is None:
-        raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
     if len(named) > 1:
         shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
         raise TsaeError(
@@ -151,11 +88,13 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], l
             where=path,
             fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
         )
-    if unknown is not None and not named:
-        raise unknown_columns(path, unknown, first_row(unknown) or {}, config, [form.name for form in FORMATS])
+    if not named:
+        if unknown is None:
+            raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
+        raise _unknown_columns(path, unknown, first_row(unknown) or {}, config)
     ((name, matching),) = named.items()
-    chosen = next(form for form in FORMATS if form.name == name)
-    if others:  # They were told by their columns, and some have others.
+    chosen = _BY_NAME[name]
+    if others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are "
             f"{', '.join(first_row(others[0]) or {})}",
@@ -166,7 +105,7 @@ def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], l
 
 
 def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
-    """By format, the files that are called as its are, where the first with a row has its columns."""
+    """By format, the files whose names match, if the first with a row has the format's columns."""
     named = {}
     paths = [(file, _name(file)) for file in files]
     for form in FORMATS:
@@ -178,27 +117,60 @@ def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path
 
 
 def _by_columns(files: Sequence[Path], config: ImportConfig) -> tuple[dict[str, list[Path]], list[Path], list[Path]]:
-    """By format, the files whose first row has its columns; where a single one has files, the others; the empty ones.
+    """By format, the files whose first row has its columns; the files that no format fits; the empty files.
 
     Every file is opened once, and no row is kept.
     """
     found: dict[str, list[Path]] = {}
-    fitting: list[tuple[Path, list[str]]] = []
-    empty = []
+    unknown, empty = list[Path](), list[Path]()
     for file in files:
         row = first_row(file)
         if row is None:
             empty.append(file)
             continue
         names = [form.name for form in FORMATS if form.takes(file, row, config)]
-        fitting.append((file, names))
         for name in names:
             found.setdefault(name, []).append(file)
-    return found, [file for file, names in fitting if not names], empty
+        if not names:
+            unknown.append(file)
+    return found, unknown, empty
+
+
+def _unknown_columns(path: Path, file: Path, row: Row, config: ImportConfig) -> TsaeError:
+    """The error for a log of unknown columns: what it has, and how to name what is needed.
+
+    Args:
+        path: the log as it was given.
+        file: the first of its files that has rows.
+        row: its first row.
+        config: of the import.
+    """
+    names = list(row)
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    named = {field: getattr(config.columns, field) for field in _LIKE}
+    missing = [field for field in ("prompt", "response") if named[field] not in row]
+    if named["reward"] not in row and not {config.columns.correct, *config.rewards} & row.keys():
+        missing.append("reward")
+    taken = {name for field, name in named.items() if field not in missing}
+    options = []
+    for field in missing:
+        # A column that may hold it, as an example; the user decides.
+        free = [name for name in names if name not in taken]
+        likely = next((name for like in _LIKE[field] for name in free if like in name.lower()), None)
+        if likely is not None:
+            taken.add(likely)
+        if likely is not None or field != "reward":
+            options.append("--column " + quote(f"{field}={likely or 'NAME'}"))
+    return TsaeError(
+        f"no known log has the columns {shown}; known are {', '.join(_BY_NAME)}",
+        where=file,
+        fix=f"Name the columns, for example: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
+        "In Python, tsae.rollouts.frames.read_frame takes any DataFrame.",
+    )
 
 
 def _name(file: Path) -> str:
-    """The path by which a trainer's files are known, however they are compressed."""
+    """The path that identifies a trainer's file, however it is compressed."""
     return (_resolved(file.parent) / bare(file).name).as_posix()
 
 

@@ -1,4 +1,4 @@
-"""Whose logs are read, in which versions, and what each can and cannot tell. Imports nothing heavy."""
+"""The logs that can be imported: versions, settings, and what each log holds. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 TELLS = ("prompt ids", "response ids", "log-probabilities", "advantages", "ends", "answers", "steps", "policies")
-"""What a log may tell of a trajectory: token ids of what was read and of what was sampled, log-probabilities of sampled
-tokens, the advantage that was used, whether the response ended by itself or was cut, a reference answer, the trainer's
-step, and how many updates the weights had behind them that sampled it."""
+"""What a log may tell about a trajectory: token ids of prompt and response, log-probabilities of sampled tokens, the
+advantage that was used, whether the response ended by itself or was cut, a reference answer, the trainer's step, and
+the number of updates of the weights that sampled it."""
 _IDS, _TIME = ("prompt ids", "response ids", "ends"), ("steps", "policies")
-
-
 _NAMES = {name.replace(" ", "_").replace("-", "_"): name for name in TELLS}
 
 
 def _tells(*names: str, **sometimes: str) -> dict[str, str]:
-    """By name, when: always, unless something else is said."""
+    """What a log tells, each with when: always (yes), or `sometimes`."""
     return dict.fromkeys(names, "yes") | {_NAMES[name]: when for name, when in sometimes.items()}
 
 
@@ -28,13 +26,13 @@ class Known(NamedTuple):
     """Names for --format."""
     trainer: str
     versions: str
-    """Those whose logs, or the source that writes them, were read."""
+    """Versions whose logs, or whose source, were studied."""
     setting: str
-    """What users switch on; empty where it is written anyway."""
+    """What users switch on; empty if it is written anyway."""
     lacks: str
     """What the log does not hold."""
     tells: Mapping[str, str]
-    """Of `TELLS`, what it does hold, each with when: yes, or for which logs."""
+    """What it holds of `TELLS`, each with when: yes, or for which logs."""
 
 
 KNOWN = (

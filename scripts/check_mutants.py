@@ -1,0 +1,249 @@
+"""Do the tests bite? Small faults are planted in the code, one at a time, and the tests that run that line must fail.
+
+1. The fast tests run once with coverage, which records the tests that run each line.
+2. Places in sae, features, diff, activations and rollouts are drawn at random, as many from every room, and at each one
+   of cosmic-ray's operators: another comparison, another number, `and` for `or`, a loop without a turn, …
+3. Every mutant is tested in a copy of the repository by the tests that run its line: first those of its room, then the
+   others. One that passes them all survives.
+
+Left out: annotations, docstrings and messages of errors, which no test of behaviour needs to see; operators that only
+remove a decorator. Survivors are printed with their line, to be judged: some are equivalent.
+
+    python scripts/check_mutants.py --per-room 40 --to runs/mutants
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+
+import tyro
+from scipy.stats import binomtest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("activations", "diff", "features", "rollouts", "sae")
+LEFT_OUT = ("core/RemoveDecorator",)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many mutants, and where."""
+
+    to: Path = Path("runs/mutants")
+    """Folder for the coverage and the results; a run that was stopped resumes."""
+    per_room: int = 40
+    """Mutants of every room."""
+    rooms: tuple[str, ...] = ROOMS
+    """Rooms of tsae that are mutated."""
+    workers: int = 2
+    """Mutants that are tested at once, each in a copy of the repository."""
+    first: int = 40
+    """Tests that are tried first."""
+    timeout: float = 300
+    """Seconds after which a mutant that hangs counts as killed."""
+    seed: int = 0
+    """Seed of the draw."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: an operator of cosmic-ray at a place of a file."""
+
+    room: str
+    path: str
+    operator: str
+    occurrence: int
+    line: int
+
+
+def main(config: Config) -> None:
+    config.to.mkdir(parents=True, exist_ok=True)
+    coverage = (config.to / "coverage.sqlite").resolve()
+    if not coverage.is_file():
+        cover(coverage, config.workers)
+    tests = tests_by_line(coverage)
+    results = config.to / "mutants.jsonl"
+    known = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    done = {(r["path"], r["operator"], r["occurrence"]): r for r in known}
+    mutants = [m for room in config.rooms for m in draw(room, config, tests)]
+    copies: Queue[Path] = Queue()
+    for i in range(config.workers):
+        copies.put(copy(config.to / f"copy-{i}"))
+
+    def judge(mutant: Mutant) -> dict[str, object]:
+        key = (mutant.path, mutant.operator, mutant.occurrence)
+        if key in done:
+            return done[key]
+        place = copies.get()
+        try:
+            found = test(mutant, place, tests[mutant.path].get(mutant.line, []), config)
+        finally:
+            copies.put(place)
+        with results.open("a") as out:
+            out.write(json.dumps(found) + "\n")
+        print(
+            f"{found['outcome']:9} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line}  {mutant.operator}",
+            flush=True,
+        )
+        return found
+
+    with ThreadPoolExecutor(config.workers) as pool:
+        judged = list(pool.map(judge, mutants))
+    report(judged, config)
+
+
+def cover(to: Path, workers: int) -> None:
+    """Run the fast tests once, and record which test runs which line."""
+    settings = to.with_name("coveragerc")
+    settings.write_text("[run]\nsource = tsae\nconcurrency = thread,multiprocessing\n")
+    command = ["-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "--cov=tsae", "--cov-context=test"]
+    command += [f"--cov-config={settings}", "--cov-report=", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "COVERAGE_FILE": str(to), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment)
+    if ran.returncode:
+        to.unlink(missing_ok=True)
+        raise SystemExit("the tests fail without any mutant")
+
+
+def tests_by_line(data: Path) -> dict[str, dict[int, list[str]]]:
+    """Path, line and the tests that run it, those of its own room first."""
+    from coverage import CoverageData
+
+    read = CoverageData(str(data))
+    read.read()
+    found: dict[str, dict[int, list[str]]] = defaultdict(dict)
+    for file in read.measured_files():
+        path = Path(file).resolve().relative_to(ROOT).as_posix()
+        room = path.split("/")[1]
+        for line, contexts in read.contexts_by_lineno(file).items():
+            tests = {context.partition("|")[0] for context in contexts if context}
+            found[path][line] = sorted(tests, key=lambda name: (not name.startswith(f"tests/{room}/"), name))
+    return found
+
+
+def draw(room: str, config: Config, tests: dict[str, dict[int, list[str]]]) -> list[Mutant]:
+    """Places of a room in random order; at each one operator."""
+    import cosmic_ray.plugins
+    from cosmic_ray.ast import ast_nodes, get_ast_from_path
+
+    places: dict[tuple[str, int, int], list[Mutant]] = defaultdict(list)
+    for file in sorted((ROOT / "tsae" / room).rglob("*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        skipped = lines_left_out(file.read_text(encoding="utf-8"))
+        nodes = list(ast_nodes(get_ast_from_path(file)))
+        for name in cosmic_ray.plugins.operator_names():
+            kind = cosmic_ray.plugins.get_operator(name)
+            if kind.arguments() or name.startswith(LEFT_OUT):
+                continue
+            operator = kind()
+            positions = [span for node in nodes for span in operator.mutation_positions(node)]
+            for occurrence, (start, _) in enumerate(positions):
+                if not any(low <= start <= high for low, high in skipped):
+                    places[path, *start].append(Mutant(room, path, name, occurrence, start[0]))
+    rng = random.Random(f"{config.seed} {room}")
+    chosen = rng.sample(sorted(places), min(config.per_room, len(places)))
+    return [rng.choice(places[place]) for place in chosen]
+
+
+def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Spans of annotations and of errors that are raised: (line, column) of begin and end."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parts = [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
+        elif isinstance(node, ast.AnnAssign):
+            parts = [node.annotation]
+        elif isinstance(node, ast.Raise):
+            parts = [node]
+        for part in parts:
+            if part is not None:
+                end = (part.end_lineno or part.lineno, part.end_col_offset or 0)  # type: ignore[attr-defined]
+                found.append(((part.lineno, part.col_offset), end))  # type: ignore[attr-defined]
+    return found
+
+
+def copy(to: Path) -> Path:
+    """The repository's files as git tracks them, in a folder of their own."""
+    shutil.rmtree(to, ignore_errors=True)
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, to / name)
+    return to.resolve()
+
+
+def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[str, object]:
+    """Plant the fault in a copy, run the tests of its line, and take it out again."""
+    import cosmic_ray.plugins
+    from cosmic_ray.mutating import mutate_code
+
+    file, began = place / mutant.path, time.monotonic()
+    source = file.read_text(encoding="utf-8")
+    operator = cosmic_ray.plugins.get_operator(mutant.operator)()
+    mutated = mutate_code(source, operator, mutant.occurrence)
+    found: dict[str, object] = {**asdict(mutant), "was": source.splitlines()[mutant.line - 1].strip()}
+    found["becomes"] = mutated.splitlines()[mutant.line - 1].strip()
+    if not tests:
+        # Lines that run on import alone have no test of their own: all of the room's.
+        tests = [f"tests/{mutant.room}"] if not in_function(source, mutant.line) else []
+    outcome = "survived" if tests else "untested"
+    try:
+        file.write_text(mutated, encoding="utf-8")
+        for part in (tests[: config.first], tests[config.first :]):
+            if part and outcome == "survived" and not passes(part, place, config.timeout):
+                outcome = "killed"
+    finally:
+        file.write_text(source, encoding="utf-8")
+    return {**found, "outcome": outcome, "n_tests": len(tests), "seconds": time.monotonic() - began}
+
+
+def in_function(source: str, line: int) -> bool:
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
+
+
+def passes(tests: list[str], place: Path, timeout: float) -> bool:
+    listed = place / "mutant-tests.txt"
+    listed.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{listed}"]
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return False
+    # 4: the fault stops conftest.py from being imported, or a test is not found.
+    if ran.returncode not in (0, 1, 2, 3) and "conftest" not in ran.stderr:
+        raise SystemExit(f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+    return ran.returncode == 0
+
+
+def report(judged: list[dict[str, object]], config: Config) -> None:
+    """Score by room with its 95 % interval, the survivors, and a line of JSON."""
+    figures = {}
+    for room in (*config.rooms, "all"):
+        mine = [found for found in judged if room in ("all", found["room"])]
+        killed = sum(found["outcome"] == "killed" for found in mine)
+        share = binomtest(killed, len(mine)).proportion_ci(0.95, "wilson")
+        figures[room] = {"killed": killed, "of": len(mine), "low": share.low, "high": share.high}
+        print(f"{room:12} {killed:4} of {len(mine):4}  {killed / len(mine):.1%} [{share.low:.1%}, {share.high:.1%}]")
+    for found in judged:
+        if found["outcome"] != "killed":
+            print(f"\n{found['outcome']}: {found['path']}:{found['line']}\n  - {found['was']}\n  + {found['becomes']}")
+    score = figures["all"]["killed"] / figures["all"]["of"]
+    print(json.dumps({"name": "mutants", "ratio": score, "rooms": figures}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

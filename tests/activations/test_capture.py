@@ -1,0 +1,641 @@
+"""Capture, the store, and windows of adjacent tokens: against direct forward passes and brute-force loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.builders import (
+    ARCHITECTURES,
+    BOS,
+    D_MODEL,
+    EOS,
+    N_LAYERS,
+    make_rollouts,
+    save_model,
+    save_perturbed,
+    save_series,
+)
+from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.config import CaptureConfig
+from tsae.activations.recording.capture import capture
+from tsae.activations.shards.shard import Shard
+from tsae.activations.shards.writer import ShardWriter
+from tsae.activations.store import ActivationStore
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+SITE = "blocks.1.hook_resid_post"
+SMALL = CaptureConfig(shard_tokens=200, batch_tokens=128)
+
+
+def direct(checkpoint: Checkpoint, ids: np.ndarray, site: str) -> torch.Tensor:
+    """The oracle: one unpadded forward pass, and Hugging Face's own hidden states."""
+    layer, point = int(site.split(".")[1]), site.rsplit("_", 1)[1]
+    model = checkpoint.load_model()
+    kept: list[torch.Tensor] = []
+    model.model.layers[layer].register_forward_hook(
+        lambda m, args, out: kept.append(args[0] if point == "pre" else out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        model(torch.from_numpy(ids.astype(np.int64))[None])
+    return kept[0][0]
+
+
+def rows_of(store: ActivationStore, reader: str) -> dict[int, tuple[Shard, slice]]:
+    found = {}
+    for shard in store.shards(reader):
+        for i, row in enumerate(shard.trajectory.tolist()):
+            found[row] = (shard, slice(int(shard.offsets[i]), int(shard.offsets[i + 1])))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("site", [SITE, "blocks.2.hook_resid_post"])
+def test_the_store_holds_what_a_direct_forward_gives(
+    store: ActivationStore, series: CheckpointSeries, rollouts: Rollouts, site: str
+) -> None:
+    for checkpoint in series:
+        read = rows_of(store, checkpoint.id)
+        assert len(list(store.shards(checkpoint.id))) > 2
+        for row in sorted(read)[:: 1 if checkpoint.is_base else 7]:
+            shard, where = read[row]
+            ids = np.concatenate(rollouts.tokens(row))
+            assert shard.token_ids[where].tolist() == ids.tolist()
+            expected = direct(checkpoint, ids, site).numpy()
+            np.testing.assert_allclose(shard.read(site, where), expected, atol=1e-5, rtol=0)
+
+
+def test_readers_read_what_the_plan_says(
+    store: ActivationStore, series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    policy = np.array(rollouts.table["policy"].to_pylist())
+    assert sorted(rows_of(store, "base")) == list(range(72))  # "auto": the base reads everything
+    assert sorted(rows_of(store, "easy-10")) == np.flatnonzero(np.isin(policy, ["base", "easy-10"])).tolist()
+    three = make_rollouts(("base", "easy-10", "elsewhere"), n_problems=3)
+    paired = capture(series, three, [SITE], to=tmp_path / "a", config=replace(SMALL, plan="paired"), progress=False)
+    assert sorted(rows_of(paired, "base")) == list(range(27))
+    assert sorted(rows_of(paired, "easy-10")) == list(range(18))
+    # A policy that is no checkpoint of the series: everyone reads everything.
+    everyone = capture(series, three, [SITE], to=tmp_path / "b", config=SMALL, progress=False)
+    assert sorted(rows_of(everyone, "easy-10")) == list(range(27))
+    foreign, config = make_rollouts(("elsewhere",), n_problems=2), replace(SMALL, plan="paired")
+    with pytest.raises(TsaeError, match="no trajectory was sampled by the base 'base'; policies are elsewhere"):
+        capture(series, foreign, [SITE], to=tmp_path / "c", config=config, progress=False)
+    assert not (tmp_path / "c").exists()
+    own = capture(series, three, [SITE], to=tmp_path / "d", config=replace(SMALL, plan="own"), progress=False)
+    assert sorted(rows_of(own, "base")) == list(range(9))
+    assert sorted(rows_of(own, "easy-10")) == list(range(9, 18))
+    with pytest.raises(TsaeError, match="no trajectory was sampled by 'easy-10'; policies are base"):
+        capture(series, make_rollouts(), [SITE], to=tmp_path / "e", config=replace(SMALL, plan="own"), progress=False)
+
+
+def test_shards_are_cut_at_their_budget(store: ActivationStore) -> None:
+    for reader in store.readers:
+        sizes = [shard.n_tokens for shard in store.shards(reader)]
+        assert max(sizes) <= 200
+        assert min(a + b for a, b in pairwise(sizes)) > 200 - 20
+
+
+def test_the_default_site_is_the_middle_block(series: CheckpointSeries, tmp_path: Path) -> None:
+    found = capture(series.select([]), make_rollouts(n_problems=2), to=tmp_path / "acts", progress=False)
+    assert found.sites == [SITE]
+
+
+def test_both_backends_fill_the_same_store(
+    store: ActivationStore, series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = replace(SMALL, backend="transformer_lens")
+    other = capture(series, rollouts, store.sites, to=tmp_path / "acts", config=config, progress=False)
+    for a, b in zip(store.shards(), other.shards(), strict=True):
+        assert a.trajectory.tolist() == b.trajectory.tolist()
+        for site in store.sites:
+            np.testing.assert_allclose(a.read(site, slice(None)), b.read(site, slice(None)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_torchs(
+    store: ActivationStore, series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, dtype: Any
+) -> None:
+    config = replace(SMALL, dtype=dtype)
+    half = capture(series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
+    assert half.manifest["dtype"] == dtype
+    for a, b in zip(store.shards(), half.shards(), strict=True):
+        assert b.raw(SITE).dtype.itemsize == 2
+        full = torch.from_numpy(a.read(SITE, slice(None)))
+        np.testing.assert_array_equal(b.read(SITE, slice(None)), full.to(getattr(torch, dtype)).float().numpy())
+        picked = np.array([0, 3, 3, 1])
+        np.testing.assert_array_equal(b.read(SITE, picked), b.read(SITE, slice(None))[picked])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_of_any_precision_are_stored_in_their_own_bit_for_bit(
+    tmp_path: Path, architecture: str, dtype: Any
+) -> None:
+    """Every site of every layer; batches of one trajectory are what the model computes on that trajectory alone."""
+    path = save_model(tmp_path / "model", architecture)
+    series, rollouts = CheckpointSeries.load(path), make_rollouts(n_problems=3, n_samples=2)
+    sites = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
+    config = CaptureConfig(model_dtype=dtype, batch_tokens=1)
+    store = capture(series, rollouts, sites, to=tmp_path / "acts", config=config, progress=False)
+    assert store.manifest["dtype"] == dtype
+    model = series.base.load_model(dtype=dtype)
+    blocks = model.transformer.h if architecture == "gpt2" else model.model.layers
+    (shard,) = store.shards()
+    for i, row in enumerate(shard.trajectory.tolist()):
+        kept: dict[str, torch.Tensor] = {}
+        handles = []
+        for layer, block in enumerate(blocks):
+
+            def keep(_: Any, args: Any, kwargs: Any, out: Any, layer: int = layer, kept: Any = kept) -> None:
+                kept[f"blocks.{layer}.hook_resid_pre"] = (args[0] if args else kwargs["hidden_states"])[0]
+                kept[f"blocks.{layer}.hook_resid_post"] = (out[0] if isinstance(out, tuple) else out)[0]
+
+            handles.append(block.register_forward_hook(keep, with_kwargs=True))
+        with torch.no_grad():
+            model(torch.from_numpy(np.concatenate(rollouts.tokens(row)).astype(np.int64))[None])
+        for handle in handles:
+            handle.remove()
+        where = slice(int(shard.offsets[i]), int(shard.offsets[i + 1]))
+        for site in sites:
+            assert kept[site].dtype == getattr(torch, dtype)
+            np.testing.assert_array_equal(shard.read(site, where), kept[site].float().numpy(), err_msg=site)
+
+
+def test_reading_gives_arrays_of_ones_own(store: ActivationStore) -> None:
+    shard = next(store.shards())
+    before = shard.read(SITE, slice(0, 4)).copy()
+    shard.read(SITE, slice(0, 4))[:] = 7
+    np.testing.assert_array_equal(shard.read(SITE, slice(0, 4)), before)
+
+
+# --- interruption
+
+
+class Interrupted(BaseException):
+    """As a KeyboardInterrupt would."""
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    finish, written = ShardWriter.finish, []
+
+    def stop(self: ShardWriter) -> str:
+        if len(written) == n:
+            raise Interrupted
+        written.append(1)
+        return finish(self)
+
+    monkeypatch.setattr(ShardWriter, "finish", stop)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 8])
+def test_an_interrupted_capture_goes_on_to_the_same_bytes(
+    store: ActivationStore,
+    series: CheckpointSeries,
+    rollouts: Rollouts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, after)
+        with pytest.raises(Interrupted):
+            capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
+    assert len(list((tmp_path / "acts").rglob("*.h5"))) == after
+    with pytest.raises(TsaeError, match="its capture did not finish"):
+        ActivationStore(tmp_path / "acts")
+    done = {p: p.stat().st_mtime_ns for p in (tmp_path / "acts").rglob("*.h5")}
+    capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
+    assert contents(tmp_path / "acts") == contents(store.path)
+    assert all(p.stat().st_mtime_ns == time for p, time in done.items())  # finished shards were not computed again
+
+
+KILLED = """
+import os, signal, sys
+import tsae
+from tsae.activations.shards.writer import ShardWriter
+
+finish, written = ShardWriter.finish, []
+
+def stop(self):
+    if len(written) == 3:
+        self._partial.write_bytes(b"half a shard")
+        os.kill(os.getpid(), signal.SIGKILL)
+    written.append(1)
+    return finish(self)
+
+ShardWriter.finish = stop
+folder, rollouts, to = sys.argv[1:]
+tsae.capture(tsae.CheckpointSeries.load(folder), tsae.Rollouts.read(rollouts),
+             ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"], to=to,
+             config=tsae.CaptureConfig(shard_tokens=200, batch_tokens=128), progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_capture_goes_on_to_the_same_bytes(
+    store: ActivationStore, series: CheckpointSeries, series_folder: Path, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    source = rollouts.write(tmp_path / "rollouts.parquet")
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(series_folder), str(source), str(tmp_path / "acts")]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list((tmp_path / "acts").rglob("*.h5"))) == 3
+    capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
+    assert contents(tmp_path / "acts") == contents(store.path)
+
+
+def test_a_finished_capture_is_opened_again(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(series, rollouts, [SITE], to=tmp_path / "acts", config=SMALL, progress=False)
+    before = contents(tmp_path / "acts")
+    interrupt_after(monkeypatch, 0)
+    capture(series, rollouts, [SITE], to=tmp_path / "acts", config=SMALL, progress=False)
+    assert contents(tmp_path / "acts") == before
+
+
+def test_bands_measured_after_a_capture_reach_the_store(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """Activations depend on token ids alone, so that the same capture takes other outcomes and bands over."""
+    capture(series, rollouts, [SITE], to=tmp_path / "acts", config=SMALL, progress=False)
+    banded = rollouts.with_column("band", ["easy"] * len(rollouts))
+    assert banded.fingerprint == rollouts.fingerprint
+    again = capture(series, banded, [SITE], to=tmp_path / "acts", config=SMALL, progress=False)
+    assert set(again.rollouts.frame.band) == {"easy"}
+
+
+def test_another_capture_is_not_mixed_in(
+    store: ActivationStore, series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, llama: Path
+) -> None:
+    shutil.copytree(store.path, tmp_path / "acts")
+    before = contents(tmp_path / "acts")
+
+    def again(series: CheckpointSeries = series, rollouts: Rollouts = rollouts, **changes: Any) -> None:
+        sites = changes.pop("sites", store.sites)
+        config = replace(SMALL, **changes)
+        capture(series, rollouts, sites, to=tmp_path / "acts", config=config, progress=False)
+
+    moved = save_perturbed(llama, tmp_path / "moved", seed=9)
+    other = replace(series, checkpoints=(series.base, replace(series["easy-10"], path=str(moved))))
+    for message, change in {
+        "sites differ": lambda: again(sites=[SITE]),
+        "dtype differ": lambda: again(dtype="float16"),
+        "config differ": lambda: again(shard_tokens=300),
+        "rollouts differ": lambda: again(rollouts=rollouts.select(np.arange(70))),
+        "readers differ": lambda: again(series=series.select([])),
+        "holds another capture: readers differ": lambda: again(series=other),
+    }.items():
+        with pytest.raises(TsaeError, match=message):
+            change()
+    assert contents(tmp_path / "acts") == before
+
+
+def test_a_folder_of_something_else_is_left_alone(series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(TsaeError, match="is not empty and holds no activation store"):
+        capture(series, rollouts, [SITE], to=tmp_path, progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# --- bad input
+
+
+def poisoned(series: CheckpointSeries, id: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Any:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(series[id].path, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    changed = tuple(replace(c, path=str(folder)) if c.id == id else c for c in series)
+    return replace(series, checkpoints=changed)
+
+
+@pytest.mark.parametrize("id", ["base", "easy-10"])
+def test_nan_weights_leave_nothing_behind(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, id: str
+) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.embed_tokens.weight"][3] = torch.nan  # only trajectories with token 3 are hit
+
+    bad = poisoned(series, id, tmp_path / "nan", change)
+    with pytest.raises(TsaeError, match=f"not finite while reader {id} reads trajectory ") as error:
+        capture(bad, rollouts, [SITE], to=tmp_path / "acts", config=SMALL, progress=False)
+    assert str(tmp_path / "nan") in str(error.value)
+    row = int(str(error.value).split("reads trajectory ")[1].split()[0])
+    assert 3 in np.concatenate(rollouts.tokens(row))
+    assert not (tmp_path / "acts").exists()
+
+
+def test_activations_beyond_half_precision_are_refused(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.embed_tokens.weight"][3] *= 1e6
+
+    bad = poisoned(series, "base", tmp_path / "large", change)
+    config = replace(SMALL, dtype="float16")
+    with pytest.raises(TsaeError, match=r"overflow float16 \(trajectory \d+, problem p\d+\).*bfloat16 or float32"):
+        capture(bad, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
+    assert not (tmp_path / "acts").exists()
+
+
+def test_tokens_outside_the_vocabulary_are_refused(series: CheckpointSeries, tmp_path: Path) -> None:
+    for ids, named in (([1, 20], 20), ([-1, 2], -1)):
+        record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": ids, "outcome": "unknown"}
+        with pytest.raises(
+            TsaeError, match=f"response_ids holds token id {named}, outside the model's vocabulary of 20"
+        ):
+            capture(series, Rollouts.from_records([record]), [SITE], to=tmp_path / "acts", progress=False)
+    assert not (tmp_path / "acts").exists()
+
+
+def test_trajectories_longer_than_the_context_are_refused(series: CheckpointSeries, tmp_path: Path) -> None:
+    record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": [1] * 128, "outcome": "unknown"}
+    with pytest.raises(TsaeError, match="trajectory 0 has 129 tokens, more than the model's context of 128"):
+        capture(series, Rollouts.from_records([record]), [SITE], to=tmp_path / "acts", progress=False)
+
+
+def test_trajectories_of_another_tokenizer_are_refused(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    foreign = Rollouts(rollouts.table, {"tokenizer": "0123456789abcdef"})
+    with pytest.raises(
+        TsaeError, match=r"is not the one that the trajectories were tokenised with \(0123456789abcdef\)"
+    ):
+        capture(series, foreign, [SITE], to=tmp_path / "acts", progress=False)
+    assert not (tmp_path / "acts").exists()
+
+
+def test_readers_of_another_width_are_refused(llama: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    save_model(tmp_path / "s" / "base")
+    save_model(tmp_path / "s" / "wide", d_model=32)
+    records = [{"id": "base", "path": "base"}, {"id": "wide", "path": "wide", "run": "r", "step": 1}]
+    series = CheckpointSeries.load(save_series(tmp_path / "s", records))
+    config = replace(SMALL, plan="all")
+    with pytest.raises(TsaeError, match=r"wide.*d_model 32, expected 16"):
+        capture(series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
+    assert not (tmp_path / "acts").exists()
+
+
+def test_unknown_sites_and_precisions_leave_nothing_behind(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    for sites in (["blocks.3.hook_resid_post"], ["hook_embed"]):
+        with pytest.raises(TsaeError):
+            capture(series, rollouts, sites, to=tmp_path / "acts", progress=False)
+    for name in ("batch_tokens", "shard_tokens"):
+        with pytest.raises(TsaeError, match=f"{name}=0 is less than 1"):
+            CaptureConfig(**{name: 0})
+    assert not (tmp_path / "acts").exists()
+
+
+# --- damaged stores
+
+
+@pytest.fixture
+def damaged(store: ActivationStore, tmp_path: Path) -> Path:
+    shutil.copytree(store.path, tmp_path / "acts")
+    return tmp_path / "acts"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("file", ["../outside.h5", "/etc/hostname", "base/../../outside.h5"])
+def test_shard_paths_that_leave_the_store_are_refused(damaged: Path, file: str) -> None:
+    shutil.copy(damaged / "base" / "00000.h5", damaged.parent / "outside.h5")
+    edit(damaged, lambda m: m["readers"][0]["shards"][0].update(file=file))
+    with pytest.raises(TsaeError, match="leaves the store"):
+        list(ActivationStore(damaged).shards())
+
+
+def test_links_out_of_the_store_are_refused(damaged: Path) -> None:
+    shutil.move(damaged / "base" / "00000.h5", damaged.parent / "outside.h5")
+    (damaged / "base" / "00000.h5").symlink_to(damaged.parent / "outside.h5")
+    with pytest.raises(TsaeError, match="leaves the store"):
+        list(ActivationStore(damaged).shards())
+
+
+@pytest.mark.parametrize("keep", [0, 100, 3000, -1, -400])
+def test_truncated_shards_are_refused(damaged: Path, keep: int) -> None:
+    path = damaged / "base" / "00000.h5"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(TsaeError, match="cannot read") as error:
+        list(ActivationStore(damaged).shards())
+    assert str(path) in str(error.value)
+
+
+def test_missing_and_foreign_shards_are_refused(damaged: Path) -> None:
+    second = damaged / "base" / "00001.h5"
+    shutil.copy(damaged / "base" / "00000.h5", second)
+    with pytest.raises(TsaeError, match=r"has \d+ tokens, expected \d+\..*tsae store check"):
+        list(ActivationStore(damaged).shards())
+    second.unlink()
+    with pytest.raises(TsaeError, match="a shard of the manifest is missing"):
+        list(ActivationStore(damaged).shards())
+
+
+def test_bad_manifests_are_refused(damaged: Path) -> None:
+    edit(damaged, lambda m: m.update(version=1))
+    with pytest.raises(TsaeError, match="version 1, expected tsae-activations version 3"):
+        ActivationStore(damaged)
+    for content in ("{", "[]", "{}"):
+        (damaged / "manifest.json").write_text(content)
+        with pytest.raises(TsaeError, match="not a manifest"):
+            ActivationStore(damaged)
+    (damaged / "manifest.json").unlink()
+    with pytest.raises(TsaeError, match="no activation store"):
+        ActivationStore(damaged)
+
+
+def test_a_copy_of_other_rollouts_is_refused(damaged: Path) -> None:
+    make_rollouts(seed=8).write(damaged / "rollouts.parquet")
+    with pytest.raises(TsaeError, match=r"rollouts\.parquet: .*not the rollouts"):
+        _ = ActivationStore(damaged).rollouts
+
+
+def test_unknown_readers_and_sites_are_named(store: ActivationStore) -> None:
+    with pytest.raises(TsaeError, match="no reader 'hard'; there are base, easy-10"):
+        store.reader_info("hard")
+    with pytest.raises(TsaeError, match="no site 'x'"):
+        store.d_model("x")
+    assert store.d_model(SITE) == D_MODEL
+
+
+# --- windows
+
+
+def brute_force(
+    store: ActivationStore, span: str = "all", problems: set[str] | None = None
+) -> tuple[dict[bytes, int], set[tuple[bytes, bytes]]]:
+    """Activations of all counted tokens with their number, and all pairs of adjacent ones, token by token."""
+    tokens: dict[bytes, int] = {}
+    pairs: set[tuple[bytes, bytes]] = set()
+    for shard in store.shards():
+        x = shard.read(SITE, slice(None))
+        for i, row in enumerate(shard.trajectory.tolist()):
+            prompt, response = store.rollouts.tokens(row)
+            if problems is not None and store.rollouts.table["problem_id"][row].as_py() not in problems:
+                continue
+            previous: bytes | None = None
+            for t, token in enumerate([*prompt.tolist(), *response.tolist()]):
+                counted = token not in (BOS, EOS, 18)
+                counted &= span == "all" or (span == "prompt") == (t < len(prompt))
+                now = x[int(shard.offsets[i]) + t].tobytes() if counted else None
+                if now is not None:
+                    tokens[now] = tokens.get(now, 0) + 1
+                    if previous is not None:
+                        pairs.add((previous, now))
+                previous = now
+    return tokens, pairs
+
+
+def seen(batches: list[TokenBatch]) -> tuple[dict[bytes, int], set[tuple[bytes, bytes]]]:
+    tokens: dict[bytes, int] = {}
+    pairs: set[tuple[bytes, bytes]] = set()
+    for batch in batches:
+        rows = [row.tobytes() for row in batch.x.numpy()]
+        for row in rows:
+            tokens[row] = tokens.get(row, 0) + 1
+        pairs |= {(rows[a], rows[b]) for a, b in batch.pairs.tolist()}
+    return tokens, pairs
+
+
+@pytest.mark.parametrize("span", ["all", "response", "prompt"])
+def test_windows_give_every_counted_token_once_and_every_pair_in_time(store: ActivationStore, span: Any) -> None:
+    windows = Windows(store, SITE, span=span, window=3, max_norm=1e6)
+    tokens, pairs = brute_force(store, span)
+    assert windows.n_tokens == sum(tokens.values())
+    found: set[tuple[bytes, bytes]] = set()
+    for epoch in range(12):
+        once, some = seen(list(windows.epoch(epoch, 64)))
+        # A batch whose windows are all single tokens is left out; there is none among batches of 64.
+        assert once == tokens
+        assert some <= pairs  # never across trajectories, special tokens or the end of the span
+        assert len(some) < len(pairs)
+        found |= some
+    assert found == pairs
+
+
+@pytest.mark.parametrize("batch_tokens", [16, 50, 64, 500, 10_000])
+def test_batches_are_near_their_size_and_never_starve_the_temporal_term(
+    store: ActivationStore, batch_tokens: int
+) -> None:
+    windows = Windows(store, SITE, window=4, max_norm=1e6)
+    for epoch in range(20):
+        sizes = [(len(b.x), len(b.pairs)) for b in windows.epoch(epoch, batch_tokens)]
+        assert sum(n for n, _ in sizes) == windows.n_tokens
+        assert all(pairs >= 2 for _, pairs in sizes)
+        if windows.n_tokens > batch_tokens:
+            assert all(2 / 3 * batch_tokens - 4 <= n <= 3 / 2 * batch_tokens + 4 for n, _ in sizes)
+
+
+@pytest.mark.parametrize("max_norm", [1e6, 1.3])
+def test_tokens_know_their_trajectory(store: ActivationStore, max_norm: float) -> None:
+    owners: dict[bytes, set[int]] = {}  # answers to one problem share the tokens of its prompt
+    for shard in store.shards():
+        x = shard.read(SITE, slice(None))
+        for i, row in enumerate(shard.trajectory.tolist()):
+            for t in range(shard.offsets[i], shard.offsets[i + 1]):
+                owners.setdefault(x[t].tobytes(), set()).add(row)
+    assert sum(len(rows) == 1 for rows in owners.values()) > 100
+    for batch in Windows(store, SITE, window=3, max_norm=max_norm).epoch(0, 200):
+        assert all(id in owners[x.tobytes()] for id, x in zip(batch.trajectory.tolist(), batch.x.numpy(), strict=True))
+        assert (batch.trajectory[batch.pairs[:, 0]] == batch.trajectory[batch.pairs[:, 1]]).all()
+        assert len(set(batch.trajectory.tolist())) > 1
+
+
+def test_pairs_are_rows_of_the_batch_in_order(store: ActivationStore) -> None:
+    for batch in Windows(store, SITE, window=4).epoch(0, 100):
+        assert (batch.pairs[:, 1] - batch.pairs[:, 0] == 1).all()
+        assert batch.pairs.min() >= 0
+        assert batch.pairs.max() < len(batch.x)
+        assert len(np.unique(batch.pairs[:, 1])) == len(batch.pairs)
+
+
+def test_windows_depend_on_seed_and_epoch_alone(store: ActivationStore) -> None:
+    def order(seed: int, epoch: int) -> list[bytes]:
+        return [b.x.numpy().tobytes() for b in Windows(store, SITE, seed=seed).epoch(epoch, 64)]
+
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 1) != order(0, 2)
+    assert order(0, 1) != order(1, 1)
+    reordered = Windows(store, SITE, seed=0)
+    list(reordered.epoch(5, 64))
+    assert [b.x.numpy().tobytes() for b in reordered.epoch(1, 64)] == order(0, 1)
+
+
+def test_every_tenth_problem_is_held_out(store: ActivationStore) -> None:
+    held = {"p009"}
+    tokens, pairs = brute_force(store, problems=held)
+    inside = Windows(store, SITE, held_out=True, max_norm=1e6)
+    assert seen(list(inside.epoch(0, 10_000)))[0] == tokens
+    outside = Windows(store, SITE, held_out=False, max_norm=1e6)
+    assert seen(list(outside.epoch(0, 10_000)))[1].isdisjoint(pairs)
+    assert inside.n_tokens + outside.n_tokens == Windows(store, SITE).n_tokens
+
+
+def test_with_few_problems_nothing_is_held_out(series: CheckpointSeries, tmp_path: Path) -> None:
+    few = capture(series.select([]), make_rollouts(n_problems=9), [SITE], to=tmp_path / "acts", progress=False)
+    sizes = {Windows(few, SITE, held_out=side).n_tokens for side in (None, True, False)}
+    assert len(sizes) == 1
+
+
+def test_outliers_are_left_out_and_pairs_do_not_bridge_them(store: ActivationStore) -> None:
+    everything = Windows(store, SITE, max_norm=1e6)
+    norms = np.concatenate([np.linalg.norm(b.x, axis=1) for b in everything.epoch(0, 10_000)])
+    assert everything.norms.median == pytest.approx(np.median(norms))
+    # Between two norms: one at the limit itself would be in or out by its last bit.
+    multiple = 1.0001 * float(np.quantile(norms, 0.8) / np.median(norms))
+    windows = Windows(store, SITE, max_norm=multiple, window=4)
+    inside = norms <= multiple * np.median(norms)
+    assert windows.norms.outlier_share == pytest.approx(1 - inside.mean())
+    assert windows.norms.mean == pytest.approx(norms[inside].mean(), rel=1e-5)
+    tokens, pairs = brute_force(store)
+
+    def small(row: bytes) -> bool:
+        return bool(np.linalg.norm(np.frombuffer(row, np.float32)) <= windows.norms.limit)
+
+    found: set[tuple[bytes, bytes]] = set()
+    for epoch in range(16):
+        once, some = seen(list(windows.epoch(epoch, 64)))
+        assert once == {row: n for row, n in tokens.items() if small(row)}
+        found |= some
+    assert found == {(a, b) for a, b in pairs if small(a) and small(b)}
+
+
+def test_windows_refuse_what_has_no_pairs(store: ActivationStore, series: CheckpointSeries, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="window=1 holds no pair"):
+        Windows(store, SITE, window=1)
+    record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": [1, EOS], "outcome": "unknown"}
+    lone = capture(series.select([]), Rollouts.from_records([record]), [SITE], to=tmp_path / "lone", progress=False)
+    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens that count"):
+        Windows(lone, SITE)
+    with pytest.raises(TsaeError, match="no tokens are left"):
+        Windows(lone, SITE, span="prompt")

@@ -1,0 +1,505 @@
+"""Long captures: killed and resumed, short of memory, on two processes; and stores that were damaged and repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.builders import SHARED, make_rollouts, save_perturbed, save_series
+from support.children import free_port, killed_until_done, past, start
+from support.memory import ERRORS, short_of_memory
+from tsae.activations.config import CaptureConfig
+from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
+from tsae.activations.recording.capture import capture
+from tsae.activations.recording.repair import repair_store
+from tsae.activations.shards.checksums import check_store
+from tsae.activations.store import ActivationStore
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.cli import main
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
+CONFIG = CaptureConfig(shard_tokens=100, batch_tokens=64)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {name: value for name, value in contents(folder).items() if name.endswith(".h5")}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return [shard for reader in manifest["readers"] for shard in reader["shards"]]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def source(rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rollouts.write(tmp_path_factory.mktemp("rollouts") / "rollouts.parquet")
+
+
+@pytest.fixture(scope="module")
+def whole(series: CheckpointSeries, rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a base and a run, captured without interruption."""
+    folder = tmp_path_factory.mktemp("whole") / "acts"
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert len(records(folder)) > 12
+    return folder
+
+
+def run(series: Path, source: Path, to: Path, config: CaptureConfig = CONFIG) -> None:
+    torch.set_num_threads(1)  # as in the tests' own process, whose results these are compared with
+    capture(CheckpointSeries.load(series), Rollouts.read(source), SITES, to=to, config=config, progress=False)
+
+
+def entered(folder: Path) -> int:
+    return len(records(folder)) if (folder / "manifest.json").is_file() else -1
+
+
+# --- killed and resumed
+
+
+@pytest.mark.slow
+def test_a_capture_killed_at_random_moments_ends_with_the_same_bytes(
+    series_folder: Path, source: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    # At any moment of the next few shards; five children, or it would take long.
+    past_next = past(lambda: entered(folder), 0.02)
+    kills = killed_until_done(
+        lambda: start(run, series_folder, source, folder),
+        lambda child, kills: past_next(child, kills) if kills < 4 else child.join(),
+    )
+    assert kills >= 3
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_points_of_a_longer_capture(series_folder: Path, fingerprint: str, tmp_path: Path) -> None:
+    longer = make_rollouts(("base", "easy-10"), n_problems=100, n_samples=8, tokenizer=fingerprint)
+    source = longer.write(tmp_path / "rollouts.parquet")
+    start(time.sleep, 0).join()  # the server's own start is not the capture's
+    began = time.monotonic()
+    child = start(run, series_folder, source, tmp_path / "whole")
+    child.join()
+    assert child.exitcode == 0
+    took, kills = time.monotonic() - began, 0
+    folder = tmp_path / "killed"
+    while kills < 10:
+        kills += killed_until_done(
+            lambda: start(run, series_folder, source, folder),
+            # Later after each kill: on a busy machine a start alone may take longer than the first of these limits.
+            lambda child, of_this: child.join(random.uniform(0.05, 0.6) * took * (1 + of_this)),
+        )
+        assert contents(folder) == contents(tmp_path / "whole")
+        shutil.rmtree(folder)
+
+
+def test_a_resumed_capture_misses_a_lost_shard(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
+    (folder / "base" / "00002.h5").unlink()
+    with pytest.raises(TsaeError, match=r"the shard base/00002\.h5 of the manifest is missing.*tsae store check"):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+
+
+def test_a_capture_does_not_write_through_a_link(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder, outside = Path(shutil.copytree(whole, tmp_path / "acts")), tmp_path / "outside"
+    outside.mkdir()
+    edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
+    shutil.rmtree(folder / "easy-10")
+    (folder / "easy-10").symlink_to(outside)
+    with pytest.raises(TsaeError, match="leaves the store"):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert not list(outside.iterdir())
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
+def test_batches_that_do_not_fit_are_halved(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    half = capture(series, rollouts, SITES, to=tmp_path / "half", config=replace(CONFIG, batch_tokens=32))
+    tried = short_of_memory(monkeypatch, 40, error)
+    found = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG)
+    assert max(tried) > 40
+    # The same shards, bit for bit, as if the smaller budget had been asked for; the manifest says so.
+    assert shards_of(found.path) == shards_of(half.path)
+    assert {record["batch_tokens"] for record in records(found.path)} <= {32, 64}
+    assert 32 in {record["batch_tokens"] for record in records(found.path)}
+
+
+def test_what_was_short_of_memory_and_interrupted_ends_with_the_same_bytes(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory runs out at the same sizes: shards do not depend on what happened to those before."""
+    short_of_memory(monkeypatch, 40, ERRORS[0])
+    whole = capture(series, rollouts, SITES, to=tmp_path / "whole", config=CONFIG, progress=False)
+    for done in (1, 7):
+        folder = Path(shutil.copytree(whole.path, tmp_path / f"acts-{done}"))
+        edit(
+            folder,
+            lambda m, n=done: (
+                m.update(complete=False),
+                m["readers"][0].update(shards=m["readers"][0]["shards"][:n]),
+                m["readers"][1].update(shards=[]),
+            ),
+        )
+        shutil.rmtree(folder / "easy-10")
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        assert contents(folder) == contents(whole.path)
+
+
+def test_a_trajectory_that_does_not_fit_alone_is_named(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+    longest = int(lengths.max())
+    with monkeypatch.context() as patch:
+        short_of_memory(patch, longest - 1, ERRORS[0])
+        with pytest.raises(TsaeError, match=rf"trajectory \d+ of {longest} tokens does not fit into memory by itself"):
+            capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    # What fitted is kept, and memory may be enough the next time.
+    again = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    assert min(record["batch_tokens"] for record in records(again.path)) < 64
+    assert len(records(again.path)) == len(records(whole))
+
+
+def test_other_errors_of_a_forward_pass_are_not_taken_for_a_lack_of_memory(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = short_of_memory(monkeypatch, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    assert len(tried) == 1
+
+
+def test_a_real_failed_allocation_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 55)
+    assert is_out_of_memory(error.value)
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+# --- batches
+
+
+def test_batches_hold_every_trajectory_once_and_keep_their_budget() -> None:
+    rng = np.random.default_rng(0)
+    for lengths in (rng.integers(1, 50, 200), np.array([7]), np.full(30, 5), np.array([100, 1, 1, 1])):
+        batches = list(plan_batches(lengths, 64))
+        assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+        for batch in batches:
+            assert len(batch) == 1 or lengths[batch].max() * len(batch) <= 64
+        widths = [lengths[batch].max() for batch in batches]
+        assert widths == sorted(widths, reverse=True)
+
+
+def test_little_is_padding_on_lengths_of_gsm8k() -> None:
+    file = SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"
+    if not file.is_file():
+        pytest.skip("shared/data/gsm8k is not here")
+    with file.open(encoding="utf-8") as lines:
+        solutions = [json.loads(line) for line in lines]
+    models = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+    # About four characters a token; a shard of half a million tokens.
+    lengths = np.array([(len(s["question"]) + len(s[m]["solution"])) // 4 for s in solutions for m in models])
+    lengths = lengths[np.cumsum(lengths) < CaptureConfig().shard_tokens]
+    padded = sum(int(lengths[b].max()) * len(b) for b in plan_batches(lengths, CaptureConfig().batch_tokens))
+    assert 1 - lengths.sum() / padded < 0.1
+
+
+# --- several processes
+
+
+def run_rank(rank: int, port: int, size: int, series: Path, source: Path, to: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        run(series, source, to)
+    except TsaeError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def start_ranks(size: int, *args: Any) -> list[Any]:
+    port = free_port()
+    return [start(run_rank, rank, port, size, *args) for rank in range(size)]
+
+
+def exit_codes(children: list[Any]) -> list[int | None]:
+    for child in children:
+        child.join(120)
+    return [child.exitcode for child in children]
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_store_of_one(series_folder: Path, source: Path, whole: Path, tmp_path: Path) -> None:
+    assert exit_codes(start_ranks(2, series_folder, source, tmp_path / "acts")) == [0, 0]
+    assert contents(tmp_path / "acts") == contents(whole)
+    # Finished: opened by both.
+    assert exit_codes(start_ranks(2, series_folder, source, tmp_path / "acts")) == [0, 0]
+    assert contents(tmp_path / "acts") == contents(whole)
+
+
+@pytest.mark.slow  # kills two processes
+def test_what_two_killed_processes_left_is_completed_by_one(
+    series_folder: Path, source: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    children = start_ranks(2, series_folder, source, folder)
+    while entered(folder) < 4 and all(child.is_alive() for child in children):
+        time.sleep(0.001)
+    for child in children:
+        child.kill()
+    assert exit_codes(children) == [-signal.SIGKILL] * 2
+    assert entered(folder) % 2 == 0
+    run(series_folder, source, folder)
+    assert contents(folder) == contents(whole)
+
+
+def test_all_processes_stop_where_one_refuses(
+    series_folder: Path, source: Path, tmp_path: Path, rollouts: Rollouts
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    weights = load_file(tmp_path / "series" / "easy-10" / "model.safetensors")
+    weights["model.embed_tokens.weight"][:] = torch.nan
+    save_file(weights, tmp_path / "series" / "easy-10" / "model.safetensors", metadata={"format": "pt"})
+    assert exit_codes(start_ranks(2, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
+    assert not (tmp_path / "acts").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_command(series_folder: Path, source: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tsae", "capture", "--series", str(series_folder), "--rollouts", str(source)]
+    options = ["--to", str(tmp_path / "acts"), "--sites", *SITES, "--shard-tokens", "100", "--batch-tokens", "64"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
+        try:
+            out, err = child.communicate(timeout=120)
+        finally:
+            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
+    assert child.returncode == 0, err
+    assert out.count("wrote ") == 1
+    assert check_store(tmp_path / "acts") == []
+
+
+def test_a_model_spread_over_devices_is_not_for_several_processes(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TsaeError, match='device="auto" spreads one model over all GPUs'):
+        capture(series, rollouts, SITES, to=tmp_path / "acts", config=replace(CONFIG, device="auto"))
+    with pytest.raises(TsaeError, match='device="auto" needs backend="huggingface"'):
+        replace(CONFIG, device="auto", backend="transformer_lens")
+
+
+def test_a_model_spread_over_devices_is_read_the_same(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    found = capture(series, rollouts, SITES, to=tmp_path / "acts", config=replace(CONFIG, device="auto"))
+    assert shards_of(found.path) == shards_of(whole)
+
+
+# --- checking and repairing
+
+
+def flip(path: Path, position: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path, series_folder: Path) -> Path:
+    """A flipped byte, a truncated shard, a missing one, one of another model, one that is another's."""
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    flip(folder / "base" / "00001.h5")
+    (folder / "base" / "00003.h5").write_bytes((folder / "base" / "00003.h5").read_bytes()[:-200])
+    (folder / "base" / "00004.h5").unlink()
+    shutil.copy(folder / "easy-10" / "00005.h5", folder / "base" / "00005.h5")
+    shutil.copy(folder / "easy-10" / "00002.h5", folder / "easy-10" / "00001.h5")
+    return folder
+
+
+def test_a_whole_store_is_whole(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_store(whole) == []
+    main(["store", "check", str(whole)])
+    assert f"all {len(records(whole))} shards are whole" in capsys.readouterr().out
+    main(["store", "show", str(whole)])
+    assert f"{SITES[0]}: d_model 16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_any_flipped_byte_is_found(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    path = folder / "easy-10" / "00000.h5"
+    before = path.read_bytes()
+    for position in random.Random(0).sample(range(len(before)), 25):
+        flip(path, position)
+        assert [damage.file for damage in check_store(folder)] == ["easy-10/00000.h5"], position
+        path.write_bytes(before)
+    assert check_store(folder) == []
+
+
+def test_damaged_shards_are_named(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["store", "check", str(damaged)])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    said = {line.split(": ")[1]: line.split(": ", 2)[2] for line in out.splitlines() if line.startswith("damaged")}
+    assert f"5 of {len(records(damaged))} shards are damaged" in err
+    assert "bytes have changed" in said["base/00001.h5"]
+    assert "cannot read" in said["base/00003.h5"]
+    assert "missing" in said["base/00004.h5"]
+    assert "is the shard of another model (weights" in said["base/00005.h5"]
+    assert set(said) == {f"base/0000{i}.h5" for i in (1, 3, 4, 5)} | {"easy-10/00001.h5"}
+
+
+def test_damaged_shards_are_captured_again(
+    damaged: Path, whole: Path, series_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    untouched = damaged / "base" / "00000.h5"
+    stamp = untouched.stat().st_mtime_ns
+    main(["store", "check", str(damaged), "--repair", "--series", str(series_folder)])
+    assert capsys.readouterr().out.count("the bytes of the first capture") == 5
+    assert contents(damaged) == contents(whole)
+    assert untouched.stat().st_mtime_ns == stamp
+
+
+def test_a_shard_captured_with_less_memory_is_repaired_to_its_bytes(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        short_of_memory(patch, 40, ERRORS[0])
+        store = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    before = contents(store.path)
+    flip(store.path / "base" / "00002.h5")
+    (repaired,) = repair_store(store.path, series, check_store(store.path), progress=False)
+    assert repaired.same
+    assert contents(store.path) == before
+
+
+def test_other_weights_do_not_repair(damaged: Path, series_folder: Path, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    shutil.rmtree(tmp_path / "series" / "base")
+    save_perturbed(llama, tmp_path / "series" / "base", seed=3)
+    before = contents(damaged)
+    with pytest.raises(TsaeError, match=r"not the weights that were captured as base \(hash \w+, expected \w+\)"):
+        repair_store(damaged, CheckpointSeries.load(tmp_path / "series"), check_store(damaged), progress=False)
+    lone = save_series(tmp_path / "series", [{"id": "base", "path": "base"}])
+    with pytest.raises(TsaeError, match="no checkpoint 'easy-10'"):
+        repair_store(damaged, CheckpointSeries.load(lone), check_store(damaged)[-1:], progress=False)
+    assert contents(damaged) == before
+
+
+def test_repair_does_not_follow_links_or_paths_out_of_the_store(
+    series: CheckpointSeries, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    outside = tmp_path / "outside.h5"
+    shutil.move(folder / "base" / "00000.h5", outside)
+    (folder / "base" / "00000.h5").symlink_to(outside)
+    edit(folder, lambda m: m["readers"][0]["shards"][1].update(file="../outside.h5"))
+    before = outside.read_bytes()
+    damages = check_store(folder)
+    assert [damage.number for damage in damages] == [0, 1]
+    assert all("leaves the store" in damage.what for damage in damages)
+    repair_store(folder, series, damages, progress=False)
+    assert outside.read_bytes() == before
+    assert not (folder / "base" / "00000.h5").is_symlink()
+    assert json.loads((folder / "manifest.json").read_text()) == json.loads((whole / "manifest.json").read_text())
+    assert shards_of(folder) == shards_of(whole)
+
+
+def test_an_unfinished_store_can_be_checked(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
+    main(["store", "check", str(folder)])
+    assert "did not finish" in capsys.readouterr().out
+    flip(folder / "base" / "00000.h5")
+    assert [damage.file for damage in check_store(folder)] == ["base/00000.h5"]
+
+
+def test_options_of_a_repair_go_together(whole: Path, series_folder: Path) -> None:
+    for options in (["--repair"], ["--series", str(series_folder)]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["store", "check", str(whole), *options])
+        assert stopped.value.code == 2
+
+
+def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    make_rollouts(seed=5).write(folder / "rollouts.parquet")
+    with pytest.raises(TsaeError, match=r"not the rollouts that were captured.*Run the same `tsae capture` again"):
+        check_store(folder)
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert check_store(folder) == []
+
+
+def test_shards_of_another_model_do_not_pass_for_ones_own(damaged: Path) -> None:
+    edit(damaged, lambda m: m["readers"][0].update(shards=m["readers"][0]["shards"][5:]))
+    with pytest.raises(TsaeError, match=r"base/00005\.h5: is the shard of another model"):
+        list(ActivationStore(damaged).shards("base"))
+
+
+def test_a_store_of_another_tokenizer_is_not_gone_on_with(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    edit(folder, lambda m: m.update(tokenizer="0123456789abcdef"))
+    with pytest.raises(TsaeError, match="holds another capture: tokenizer differ"):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("readers"),
+        lambda m: m.update(readers={"base": []}),
+        lambda m: m.update(sites=[]),
+        lambda m: m.update(dtype="float8"),
+        lambda m: m["readers"][0].update(id=7),
+        lambda m: m["readers"][0]["shards"][0].update(file=None),
+        lambda m: m["readers"][0]["shards"][0].pop("n_tokens"),
+    ],
+)
+def test_manifests_of_another_make_are_refused(whole: Path, tmp_path: Path, change: Callable[..., Any]) -> None:
+    (tmp_path / "acts").mkdir()
+    shutil.copy(whole / "manifest.json", tmp_path / "acts" / "manifest.json")
+    edit(tmp_path / "acts", change)
+    with pytest.raises(TsaeError, match="not a manifest"):
+        ActivationStore(tmp_path / "acts")

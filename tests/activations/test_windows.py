@@ -1,0 +1,463 @@
+"""What an epoch reads: partners of all spans against brute force, and cells of a store in equal parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from support.builders import BOS, EOS, overwrite, synthetic_store
+from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, numbered_store, numbers
+from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.store import ActivationStore
+from tsae.base.distributed import Processes
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.trainer import Trainer
+
+
+def read(batches: Iterator[TokenBatch]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Numbers of the tokens in order, and (partner, token) of the pairs in order."""
+    seen: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    for batch in batches:
+        mine = numbers(batch.x)
+        seen += mine
+        everyone = mine + ([] if batch.others is None else numbers(batch.others))
+        pairs += [(everyone[a], everyone[b]) for a, b in batch.pairs.tolist()]
+        assert all(b < len(mine) for _, b in batch.pairs.tolist())
+    return seen, pairs
+
+
+# --- partners
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, list[Token]]:
+    """Trajectories of several steps, with special tokens within them, read by two readers."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for i in range(24):
+        prompt = [BOS, *rng.integers(0, 6, rng.integers(1, 5)).tolist(), *([SEMICOLON] if i % 3 else [])]
+        response = rng.choice([0, 1, 2, 3, 4, SEMICOLON, NEWLINE, SPECIAL], rng.integers(1, 25)).tolist()
+        texts.append(Text(prompt, [*response, EOS], ("base", "run") if i % 2 else ("base",)))
+    folder = tmp_path_factory.mktemp("steps") / "acts"
+    return numbered_store(folder, texts, runs={"base": None, "run": "a"})
+
+
+def allowed(tokens: list[Token], partner: str, span: str, ends: tuple[int, ...]) -> dict[int, set[int]]:
+    """Partners that every counted token may have, by loops over the texts."""
+    may: dict[int, set[int]] = {}
+    before: list[int] = []
+    for n, token in enumerate(tokens):
+        previous = tokens[n - 1] if n and tokens[n - 1][:2] == token[:2] else None
+        new_step = previous is not None and (previous.id in ends or previous.in_prompt != token.in_prompt)
+        if previous is None or (partner == "step" and new_step):
+            before = []
+        if token.id not in (BOS, EOS, SPECIAL) and span in ("all", "prompt" if token.in_prompt else "response"):
+            may[n] = set(before)
+            before = [*before, n]
+    return may
+
+
+@pytest.mark.parametrize(
+    ("partner", "ends", "span"),
+    [
+        ("earlier", (), "all"),
+        pytest.param("earlier", (), "response", marks=pytest.mark.slow),
+        pytest.param("earlier", (), "prompt", marks=pytest.mark.slow),
+        pytest.param("step", (SEMICOLON,), "all", marks=pytest.mark.slow),
+        ("step", (NEWLINE, SEMICOLON), "response"),
+        ("step", (SPECIAL,), "all"),
+    ],
+)
+def test_partners_are_all_the_earlier_tokens_that_count(
+    steps: tuple[ActivationStore, list[Token]], partner: Any, ends: tuple[int, ...], span: Any
+) -> None:
+    store, tokens = steps
+    windows = Windows(store, SITE, partner=partner, step_ends=ends, span=span, window=3)
+    may = allowed(tokens, partner, span, ends)
+    found: dict[int, Counter[int]] = {n: Counter() for n in may}
+    n_epochs = 120
+    for epoch in range(n_epochs):
+        seen, pairs = read(windows.epoch(epoch, 64))
+        assert sorted(seen) == sorted(may)
+        # Every token that has an earlier one is paired, once.
+        assert sorted(n for _, n in pairs) == sorted(n for n, before in may.items() if before)
+        for a, n in pairs:
+            found[n][a] += 1
+    longest = max(may, key=lambda n: len(may[n]))
+    for n, before in may.items():
+        assert set(found[n]) <= before
+        assert len(before) > 6 or set(found[n]) == before
+    counts = [found[longest][a] for a in sorted(may[longest])]
+    assert scipy.stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_tokens_know_their_trajectory_whatever_their_partner(steps: tuple[ActivationStore, list[Token]]) -> None:
+    store, tokens = steps
+    for partner in ("earlier", None):
+        for batch in Windows(store, SITE, partner=partner, balance=("reader",)).epoch(0, 64):  # type: ignore[arg-type]
+            assert batch.trajectory.tolist() == [tokens[n].row for n in numbers(batch.x)]
+            for (_, current), n in zip(batch.pairs.tolist(), numbers(batch.others) if partner else [], strict=True):
+                assert tokens[n].row == batch.trajectory[current]
+
+
+def test_previous_partners_are_in_the_windows(steps: tuple[ActivationStore, list[Token]]) -> None:
+    for batch in Windows(steps[0], SITE).epoch(0, 64):
+        assert batch.others is None
+        assert (batch.pairs[:, 1] - batch.pairs[:, 0] == 1).all()
+
+
+def test_without_partners_the_same_tokens_come_in_the_same_order(steps: tuple[ActivationStore, list[Token]]) -> None:
+    orders = [
+        [numbers(batch.x) for batch in Windows(steps[0], SITE, partner=partner).epoch(2, 64)]
+        for partner in ("previous", "earlier", None)
+    ]
+    assert orders[0] == orders[1] == orders[2]
+    assert all(len(batch.pairs) == 0 for batch in Windows(steps[0], SITE, partner=None).epoch(2, 64))
+
+
+@pytest.mark.parametrize("options", [{"partner": "earlier"}, {"partner": "step", "step_ends": (SEMICOLON,)}])
+def test_partners_depend_on_seed_and_epoch_alone(
+    steps: tuple[ActivationStore, list[Token]], options: dict[str, Any]
+) -> None:
+    store, _ = steps
+    windows = Windows(store, SITE, balance=("reader",), **options)
+    batches = list(windows.epoch(3, 50))
+    for start in (0, 3):
+        again = Windows(store, SITE, balance=("reader",), **options).epoch(3, 50, start=start)
+        for a, b in zip(again, batches[start:], strict=True):
+            assert a.number == b.number
+            assert a.others is not None
+            assert b.others is not None
+            for one, other in ((a.x, b.x), (a.pairs, b.pairs), (a.others, b.others)):
+                np.testing.assert_array_equal(one, other)
+    assert read(iter(batches))[1] != read(windows.epoch(4, 50))[1]
+    # Shares: the windows of a batch once each, every token with the partner that it has in the whole batch.
+    shares = [list(windows.epoch(3, 50, share=(i, 3))) for i in range(3)]
+    for batch, parts in zip(batches, zip(*shares, strict=True), strict=True):
+        whole, together = read(iter([batch])), [read(iter([part])) for part in parts]
+        assert sorted(whole[0]) == sorted(itertools.chain(*(part[0] for part in together)))
+        assert sorted(whole[1]) == sorted(itertools.chain(*(part[1] for part in together)))
+
+
+@pytest.mark.parametrize("partner", ["earlier", "step"])
+def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
+    texts = [Text([0], [1, 2, 3, 4, SEMICOLON, 1, 2, 3, 4]) for _ in range(6)]
+    store, tokens = numbered_store(tmp_path / "acts", texts)
+    shard = next(store.shards())
+    large = {n for n, token in enumerate(tokens) if token.position in (0, 2, 7)}
+    values = np.array(shard.raw(SITE))
+    values[sorted(large), 1] = 1e6
+    overwrite(shard, SITE, values)
+    windows = Windows(store, SITE, partner=partner, step_ends=(SEMICOLON,) if partner == "step" else ())
+    may = allowed(tokens, partner, "all", (SEMICOLON,))
+    found: set[tuple[int, int]] = set()
+    for epoch in range(100):
+        seen, pairs = read(windows.epoch(epoch, 30))
+        assert sorted(seen) == sorted(set(range(60)) - large)
+        found |= set(pairs)
+    assert found == {(a, n) for n, before in may.items() for a in before if not {a, n} & large}
+
+
+def test_steps_that_divide_nothing_are_refused(steps: tuple[ActivationStore, list[Token]], tmp_path: Path) -> None:
+    store, _ = steps
+    with pytest.raises(TsaeError, match=r'partner="step" needs the ids of the tokens that end a step.*tokens_with'):
+        Windows(store, SITE, partner="step")
+    with pytest.raises(TsaeError, match=r"step_ends=\(12,\) divide no trajectory into steps"):
+        Windows(store, SITE, partner="step", step_ends=(12,))
+    # A semicolon ends prompts, but divides none.
+    with pytest.raises(TsaeError, match="divide no trajectory into steps"):
+        Windows(store, SITE, partner="step", step_ends=(SEMICOLON,), span="prompt")
+    lone = numbered_store(tmp_path / "lone", [Text([BOS], [1, SEMICOLON, 2, SEMICOLON, EOS])])[0]
+    assert Windows(lone, SITE, partner="step", step_ends=(SEMICOLON,)).n_tokens == 4
+    with pytest.raises(TsaeError, match="no step has two tokens that count"):
+        Windows(lone, SITE, partner="step", step_ends=(1, 2, SEMICOLON))
+    single = numbered_store(tmp_path / "single", [Text([BOS], [i % 9, EOS]) for i in range(40)])[0]
+    with pytest.raises(TsaeError, match=r"no trajectory has two tokens that count.*temporal-weight 0"):
+        Windows(single, SITE, partner="earlier")
+    with pytest.raises(TsaeError, match='step_ends are given, but partner="earlier" knows no steps'):
+        TrainingConfig(partner="earlier", step_ends=(1,))
+
+
+# --- cells
+
+
+UNEQUAL = {"base": 30, "a-1": 12, "b-1": 4, "b-2": 3}
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, list[Token]]:
+    """Readers of very different numbers of tokens, in two bands and outcomes."""
+    rng = np.random.default_rng(1)
+    texts = [
+        Text([BOS, 1], rng.integers(0, 9, rng.integers(20, 40)).tolist(), (reader,), band, outcome)
+        for reader, n in UNEQUAL.items()
+        for i in range(n)
+        for band, outcome in [("hard" if i % 3 else "easy", "success" if i % 4 else "failure")]
+    ]
+    runs: dict[str, str | None] = {"base": None, "a-1": "a", "b-1": "b", "b-2": "b"}
+    return numbered_store(tmp_path_factory.mktemp("unequal") / "acts", texts, runs=runs)
+
+
+def cell_of(store: ActivationStore, token: Token, balance: tuple[str, ...]) -> tuple[str, ...]:
+    table = store.rollouts.table
+    values = {
+        "reader": token.reader,
+        "run": store.reader_info(token.reader)["run"] or token.reader,
+        "band": table["band"][token.row].as_py(),
+        "outcome": table["outcome"][token.row].as_py(),
+    }
+    return tuple(values[axis] for axis in balance)
+
+
+@pytest.mark.parametrize("balance", [("reader",), ("run",), ("run", "band"), ("outcome", "reader")])
+def test_every_cell_gives_an_epoch_the_same_number_of_tokens(
+    unequal: tuple[ActivationStore, list[Token]], balance: Any
+) -> None:
+    store, tokens = unequal
+    windows = Windows(store, SITE, balance=balance, window=5)
+    cells = {n: cell_of(store, token, balance) for n, token in enumerate(tokens) if token.id != BOS}
+    sizes = Counter(cells.values())
+    n_epochs, equal = 40, len(cells) / len(sizes)
+    times: Counter[int] = Counter()
+    read_of: Counter[tuple[str, ...]] = Counter()
+    for epoch in range(n_epochs):
+        seen, _ = read(windows.epoch(epoch, 128))
+        here = Counter(cells[n] for n in seen)
+        assert all(abs(here[cell] - equal) < 5 + 1 for cell in sizes)  # within a window
+        times.update(seen)
+        read_of.update(here)
+        # No token of a cell is read again before all were read, so that nothing is left out for good.
+        for cell in sizes:
+            counts = [times[n] for n in cells if cells[n] == cell]
+            assert max(counts) - min(counts) <= 1
+    assert all(abs(read_of[cell] - n_epochs * equal) < 5 + 1 for cell in sizes)  # what is over does not add up
+    assert set(times) == set(cells)
+    info = windows.mixture.cells
+    assert {tuple(cell.labels.values()): cell.tokens for cell in info} == sizes
+    assert all(tuple(cell.labels) == balance for cell in info)
+    for cell in info:
+        assert cell.weight == pytest.approx(equal / cell.tokens)
+        mine = [times[n] / n_epochs for n in cells if cells[n] == tuple(cell.labels.values())]
+        assert np.mean(mine) == pytest.approx(cell.weight, rel=0.02)
+
+
+def test_a_part_of_a_large_cell_is_from_all_over_it(unequal: tuple[ActivationStore, list[Token]]) -> None:
+    store, tokens = unequal
+    windows = Windows(store, SITE, balance=("reader",), window=5)
+    assert windows.mixture.cells[0].weight < 0.5
+    for epoch in range(4):
+        seen, _ = read(windows.epoch(epoch, 128))
+        assert len({tokens[n].row for n in seen if tokens[n].reader == "base"}) > 0.8 * UNEQUAL["base"]
+
+
+def test_small_cells_are_cut_anew_each_time(unequal: tuple[ActivationStore, list[Token]]) -> None:
+    """b-2 is read about four times an epoch; its pairs come from several cuts."""
+    store, tokens = unequal
+    windows = Windows(store, SITE, balance=("reader",), window=5)
+    _, pairs = read(windows.epoch(0, 128))
+    mine = [pair for pair in pairs if tokens[pair[1]].reader == "b-2"]
+    of_cell = {n for n, token in enumerate(tokens) if token.reader == "b-2" and token.id != BOS}
+    adjacent = {(n - 1, n) for n in of_cell if n - 1 in of_cell and tokens[n - 1].row == tokens[n].row}
+    assert set(mine) <= adjacent
+    assert len(set(mine)) > 0.95 * len(adjacent) > 0.81 * len(adjacent)  # a single cut gives 4/5 of them
+
+
+def batches_of(windows: Windows, epoch: int) -> list[tuple[list[int], list[list[int]]]]:
+    return [(numbers(batch.x), batch.pairs.tolist()) for batch in windows.epoch(epoch, 60)]
+
+
+def test_cells_of_equal_size_change_nothing(tmp_path: Path) -> None:
+    readers = ("base", "a-1", "b-1")
+    texts = [
+        Text([BOS, 1], [(i + t) % 9 for t in range(20 + 5 * (i % 4 > 1))], readers, "easy" if i % 2 else "hard")
+        for i in range(24)
+    ]
+    runs: dict[str, str | None] = {"base": None, "a-1": "a", "b-1": "b"}
+    store, _ = numbered_store(tmp_path / "acts", texts, runs=runs)
+    plain = Windows(store, SITE)
+    for balance in (("reader",), ("run",), ("band",), ("reader", "band")):
+        balanced = Windows(store, SITE, balance=balance)  # type: ignore[arg-type]
+        assert len(balanced.mixture.cells) > 1
+        assert balanced.norms == plain.norms
+        for epoch in range(3):
+            assert batches_of(balanced, epoch) == batches_of(plain, epoch)
+
+
+def test_balanced_epochs_depend_on_seed_and_epoch_alone(unequal: tuple[ActivationStore, list[Token]]) -> None:
+    def windows(seed: int = 0) -> Windows:
+        return Windows(unequal[0], SITE, balance=("run", "band"), seed=seed)
+
+    once = windows()
+    list(once.epoch(5, 60))
+    assert batches_of(once, 2) == batches_of(windows(), 2)
+    assert batches_of(once, 2) != batches_of(once, 3)
+    assert batches_of(once, 2) != batches_of(windows(1), 2)
+    whole = list(once.epoch(2, 60))
+    rest = list(windows().epoch(2, 60, start=4))
+    assert [numbers(batch.x) for batch in rest] == [numbers(batch.x) for batch in whole if batch.number >= 4]
+    shares = [list(once.epoch(2, 60, share=(i, 2))) for i in range(2)]
+    for batch, parts in zip(whole, zip(*shares, strict=True), strict=True):
+        assert sorted(numbers(batch.x)) == sorted(itertools.chain(*(numbers(part.x) for part in parts)))
+        assert len(batch.pairs) == sum(len(part.pairs) for part in parts)
+
+
+def test_what_is_estimated_is_of_the_mixture(tmp_path: Path) -> None:
+    """A reader of nine tenths of the tokens at norm 1, another at norm 3: the mixture has mean norm 2."""
+    texts = [Text([1], [2] * 9, ("base",)) for _ in range(90)] + [Text([1], [2] * 9, ("run",)) for _ in range(10)]
+    store, _ = numbered_store(tmp_path / "acts", texts, runs={"base": None, "run": "a"})
+    for shard in store.shards():
+        overwrite(shard, SITE, [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0])
+    balanced, plain = Windows(store, SITE, balance=("reader",)), Windows(store, SITE)
+    assert plain.norms.mean == pytest.approx(1.2)
+    assert balanced.norms.mean == pytest.approx(2, rel=0.01)
+    assert balanced.norms.median in (1, 2, 3)
+    config = SAEConfig(d_sae=8, k=2, dead_after_tokens=100)
+    training = TrainingConfig(tokens=1000, batch_tokens=100, initial_bias="mean")
+    bias = Trainer(balanced, config, training, Processes()).sae.b_dec.detach().numpy()
+    np.testing.assert_allclose(bias, [0, 1.5, 0.5, 0], rtol=0.02)  # scaled to mean norm √4
+
+
+def test_what_cannot_be_balanced_is_refused(unequal: tuple[ActivationStore, list[Token]], tmp_path: Path) -> None:
+    texts = [Text([1], [2] * 9, band="easy" if i % 3 else None, outcome="success") for i in range(12)]
+    store, _ = numbered_store(tmp_path / "acts", texts)
+    message = (
+        r"rollouts\.parquet: the band of 4 trajectories is unknown \(first: row 0\).*`tsae rollouts bands`.*--balance"
+    )
+    with pytest.raises(TsaeError, match=message):
+        Windows(store, SITE, balance=("reader", "band"))
+    # Only what is read matters: every tenth problem is held out, and nobody has read row 9's.
+    assert [cell.as_dict() for cell in Windows(store, SITE, balance=("outcome",)).mixture.cells] == [
+        {"outcome": "success", "tokens": 120, "weight": 1.0}
+    ]
+    unknown, _ = numbered_store(tmp_path / "unknown", [Text([1], [2] * 9) for _ in range(12)])
+    with pytest.raises(TsaeError, match=r"the outcome of 12 trajectories is unknown.*Leave those trajectories out"):
+        Windows(unknown, SITE, balance=("outcome",))
+    # Of three bands the store has two: the third is no cell, and takes no share.
+    bands = Windows(unequal[0], SITE, balance=("band",)).mixture.cells
+    assert [cell.labels["band"] for cell in bands] == ["easy", "hard"]
+    for wrong in (("readers",), ("reader", "reader")):
+        with pytest.raises(TsaeError, match="must name some of reader, run, band, outcome, each once"):
+            TrainingConfig(balance=wrong)  # type: ignore[arg-type]
+
+
+# --- trainings with these options
+
+
+CONFIG = SAEConfig(d_sae=16, k=2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "earlier": {"partner": "earlier", "balance": ("run", "band")},
+    "step": {"partner": "step", "step_ends": (3,), "balance": ("reader",)},
+}
+
+
+class Interrupted(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture(scope="module")
+def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """The same store with activations that an SAE can learn something from."""
+    store = ActivationStore(shutil.copytree(unequal[0].path, tmp_path_factory.mktemp("noisy") / "acts"))
+    rng = np.random.default_rng(2)
+    for shard in store.shards():
+        overwrite(shard, SITE, (rng.random((shard.n_tokens, 12)) < 0.2) @ rng.normal(size=(12, D)) + 1)
+    return store
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("temporal", ["contrastive", "l1"])
+def test_a_training_goes_on_with_the_same_bits(
+    noisy: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, temporal: Any
+) -> None:
+    config = replace(CONFIG, temporal=temporal)
+    training = TrainingConfig(tokens=8000, batch_tokens=160, save_every_steps=17, **OPTIONS[name])
+    whole = train(noisy, config, to=tmp_path / "whole", training=training, progress=False)
+    save = RunFolder.save
+
+    def stopping(self: RunFolder, steps: int, tensors: Any) -> None:
+        save(self, steps, tensors)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", stopping)
+        with pytest.raises(Interrupted):
+            train(noisy, config, to=tmp_path / "sae", training=training, progress=False)
+    again = train(noisy, config, to=tmp_path / "sae", training=training, progress=False)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    info = json.loads((tmp_path / "sae" / "training.json").read_text())
+    assert info["training"] == json.loads((tmp_path / "whole" / "training.json").read_text())["training"]
+    assert sum(cell["tokens"] for cell in info["mixture"]) == info["tokens_in_store"]
+    assert {round(cell["tokens"] * cell["weight"]) for cell in info["mixture"]} == {
+        round(info["tokens_in_store"] / len(info["mixture"]))
+    }
+    rows = [json.loads(line) for line in (tmp_path / "sae" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["temporal"] > 0 for row in rows)
+
+
+def test_bands_measured_anew_are_another_training(noisy: ActivationStore, tmp_path: Path) -> None:
+    training = TrainingConfig(tokens=400, batch_tokens=160)
+    for name, balance in (("band", ("band",)), ("outcome", ("outcome",)), ("plain", ("reader",))):
+        train(noisy, CONFIG, to=tmp_path / name, training=replace(training, balance=balance), progress=False)
+    store = ActivationStore(shutil.copytree(noisy.path, tmp_path / "acts"))
+    n = len(store.rollouts)
+    store.rollouts.with_column("band", ["easy"] * (n - 20) + ["medium"] * 20).write(store.path / "rollouts.parquet")
+    store = ActivationStore(store.path)
+    with pytest.raises(TsaeError, match=r"holds another training \(inputs\.band was \w+…?, is \w+"):
+        train(store, CONFIG, to=tmp_path / "band", training=replace(training, balance=("band",)), progress=False)
+    for name, balance in (("outcome", ("outcome",)), ("plain", ("reader",))):
+        train(store, CONFIG, to=tmp_path / name, training=replace(training, balance=balance), progress=False)
+
+
+def test_one_token_a_trajectory_trains_without_the_temporal_term(tmp_path: Path) -> None:
+    """As the message about missing pairs says."""
+    store, _ = numbered_store(tmp_path / "acts", [Text([BOS], [i % 9, EOS]) for i in range(60)])
+    training = TrainingConfig(tokens=600, batch_tokens=60)
+    with pytest.raises(TsaeError, match=r"no trajectory has two adjacent tokens that count.*--temporal-weight 0"):
+        train(store, CONFIG, training=training, progress=False)
+    plain = train(store, replace(CONFIG, temporal_weight=0.0), training=training, progress=False)
+    assert plain.training_info["last"]["step"] == 9
+    assert plain.training_info["tokens_in_store"] == 54
+
+
+def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
+    store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
+    for shard in store.shards():
+        overwrite(shard, SITE, 0)
+    with pytest.raises(TsaeError, match=r"most activations are 0 at x\.site"):
+        Windows(store, SITE)
+    other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
+    with pytest.raises(TsaeError, match=r"no token is within 0\.5 times the median norm"):
+        Windows(other, SITE, max_norm=0.5)
+
+
+# --- the index
+
+
+def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> None:
+    texts = list(np.random.default_rng(0).normal(size=(3000, 500, 1)))
+    windows = synthetic_store(tmp_path, texts).windows("x.site", window=2, partner=None)
+    tracemalloc.start()
+    try:
+        order = windows._order(1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(order) > 750_000
+    assert peak < 8 * len(order) + 6e6

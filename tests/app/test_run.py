@@ -1,0 +1,677 @@
+"""`tsae run`: what TRL left of a training run, from the folder to the report."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tsae
+from support.builders import make_rollouts
+from support.checkpoints import cached
+from tsae.cli import main
+from tsae.config import RunConfig
+from tsae.diff.controls.baselines import baselines
+from tsae.errors import TsaeError
+from tsae.report.pages.report import render
+from tsae.report.story.findings import findings
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.logs.tokenising.tokens import Tokens
+from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.schema import problem_bands
+from tsae.run import analyze_run, choose_sae, find_series
+
+SHIPPED = tsae.testbed.series_path()
+TINY = RunConfig(
+    Path("set by the test"),
+    tokens=12_000,
+    d_sae=32,
+    k=4,
+    training_tokens=20_000,
+    diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
+)
+STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
+STAGES += ["noise", "report"]
+
+
+@pytest.fixture(scope="module")
+def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The testbed's hard run as TRL leaves one: checkpoint-N folders and completions. Beside it, the base."""
+    folder = tmp_path_factory.mktemp("trl")
+    shutil.copytree(SHIPPED / "base", folder / "base")
+    for step in (25, 50, 100, 150):
+        shutil.copytree(SHIPPED / f"hard-{step:03d}", folder / "hard" / f"checkpoint-{step}")
+    shutil.copytree(SHIPPED / "logs" / "hard" / "completions", folder / "hard" / "completions")
+    return folder / "hard"
+
+
+@pytest.fixture(scope="module")
+def tiny(trl_run: Path) -> RunConfig:
+    return replace(TINY, path=trl_run, base=str(trl_run.parent / "base"))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Any]:
+    """(folder, lines, diff) of a whole analysis."""
+    out, lines = tmp_path_factory.mktemp("run") / "out", []
+    diff = analyze_run(replace(tiny, to=out), progress=False, say=lines.append)
+    return out, lines, diff
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but those that name the folder itself."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name != "stages.json"}
+
+
+def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any]) -> None:
+    out, lines, diff = finished
+    assert [line.partition(":")[0] for line in lines] == STAGES
+    said = json.loads((out / "stages.json").read_text())
+    assert list(said) == STAGES
+    assert "5 checkpoints" in said["series"]
+    assert "compared with it: hard-00150 (the last step of every run)" in said["series"]
+    assert "TRL completions, 1,792 trajectories of 112 problems" in said["rollouts"]
+    assert "correct is above 0 (the log's only reward)" in said["rollouts"]
+    assert said["bands"].startswith("problems: easy 10, medium 10, hard 92; a response's band is measured on the other")
+    assert "(easy >= 0.75, hard <= 0.25); the training step explains" in said["bands"]
+    # What the log says twice agrees, and is kept beside the settings and on the page.
+    looked = json.loads((out / "run.json").read_text())["found"]["second_look"]
+    assert [name for name, check in looked.items() if check["compared"]] == ["advantages", "answers", "responses"]
+    assert not any(check["disagrees"] for check in looked.values())
+    assert looked["responses"]["compared"] == 1792
+    assert all(check["line"] in said["second look"] for check in looked.values())
+    page = (out / "report.html").read_text()
+    assert "The log that was imported agrees with itself where that can be compared." in page
+    assert html.escape(looked["advantages"]["line"]) in page
+    assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
+    assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
+    assert "contrasts drawn" in said["diff"]
+    for name in ("rollouts", "activations", "sae", "evaluation", "features", "diff"):
+        assert any((out / name).iterdir())
+    rollouts = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
+    assert "What training changed: hard" in page
+    assert f"compared with base on {rollouts.n_problems} problems" in page
+    assert "answered no problem that base answered" in page
+
+    # Every response is one of the log, under its own problem and with its own reward.
+    logged = pd.concat(pd.read_parquet(f) for f in sorted((SHIPPED / "logs/hard/completions").glob("*.parquet")))
+    kept = logged[logged.problem_id.isin(rollouts.frame.problem_id)]
+    key = ["problem_id", "completion", "correct"]
+    found = rollouts.frame.rename(columns={"response": "completion", "reward": "correct"})[key]
+    pd.testing.assert_frame_equal(
+        found.sort_values(key, ignore_index=True), kept[key].sort_values(key, ignore_index=True), check_dtype=False
+    )
+    # Readers read all of it, and contrasts are over all of it, whoever sampled it.
+    assert [r["id"] for r in diff.info["readers"]] == ["base", "hard-00150"]
+    assert len({r["n_tokens"] for r in diff.info["readers"]}) == 1
+    shift = diff.contrasts[(diff.contrasts.kind == "shift") & (diff.contrasts.outcome == "all")].set_index("band")
+    assert set(diff.contrasts[diff.contrasts.kind == "shift"].part) == {"same_trajectories"}
+    assert shift.n_problems["all"] == rollouts.n_problems
+    assert shift.n_discoveries["all"] > 0
+
+
+def test_controls_interactions_and_baselines_rest_on_the_rows_of_their_contrast(
+    finished: tuple[Path, list[str], Any],
+) -> None:
+    out, _, diff = finished
+    keys = ["kind", "checkpoint", "part", "band", "outcome"]
+    named = diff.contrasts.set_index(keys)["rows"]
+    drawn = diff.contrasts[(diff.contrasts.note == "") & (diff.contrasts.outcome == "all")].set_index(keys)
+    controls = diff.confounds.drop_duplicates([*keys, "control"]).set_index(keys)
+    assert set(controls.index) == {key for key in drawn.index if key[2] in ("total", "success_minus_failure")}
+    assert len(controls) == 3 * controls.index.nunique() > 0
+    assert (controls["rows"] == named.reindex(controls.index)).all()
+    # Every problem of an outcome contrast has a token on both sides.
+    of_tokens = controls[controls.control == "token"]
+    assert (of_tokens.n_problems == drawn.n_problems.reindex(of_tokens.index)).all()
+    for key, rows in named.items():
+        if key[0] == "interaction":
+            assert rows == "+".join(named["outcome", key[1], key[2], band, "all"] for band in key[3].split("-"))
+    store, features = tsae.ActivationStore(out / "activations"), tsae.FeatureTable.load(out / "features")
+    plain = baselines(features, store, diff_config(diff)).drop_duplicates(["kind", "checkpoint"])
+    assert set(plain.kind) == {"shift", "outcome"}
+    for row in plain.itertuples():
+        key = (row.kind, row.checkpoint, row.part, "all", "all")
+        assert (row.rows, row.n_problems) == (named[key], drawn.n_problems[key])
+
+
+def diff_config(diff: Any) -> tsae.DiffConfig:
+    config = dict(diff.info["config"])
+    return tsae.DiffConfig(**{**config, "bands": None if config["bands"] is None else tuple(config["bands"])})
+
+
+def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any], tiny: RunConfig) -> None:
+    out, lines, diff = finished
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")}
+    report = (out / "report.html").stat().st_mtime_ns
+    again: list[str] = []
+    found = analyze_run(replace(tiny, to=out), progress=False, say=again.append)
+    assert again == [f"{line} [from disk]" for line in lines]
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")} == before
+    assert (out / "report.html").stat().st_mtime_ns == report
+    # The base has no run, which is missing in another way once it was read from a file.
+    for shifts in (found.shifts, diff.shifts):
+        assert shifts.run.isna().sum() == (shifts.checkpoint == "base").sum()
+    columns = diff.shifts.columns.drop("run")
+    pd.testing.assert_frame_equal(found.shifts[columns], diff.shifts[columns], check_dtype=False)
+    with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: run"):
+        analyze_run(replace(tiny, to=out, seed=1), progress=False)
+
+
+@pytest.mark.slow
+def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    for number in range(len(STAGES)):
+        lines: list[str] = []
+
+        def stop(line: str, lines: list[str] = lines, number: int = number) -> None:
+            lines.append(line)
+            if len(lines) > number:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            analyze_run(replace(tiny, to=tmp_path / "out"), progress=False, say=stop)
+        assert all(line.endswith("[from disk]") for line in lines[: number - 1])
+    assert contents(tmp_path / "out") == contents(finished[0])
+
+
+@pytest.mark.slow
+def test_killed_while_it_trains(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
+    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
+    command = [sys.executable, "-m", "tsae", "run", str(tiny.path), "--base", str(tiny.base), "--to", str(out)]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "activations" / "base").is_dir() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (out / "report.html").exists()
+    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    assert contents(out) == contents(finished[0])
+
+
+def test_the_command_says_what_it_decides(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lines, _ = finished
+    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
+    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
+    main(["run", str(tiny.path), "--base", str(tiny.base), "--to", str(out), *options])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{lines[0]} [from disk]\n")
+    assert "Shifts of hard-00150 against base, on the same trajectories" in printed
+    assert f"Report: {(out / 'report.html').resolve()}" in printed
+
+
+# --- which checkpoints
+
+
+def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -> None:
+    run, base = tmp_path / "hard", trl_run.parent / "base"
+    shutil.copytree(trl_run, run)
+    series, origin = find_series(RunConfig(run))
+    assert series.base.path == str((run / "checkpoint-25").resolve())
+    assert "hard-00025 stands in for the base" in origin
+
+    (run / "README.md").write_text(f"---\nlibrary_name: transformers\nbase_model: {base}\n---\n# hard\n")
+    series, origin = find_series(RunConfig(run))
+    assert (series.base.path, len(series)) == (str(base), 5)
+    assert origin.endswith("(by its model card)")
+    (run / "README.md").write_text("---\nlibrary_name: transformers\n---\nbase_model: elsewhere/model\n")
+    assert "stands in" in find_series(RunConfig(run))[1]
+
+    # Older transformers write where the weights came from; a resumed run names its own checkpoint.
+    for step, name in ((25, base), (50, run / "checkpoint-25")):
+        config = json.loads((run / f"checkpoint-{step}" / "config.json").read_text())
+        (run / f"checkpoint-{step}" / "config.json").write_text(json.dumps({**config, "_name_or_path": str(name)}))
+    assert find_series(RunConfig(run))[0].base.path == str(base)
+    shutil.rmtree(run / "checkpoint-25")
+    assert "stands in" in find_series(RunConfig(run))[1]
+
+    (run / "README.md").write_text(f"---\nbase_model: {tmp_path / 'gone'}\n---\n")
+    with pytest.raises(TsaeError, match=r"names .*gone as its base \(by its model card\).*--base"):
+        find_series(RunConfig(run))
+    assert find_series(RunConfig(run, base=str(base)))[1] == f"the base is {base} (as asked)"
+
+
+def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = trl_run.parent / "base"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+        model.save_pretrained(tmp_path / "lora" / "checkpoint-5")
+    series, origin = find_series(RunConfig(tmp_path / "lora"))
+    assert [(c.id, c.step) for c in series] == [("base", 0), ("lora-00005", 5)]
+    assert origin == f"the base is {base}"
+    adapter, whole = (Tokens(checkpoint, ImportConfig()) for checkpoint in (series["lora-00005"], series.base))
+    assert (adapter.context, adapter.ends) == (whole.context, whole.ends) == (128, {19})
+
+
+@pytest.fixture
+def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The testbed's base as a Hugging Face id that lies in the cache, and nothing asks the network about it."""
+    asked = []
+    cached(tmp_path / "hub", "org/arithmetic", {"main": {"": SHIPPED / "base"}})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        asked.append(args)
+        raise ConnectionError("no network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield "org/arithmetic"
+    assert not asked
+
+
+@pytest.mark.slow  # runs the whole pipeline
+def test_adapters_over_a_base_in_the_cache(
+    trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "lora"
+    shutil.copytree(trl_run / "completions", run / "completions")
+    for step in (25, 50):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
+            base = AutoModelForCausalLM.from_pretrained(SHIPPED / "base")
+            model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        generator = torch.Generator().manual_seed(step)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+        model.peft_config["default"].base_model_name_or_path = hub_base
+        # The vocabulary is the base's; peft would ask the hub whether it is.
+        model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
+    assert lines[-1].endswith("report.html")
+    # Readers are the base, and the base with its adapter: by hand, merged.
+    store = tsae.ActivationStore(tmp_path / "out" / "activations")
+    site = next(iter(store.manifest["sites"]))
+    merged = model.merge_and_unload().eval()
+    for reader, whole in (("base", AutoModelForCausalLM.from_pretrained(SHIPPED / "base")), ("lora-00050", merged)):
+        shard = next(iter(store.shards(reader)))
+        ids = torch.from_numpy(shard.token_ids[: shard.offsets[1]].astype(np.int64))[None]
+        expected = whole(ids, output_hidden_states=True).hidden_states[2][0].detach().numpy()
+        np.testing.assert_allclose(shard.read(site, slice(0, shard.offsets[1])), expected, atol=1e-4)
+    assert (diff.shifts.checkpoint == "lora-00050").any()
+    shutil.rmtree(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TsaeError, match=r"lora: names org/arithmetic as its base, which cannot be used: .*--base"):
+        analyze_run(replace(config, to=tmp_path / "without"), progress=False, say=lines.append)
+    assert not (tmp_path / "without").exists()
+
+
+@pytest.mark.slow
+def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
+    run = tmp_path / "full"
+    for step in (25, 50):
+        shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
+    shutil.copytree(trl_run / "completions", run / "completions")
+    (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
+    lines: list[str] = []
+    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
+    local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
+    same = analyze_run(local, progress=False, say=lambda line: None)
+    pd.testing.assert_frame_equal(diff.shifts, same.shifts)
+    series, origin = find_series(replace(config, base=hub_base))
+    assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
+
+
+def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
+    def fails(config: RunConfig, match: str) -> None:
+        with pytest.raises(TsaeError, match=match):
+            analyze_run(replace(config, to=tmp_path / "out"), progress=False, say=lambda line: None)
+        assert not (tmp_path / "out").exists()
+
+    (tmp_path / "empty").mkdir()
+    fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoint-N folders.*output_dir")
+    fails(replace(tiny, base=str(tmp_path / "gone")), r"gone: no such folder")
+    fails(replace(tiny, checkpoints=("hard-00075",)), r"no checkpoint 'hard-00075'")
+    fails(replace(tiny, path=trl_run, log=tmp_path / "gone"), r"gone: no such log")
+
+    one = tmp_path / "one"
+    shutil.copytree(trl_run / "checkpoint-50", one / "checkpoint-50")
+    fails(replace(TINY, path=one), r"holds one checkpoint, .*\(--base\)")
+    fails(replace(tiny, path=one), r"holds no rollout log.*log_completions=True")
+
+    shutil.copytree(trl_run / "completions", one / "completions")
+    (one / "checkpoint-50" / "tokenizer.json").unlink()
+    with pytest.raises(TsaeError, match=r"checkpoint-50: holds no tokenizer"):
+        analyze_run(replace(tiny, path=one, to=tmp_path / "out"), progress=False, say=lambda line: None)
+
+
+def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
+    with pytest.raises(TsaeError, match=r"inside the folder that is searched"):
+        analyze_run(replace(tiny, to=tiny.path / "completions" / "out"))
+
+
+# --- a log that does not agree with itself
+
+
+def test_strict_refuses_what_does_not_agree(
+    trl_run: Path, tiny: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Completions that stand one row below their own, as an option of the command; nothing is imported."""
+    (tmp_path / "completions").mkdir()
+    for file in sorted((trl_run / "completions").glob("*.parquet"))[:3]:
+        table = pq.read_table(file)
+        for name in ("completion", "completion_ids"):
+            values = table[name].to_pylist()
+            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
+            table = table.set_column(table.column_names.index(name), name, column)
+        pq.write_table(table, tmp_path / "completions" / file.name)
+    to = tmp_path / "out"
+    asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(trl_run), "--base", str(tiny.base), *asked])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "does not agree with itself" in told
+    assert "answers: " in told
+    assert not list((to / "rollouts").glob("*.parquet"))
+
+
+def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str], Any]) -> None:
+    _, _, diff = finished
+    assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
+    looked = {"answers": {"compared": 9, "disagrees": True, "line": "answers: <b>9</b>"}}
+    told = replace(diff, info={**diff.info, "second_look": looked})
+    page = render(told, {})
+    assert "The log that was imported" in page
+    assert "does not agree with itself (answers)" in page
+    assert "<li>answers: &lt;b&gt;9&lt;/b&gt;</li>" in page
+    sentences = [sentence for finding in findings(told) for sentence in finding.sentences]
+    assert "The rollout log does not agree with itself: answers." in sentences
+    nothing = {"answers": {"compared": 0, "disagrees": False, "line": "answers: not compared"}}
+    assert "could not be compared" in render(replace(diff, info={**diff.info, "second_look": nothing}), {})
+    assert "Rollout log" not in render(replace(diff, info={**diff.info, "second_look": None}), {})
+
+
+# --- which reward, which bands, which problems
+
+
+@pytest.mark.slow  # runs the whole pipeline
+def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_path: Path) -> None:
+    source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00025.parquet")
+    place = source.column_names.index("correct")
+
+    def with_rewards(folder: str, *names: str) -> Path:
+        table = source.rename_columns([names[0] if n == "correct" else n for n in source.column_names])
+        for name in names[1:]:
+            table = table.add_column(place + 1, name, pa.array(np.zeros(len(table))))
+        (tmp_path / folder).mkdir()
+        pq.write_table(table, tmp_path / folder / "completions_00025.parquet")
+        return tmp_path / folder
+
+    log = with_rewards("two", "accuracy_reward", "think_format_reward")
+    config = replace(tiny, log=log, tokens=4_000, to=tmp_path / "out")
+    lines: list[str] = []
+    analyze_run(config, progress=False, say=lines.append)
+    assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
+    found_part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    part = found_part.frame.drop_duplicates("problem_id")
+    assert (
+        f" trajectories of {len(part)} problems are read, drawn as many from every band up to 4,000 tokens" in lines[1]
+    )
+    bands = problem_bands(found_part.frame)
+    counts = ", ".join(f"{band} {(bands == band).sum()}" for band in ("easy", "medium", "hard"))
+    assert lines[3].endswith(f"; of those that are read: {counts}")
+    assert "; think_format_reward is 0 for every response, and says nothing" in lines[1]
+    found = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "log.parquet")
+    np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
+
+    vague = with_rewards("vague", "quality", "length")
+    with pytest.raises(TsaeError, match=r"rewards quality, length.*--outcome"):
+        analyze_run(replace(config, log=vague, to=tmp_path / "vague-out"), progress=False)
+    lines.clear()
+    named = replace(tiny.importing, outcome="quality")
+    analyze_run(replace(config, log=vague, importing=named, to=tmp_path / "named"), progress=False, say=lines.append)
+    assert "quality is above 0 (as asked)" in lines[1]
+
+
+def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
+    """The medium run solves from step 25 on what it did not at step 1; each problem is asked at one step."""
+    run, logged = tmp_path / "medium", SHIPPED / "logs" / "medium" / "completions"
+    for step in (25, 150):
+        shutil.copytree(SHIPPED / f"medium-{step:03d}", run / f"checkpoint-{step}")
+    shutil.copytree(logged, run / "completions")
+    config = replace(tiny, path=run, to=tmp_path / "out")
+    lines: list[str] = []
+    diff = analyze_run(config, progress=False, say=lines.append)
+    refused = diff.info["bands"]["refused"]
+    assert lines[3].startswith(
+        "bands:       bands and training steps cannot be told apart: the training step explains 7"
+    )
+    assert "Give the base's own pass rates on these problems (--bands-from)" in lines[3]
+    assert diff.info["bands"]["confounded_with_step"]["table"].keys() == {"easy", "medium", "hard"}
+    of_bands = diff.contrasts[diff.contrasts.band != "all"]
+    assert len(of_bands)
+    assert set(of_bands.note) == {refused}
+    assert "of bands not (bands are steps)" in lines[8]
+
+    # With the base's own pass rates, measured elsewhere.
+    whole = tmp_path / "out" / "rollouts" / "log.parquet"
+    log = tsae.Rollouts.read(whole)
+    first = log.frame.drop_duplicates("problem_id").index
+    rng = np.random.default_rng(0)
+    rate = rng.permutation(np.tile([0.05, 0.5, 0.95], len(first))[: len(first)])
+    rows = np.repeat(first, 16)
+    right = rng.random(len(rows)) < np.repeat(rate, 16)
+    other = log.select(np.asarray(rows)).with_column("outcome", np.where(right, "success", "failure"))
+    # Ids of their own: problems are known by their prompts.
+    other = other.with_column("policy", ["base"] * len(rows)).with_column("problem_id", [f"q{row}" for row in rows])
+    rows_of_base = separate_rollouts(other.write(tmp_path / "base.parquet"), whole, "base")
+    assert rows_of_base.problem_id.tolist() == np.repeat(log.frame.problem_id[first], 16).tolist()
+    bands, line = band_problems(read_outline(whole), whole, base="base", measured_on=rows_of_base)
+    assert "bands were measured on separate rollouts of base" in line
+    assert "refused" not in bands.info
+
+    alien = other.with_column("policy", ["another"] * len(rows)).write(tmp_path / "another.parquet")
+    with pytest.raises(TsaeError, match=r"another\.parquet: holds nothing that base sampled; policies are another"):
+        separate_rollouts(alien, whole, "base")
+    alien = other.with_column("prompt_ids", [[1, 2, 3]] * len(rows)).write(tmp_path / "elsewhere.parquet")
+    with pytest.raises(TsaeError, match=r"elsewhere\.parquet: asks none of the problems of log\.parquet"):
+        separate_rollouts(alien, whole, "base")
+    # The option says the same, before anything is read.
+    with pytest.raises(TsaeError, match="asks none of the problems"):
+        analyze_run(replace(config, to=tmp_path / "no", bands_from=alien), progress=False)
+
+
+@pytest.mark.slow  # runs the whole pipeline
+def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
+    source = pq.read_table(SHIPPED / "logs/hard/completions/completions_00001.parquet")
+    place = source.column_names.index("correct")
+    (tmp_path / "log").mkdir()
+    failed = source.set_column(place, "correct", pa.array(np.zeros(len(source))))
+    pq.write_table(failed, tmp_path / "log" / "completions_00001.parquet")
+    lines: list[str] = []
+    config = replace(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "there is no success" in lines[1]
+    assert lines[3].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
+    outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
+    assert set(outcome.note) == {"0 problems have both outcomes; 8 are needed"}
+    assert "not (too few problems): all, all success" in lines[8]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
+    outline = make_rollouts(n_problems=40, n_samples=4).frame
+    bands = ["easy"] * 4 + ["medium"] * 8 + ["hard"] * 28
+    outline["band"] = [bands[int(problem[1:])] for problem in outline.problem_id]
+    length = outline.prompt_length + outline.response_length
+    assert draw_problems(outline, int(length.sum()), 0, "log").all()
+    budget = int(length.sum()) // 2
+    rows = draw_problems(outline, budget, 0, "log")
+    drawn = outline[rows]
+    assert set(drawn.groupby("problem_id").size()) == {4}
+    total = int((drawn.prompt_length + drawn.response_length).sum())
+    assert budget - 4 * 18 < total <= budget  # No further problem of 4 × at most 18 tokens fits.
+    counts = drawn.drop_duplicates("problem_id").band.value_counts()
+    assert (counts["easy"], counts["medium"]) == (4, 8)  # The small bands are exhausted before the large one.
+    assert 4 <= counts["hard"] < 28
+    few = outline[draw_problems(outline, budget // 3, 0, "log")].drop_duplicates("problem_id").band.value_counts()
+    assert max(few) - min(few) <= 1
+    assert (draw_problems(outline, budget, 0, "log") == rows).all()
+    assert (draw_problems(outline, budget, 1, "log") != rows).any()
+    with pytest.raises(TsaeError, match="log: one problem alone has"):
+        draw_problems(outline, 5, 0, "log")
+
+
+def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:
+    outline = make_rollouts(n_problems=36, n_samples=40).frame
+    problem = outline.problem_id.str[1:].astype(int).to_numpy()
+    nth = np.arange(len(outline)) % 40 // 2  # Both halves of a problem have the same pass rate.
+
+    def even(successes: Any) -> tuple[Any, str]:
+        outcome = np.where(nth < successes[problem], "success", "failure")
+        return band_problems(outline.assign(outcome=outcome), "log")
+
+    by_cutoffs = even(np.repeat(np.arange(18) + 1, 2))[1]  # pass rates .05, .10, … .90
+    assert by_cutoffs.startswith("problems: easy 8, medium 18, hard 10")
+    assert "easy >= 0.75, hard <= 0.25)" in by_cutoffs
+    bands, line = even(np.arange(36) // 6 + 7)  # .35 to .60, six of each
+    assert line.startswith("problems: easy 12, medium 12, hard 12")
+    assert "easy >= 0.55, hard <= 0.4; thirds, since the usual cut-offs leave a band with fewer than 8" in line
+    band = problem_bands(bands.rows)
+    assert set(band.index[band == "easy"]) == {f"p{i:03d}" for i in range(24, 36)}
+
+
+def test_bands_of_one_response_each_are_none() -> None:
+    bands, line = band_problems(make_rollouts(n_problems=12, n_samples=1).frame, "log")
+    assert bands is None
+    assert line.startswith("none: no problem falls into the band easy or medium or hard: no problem has two responses")
+
+
+def test_the_sae_by_what_there_is(store: Any) -> None:
+    tokens = sum(shard.n_tokens for shard in store.shards())
+    sae, training, why = choose_sae(store, TINY)
+    assert (sae.d_sae, sae.k, training.tokens, why) == (32, 4, 20_000, "")
+    sae, training, why = choose_sae(store, replace(TINY, d_sae=None, k=None, training_tokens=None))
+    # d_model 16: k = 4, the least; tokens · 4 / 1000 latents are fewer than the least width.
+    assert tokens * 4 // 1000 < 32
+    assert (sae.d_sae, sae.k, training.tokens, training.batch_tokens, why) == (
+        32,
+        4,
+        20 * tokens,
+        1024,
+        "width by data",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
+def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
+    """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo"), "anonymous"]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    run = tmp_path / "grpo"
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
+
+    lines: list[str] = []
+    config = replace(TINY, path=run, to=tmp_path / "out")
+    diff = analyze_run(config, progress=False, say=lines.append)
+    assert "grpo-00001 stands in for the base" in lines[0]
+    assert "TRL completions, 128 trajectories of 16 problems" in lines[1]
+    assert "correct is above 0 (the log's only reward)" in lines[1]
+    # Without token ids in the log, the texts are tokenised again, and may not be what was sampled.
+    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert not rollouts.frame.round_trip.any()
+    # checkpoint-1 sampled what step 2 logged; what step 1 logged is the base's, which is not there.
+    assert rollouts.policies == ["grpo-00000", "grpo-00001"]
+    assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+    with_base = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "with-base")
+    diff = analyze_run(with_base, progress=False, say=lambda line: None)
+    rollouts = tsae.Rollouts.read(tmp_path / "with-base" / "rollouts" / "rollouts.parquet")
+    assert rollouts.policies == ["base", "grpo-00001"]
+    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_path: Path) -> None:
+    """Trained by its Hugging Face id, whole or as an adapter: nothing else than the folder is needed."""
+    script, run = tmp_path / "train.py", tmp_path / "grpo"
+    script.write_text(TRAIN)
+    subprocess.run(
+        [sys.executable, str(script), hub_base, str(run), kind],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    lines: list[str] = []
+    diff = analyze_run(replace(TINY, path=run, to=tmp_path / "out"), progress=False, say=lines.append)
+    told = "" if kind == "lora" else " (by its model card)"
+    assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
+    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert rollouts.policies == ["base", "grpo-00001"]
+    assert not rollouts.frame.round_trip.any()
+    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+
+
+TRAIN = """
+import sys
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from tsae.testbed import make_tokenizer, verify
+from tsae.testbed.chains import generate_problems
+
+base, out, kind = sys.argv[1:]
+problems = generate_problems("medium", 16, 0, "train")
+def correct(completions, answer, **_):
+    return [float(verify(text, right)) for text, right in zip(completions, answer)]
+trainer = GRPOTrainer(
+    # A model that is given as such says nothing of where it came from.
+    model=LlamaForCausalLM.from_pretrained(base, dtype="float32") if kind == "anonymous" else base,
+    peft_config=LoraConfig(r=2, target_modules="all-linear") if kind == "lora" else None,
+    processing_class=make_tokenizer(),
+    reward_funcs=correct,
+    train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
+    args=GRPOConfig(
+        output_dir=out, max_steps=2, save_steps=1, save_strategy="steps", per_device_train_batch_size=64,
+        num_generations=8, max_completion_length=64, bf16=False, use_cpu=True, gradient_checkpointing=False,
+        dataloader_pin_memory=False, report_to="none", disable_tqdm=True, logging_steps=1, log_completions=True,
+    ),
+)
+trainer.train()
+"""

@@ -1,0 +1,583 @@
+"""Interventions: edits against hand-worked ones, hooks in generation, a model whose answer one direction decides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+from statements.random_sets import KINDS, exchangeable, said, sharing, spread
+
+import tsae
+from support.builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
+from tsae.base.intervals import mean_interval
+from tsae.causal.beyond import beyond_random, overlap
+from tsae.causal.config import InterventionConfig
+from tsae.causal.controls import FeatureScales, matched_features, mean_difference
+from tsae.causal.edits import FeatureEdit
+from tsae.causal.intervene import intervene
+from tsae.causal.intervention import Intervention, outcome_table
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, during_generation, rewritten
+from tsae.errors import TsaeError
+from tsae.rollouts.config import SamplingConfig
+from tsae.rollouts.problems import Problem
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+
+SITE = "blocks.1.hook_resid_post"
+RIGHT, WRONG = 3, 4  # Token ids of the digits that the decided model answers with.
+DECIDES, ENDS, OTHER = 0, 1, 2  # Directions of its residual stream.
+SAMPLING = SamplingConfig(n_samples=2, max_new_tokens=6, batch_size=7)
+
+
+def coordinates(d_model: int = D_MODEL, site: str = SITE) -> TemporalSAE:
+    """Features are the positive parts of the residual stream's coordinates beyond 0.1; the rest is its error."""
+    sae = TemporalSAE(d_model, SAEConfig(d_sae=d_model, k=4), site=site)
+    with torch.no_grad():
+        sae.W_enc.copy_(torch.eye(d_model))
+        sae.W_dec.copy_(torch.eye(d_model))
+        sae.threshold.fill_(0.1)
+    return sae.eval()
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> tsae.CheckpointSeries:
+    """A model whose blocks add nothing: it answers RIGHT where the direction DECIDES is on, else WRONG, and ends."""
+    from transformers import AutoModelForCausalLM
+
+    from tsae.testbed import make_tokenizer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config("llama"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        embedding = 0.3 + 0.2 * torch.rand(model.model.embed_tokens.weight.shape, generator=generator)
+        embedding[:, [DECIDES, ENDS]] = 0.0
+        embedding[:, DECIDES] = 2.0
+        embedding[[RIGHT, WRONG], DECIDES] = 0.5
+        embedding[[RIGHT, WRONG], ENDS] = 4.0
+        embedding[EOS] = 0.25
+        model.model.embed_tokens.weight.copy_(embedding)
+        head = torch.full_like(model.lm_head.weight, -10.0)
+        head[[RIGHT, WRONG, EOS]] = 0.0
+        head[RIGHT, DECIDES], head[WRONG, OTHER], head[EOS, ENDS] = 20.0, 10.0, 40.0
+        model.lm_head.weight.copy_(head)
+    folder = tmp_path_factory.mktemp("decided") / "model"
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return tsae.CheckpointSeries((tsae.Checkpoint("base", str(folder)),))
+
+
+PROBLEMS = [Problem(f"p{n}", "+".join("12345"[: n % 5 + 1]) + "?", str(RIGHT)) for n in range(10)]
+
+
+def table_of(series: tsae.CheckpointSeries, sae: TemporalSAE, folder: Path) -> tsae.FeatureTable:
+    sampled = tsae.sample(series.base, PROBLEMS, SAMPLING, verify=lambda text, a: text.strip() == a, progress=False)
+    bands = [("easy", "hard")[int(id[1:]) % 2] for id in sampled.table["problem_id"].to_pylist()]
+    store = tsae.capture(series, sampled.with_column("band", bands), [SITE], to=folder / "acts", progress=False)
+    return tsae.encode(sae, store, to=folder / "features", progress=False)
+
+
+@pytest.fixture(scope="module")
+def decided_features(decided: tsae.CheckpointSeries, tmp_path_factory: pytest.TempPathFactory) -> tsae.FeatureTable:
+    return table_of(decided, coordinates(), tmp_path_factory.mktemp("decided-table"))
+
+
+def answer(text: str, expected: str) -> bool:
+    return text.strip() == expected
+
+
+@pytest.fixture(scope="module")
+def found(decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable) -> Intervention:
+    """The feature that decides is ablated, beside all controls."""
+    config = InterventionConfig(mode="ablate", tokens="all", n_random=3, sampling=SAMPLING)
+    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
+    return intervene(
+        decided.base,
+        coordinates(),
+        decided_features,
+        [DECIDES],
+        config,
+        verify=answer,
+        direction=direction,
+        exclude=[OTHER, ENDS],
+        progress=False,
+    )
+
+
+# -- the edit
+
+
+def test_an_edit_moves_its_features_and_keeps_the_rest_and_the_error() -> None:
+    torch.manual_seed(0)
+    sae = TemporalSAE(5, SAEConfig(d_sae=7, k=2), site=SITE)
+    with torch.no_grad():
+        for parameter in sae.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        sae.b_enc.zero_()
+        sae.threshold.fill_(0.3)
+    x = torch.randn(40, 5)
+    f, row = sae.encode(x), sae.W_dec.detach()
+    assert (f[:, 2] > 0).any()
+    assert (f[:, 2] == 0).any()
+    chosen = (2, 5)
+    expected = {
+        "ablate": -f[:, 2:3] * row[2] - f[:, 5:6] * row[5],
+        "clamp": (1.5 - f[:, 2:3]) * row[2] + (0.5 - f[:, 5:6]) * row[5],
+        "steer": (1.5 * row[2] + 0.5 * row[5]).expand(40, -1),
+    }
+    expected["mean"] = expected["clamp"]
+    for mode, delta in expected.items():
+        edit = FeatureEdit(sae, chosen, mode, (0.0, 0.0) if mode == "ablate" else (1.5, 0.5))  # type: ignore[arg-type]
+        torch.testing.assert_close(edit.delta(x), delta)
+        torch.testing.assert_close(edit.reversed().delta(x), -delta)
+        assert not edit.reversed().reversed().delta(x).equal(torch.zeros_like(x))
+        assert replace(edit, sign=0.0).delta(x).abs().max() == 0
+        along = replace(edit, direction=torch.nn.functional.normalize(torch.ones(5), dim=0)).delta(x)
+        torch.testing.assert_close(along.norm(dim=1), delta.norm(dim=1))
+        assert (along.std(dim=1) < 1e-5).all()  # All along (1, …, 1).
+    # Decoding the edited codes and putting the error back gives the same as adding the difference.
+    codes = f.clone()
+    codes[:, [2, 5]] = 0
+    error = x - sae.decode(f)
+    torch.testing.assert_close(x + expected["ablate"], sae.decode(codes) + error)
+
+
+def test_a_direction_goes_the_way_the_features_go() -> None:
+    unit = torch.nn.functional.one_hot(torch.tensor(5), D_MODEL).float()
+    x = torch.zeros(2, D_MODEL)
+    x[0, 3], x[1, 3] = 0.5, 3.0
+    edit = FeatureEdit(coordinates(), (3,), "clamp", (2.0,), direction=unit)
+    assert edit.delta(x)[:, 5].tolist() == pytest.approx([1.5, -1.0])
+
+
+def test_tokens_beyond_the_norm_limit_are_left_alone() -> None:
+    sae = coordinates()
+    sae.training_info["norms"] = {"limit": 3.0}
+    hidden = torch.ones(1, 2, D_MODEL)
+    hidden[0, 1] = 0.5
+    edited = FeatureEdit(sae, (0,), "ablate", (0.0,)).change(hidden, torch.ones(1, 2, dtype=torch.bool))
+    assert edited[0, :, 0].tolist() == [1.0, 0.0]
+    assert edited[0, :, 1:].equal(hidden[0, :, 1:])
+
+
+# -- in generation
+
+
+@pytest.mark.parametrize("tokens", ["predicting", "first", "response", "all"])
+def test_the_residual_stream_is_edited_by_hand_at_the_right_tokens(llama: Path, tokens: str) -> None:
+    model: Any = tsae.Checkpoint("base", str(llama)).load_model()
+    sae = coordinates()
+    ids = torch.tensor([[18, 18, BOS, 3, 10], [BOS, 5, 12, 7, 16]])
+    mask = (ids != 18).long()
+    edit = FeatureEdit(sae, (4, 6), "steer", (3.0, -2.0))
+    around = edit.hook(lambda model: lambda site, change: rewritten(model, site, change), tokens, (BOS, EOS))
+    seen: list[torch.Tensor] = []
+    after = model.model.layers[2].register_forward_pre_hook(lambda _m, args: seen.append(args[0].clone()))
+    options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 18, "eos_token_id": None}
+    with torch.no_grad(), around(model, ids, mask):
+        out = model.generate(input_ids=ids, attention_mask=mask, **options)
+    after.remove()
+    got = torch.cat(seen, dim=1)  # (2, 5 + 3, d_model): the last token is never read.
+    # Blocks up to the site do not see the edit, so that what they compute of the same tokens is what was edited.
+    full = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], dim=1)
+    plain = HuggingFaceReader(model, [SITE]).read(out[:, :8], full)[SITE]
+    moved = torch.zeros(2, 8, dtype=torch.bool)
+    moved[:, 5:] = tokens != "first"
+    if tokens in ("predicting", "first"):
+        moved[:, 4] = True
+    if tokens == "all":
+        moved[0, 3:5] = moved[1, 1:5] = True
+    expected = plain.clone()
+    expected[..., 4] += 3.0 * moved
+    expected[..., 6] -= 2.0 * moved
+    real = full.bool()
+    torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+def test_cache_and_padding_make_no_difference(llama: Path) -> None:
+    model: Any = tsae.Checkpoint("base", str(llama)).load_model()
+    edit = FeatureEdit(coordinates(), (1, 4, 9), "clamp", (2.0, 1.0, 3.0))
+    prompts = [[BOS, 3], [BOS, 5, 12, 7, 16], [BOS]]
+
+    def responses(batch: list[list[int]], use_cache: bool) -> list[list[int]]:
+        width = max(map(len, batch))
+        ids = torch.tensor([[18] * (width - len(p)) + p for p in batch])
+        around = edit.hook(lambda model: lambda site, change: rewritten(model, site, change), "all", (BOS, EOS))
+        options = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 18, "eos_token_id": None}
+        with torch.no_grad(), around(model, ids, (ids != 18).long()):
+            out = model.generate(input_ids=ids, attention_mask=(ids != 18).long(), use_cache=use_cache, **options)
+        return out[:, width:].tolist()
+
+    together = responses(prompts, True)
+    assert together == responses(prompts, False)
+    assert together == [responses([prompt], True)[0] for prompt in prompts]
+
+
+def test_a_pass_that_is_neither_prompt_nor_next_token_is_refused() -> None:
+    at = during_generation(lambda hidden, where: hidden, torch.ones(1, 4, dtype=torch.bool))
+    at(torch.zeros(1, 4, 2))
+    at(torch.zeros(1, 1, 2))
+    with pytest.raises(RuntimeError, match="neither"):
+        at(torch.zeros(1, 3, 2))
+
+
+def test_hooks_that_change_nothing_give_the_same_tokens(series: Any, tmp_path: Path) -> None:
+    sae = coordinates()
+    base = tsae.CheckpointSeries((series.base,))
+    features = table_of(base, sae, tmp_path)
+    alive = np.flatnonzero(FeatureScales.of(features, "base").typical > 0)
+    config = InterventionConfig(mode="steer", amount=2.0, n_random=1, sampling=SAMPLING)
+    found = intervene(base.base, sae, features, alive[:2].tolist(), config, problems=PROBLEMS, progress=False)
+    plain = tsae.sample(base.base, PROBLEMS, SAMPLING, progress=False)
+    ids = {
+        name: found.rollouts.where(policy=name).table["response_ids"].to_pylist() for name in found.rollouts.policies
+    }
+    assert ids["none"] == ids["no_op"] == plain.table["response_ids"].to_pylist()
+    assert ids["features"] != ids["none"]
+    assert "(no interval: 1 random set)" in found.summary("response_length")
+    assert found.info["no_op_identical"] is True
+    assert "accuracy" not in set(found.outcomes.behaviour)  # There was no verifier.
+    through = intervene(
+        base.base, sae, features, alive[:2].tolist(), replace(config, backend="transformer_lens"), problems=PROBLEMS,
+        progress=False,
+    )  # fmt: skip
+    assert through.rollouts.table["response_ids"].equals(found.rollouts.table["response_ids"])
+    assert through.info["no_op_identical"] is True
+
+
+# -- what it finds
+
+
+def test_ablating_the_direction_that_decides_flips_the_answer(found: Intervention) -> None:
+    accuracy = found.table(behaviour="accuracy", band="all").set_index("condition")["mean"]
+    assert accuracy["none"] == accuracy["no_op"] == 1.0
+    assert accuracy["features"] == accuracy["mean_difference"] == 0.0
+    assert (accuracy[["random", "random_1", "random_2", "random_3", "same_norm", "wrong_sign"]] == 1.0).all()
+    assert set(found.rollouts.where(policy="features").table["response"].to_pylist()) == {str(WRONG)}
+    assert found.summary("accuracy").startswith(
+        "Ablating feature 0 in base lowers accuracy: 1 → 0, -1 [-1, -1], beyond random -1 [-1, -1]; "
+        "matched random features: +0 [+0, +0], single sets +0 to +0 (3)"
+    )
+    assert "on hard problems" in found.summary("accuracy", "hard")
+    assert found.summary("accuracy").endswith("(10 problems, 20 responses).")
+    tokens = int(found.rollouts.where(policy="features").lengths("response_ids").sum())
+    assert found.info["rows"] == {"problems": 10, "trajectories": 20, "tokens": tokens}
+    assert found.record()["rows"] == found.info["rows"]
+
+
+def test_clamping_and_steering_go_by_the_typical_activation_of_responses(
+    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable
+) -> None:
+    for mode, amount, right in (("clamp", 1.0, 1.0), ("clamp", 0.0, 0.0), ("steer", -4.0, 0.0), ("steer", 1.0, 1.0)):
+        config = InterventionConfig(mode=mode, amount=amount, tokens="first", n_random=1, sampling=SAMPLING)  # type: ignore[arg-type]
+        found = intervene(
+            decided.base,
+            coordinates(),
+            decided_features,
+            [DECIDES],
+            config,
+            verify=answer,
+            exclude=[OTHER, ENDS],
+            progress=False,
+        )
+        accuracy = found.table(behaviour="accuracy", band="all").set_index("condition")["mean"]
+        assert accuracy["features"] == right, (mode, amount)
+
+
+def test_bands_come_with_the_problems_of_a_table(found: Intervention) -> None:
+    assert set(found.outcomes.band) == {"all", "easy", "hard"}
+    rows = found.table(band="easy", behaviour="accuracy", condition="features")
+    assert rows.n_problems.item() == 5
+    assert rows.n_trajectories.item() == 10
+
+
+def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
+    base = make_rollouts(("none", "features", "random_1", "random_2", "same_norm_1", "wrong_sign"), n_problems=30)
+    table = outcome_table(base, confidence=0.95)
+    frame = base.frame.assign(right=base.frame.outcome == "success")
+    means = frame.groupby(["policy", "problem_id"]).right.mean().unstack(0)
+    row = table[(table.condition == "features") & (table.behaviour == "accuracy")].iloc[0]
+    assert row.change == pytest.approx((means.features - means.none).mean())
+    assert row.beyond_random == pytest.approx((means.features - means[["random_1", "random_2"]].mean(axis=1)).mean())
+    assert row.change_low < row.change < row.change_high
+    assert row.beyond_low < row.beyond_random < row.beyond_high
+    # Of a random set there is nothing beyond random.
+    assert set(table[table.beyond_random.notna()].condition) == {"features", "wrong_sign"}
+    for condition, rows in (
+        ("features", ["features"]),
+        ("random", ["random_1", "random_2"]),
+        ("random_2", ["random_2"]),
+    ):
+        row = table[(table.condition == condition) & (table.behaviour == "accuracy")].iloc[0]
+        right = frame[frame.policy.isin(rows)].right
+        interval = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+        assert (row.wilson_low, row.wilson_high) == pytest.approx((interval.low, interval.high))
+    assert table[table.behaviour == "response_length"].wilson_low.isna().all()
+
+
+# -- beyond random
+
+
+def false_rate(kind: str, n_sets: int, draws: int, seed: int = 0) -> float:
+    rng, n_false = np.random.default_rng(seed), 0
+    for _ in range(draws):
+        n_false += said(exchangeable(rng, n_sets, kind=kind)) != 0
+    return n_false / draws
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
+    rate = false_rate(kind, InterventionConfig().n_random, 1000)
+    assert rate <= 0.06 + 2 * np.sqrt(0.06 * 0.94 / 1000)  # 2 standard errors of 1,000 draws
+    # The same draws with the sets taken for constants, as a bootstrap over problems alone does.
+    if kind == "normal":
+        rng, n_false = np.random.default_rng(0), 0
+        for _ in range(200):
+            drawn = exchangeable(rng, 10)
+            low, high = mean_interval(drawn[0] - drawn[1:].mean(0), 0.95)
+            n_false += not low <= 0 <= high
+        assert n_false > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_sets", [5, 12, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
+    rng, found, draws = np.random.default_rng(1), {0: 0, 3: 0, 4: 0}, 2000
+    for _ in range(draws):
+        drawn = exchangeable(rng, n_sets, kind=kind)
+        for size in found:
+            found[size] += said(drawn, size * spread(kind)) != 0
+    print(kind, n_sets, {size: n / draws for size, n in found.items()})
+    assert found[0] / draws <= (0.06 if n_sets >= 12 else 0.09) + 2 * np.sqrt(0.06 * 0.94 / draws)
+
+
+def test_random_sets_that_share_features_count_for_less() -> None:
+    rng, n_false, plain = np.random.default_rng(0), 0, 0
+    for _ in range(1000):
+        drawn, shared = sharing(rng)
+        n_false += said(drawn, shared=shared) != 0
+        plain += said(drawn) != 0
+    assert n_false <= 60 + 2 * 7.5
+    assert plain > 100
+    assert overlap([[1, 2], [2, 3], [4, 5]]) == pytest.approx(1 / 6)
+
+
+def test_beyond_random_by_hand_and_where_it_cannot_be_told() -> None:
+    chosen, sets = np.array([3.0, 5.0, 4.0, 4.0]), np.array([[1.0, 1, 1, 1], [2.0, 2, 2, 2], [3.0, 3, 3, 3]])
+    found = beyond_random(chosen, sets, 0.95)
+    # t(2) = 4.303, variance of the sets 1 · (1 + 1/3); of the problems 2/3 / 4, t(3) = 3.182.
+    half = np.sqrt(4.303**2 * 4 / 3 + 3.182**2 / 6)
+    assert (found.difference, found.low, found.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-3)
+    one = beyond_random(chosen, sets[:1], 0.95)
+    assert one.difference == 3
+    assert np.isnan(one.low)
+    sets[1, 0] = np.nan
+    assert beyond_random(chosen, sets, 0.95).n_problems == 3
+    nothing = beyond_random(chosen * np.nan, sets, 0.95)
+    assert nothing.n_problems == 0
+    assert np.isnan(nothing.difference)
+    same = beyond_random(np.ones(5), np.ones((3, 5)), 0.95)
+    assert same[:3] == (0, 0, 0)
+
+
+def test_no_random_set_comes_twice() -> None:
+    """Ten sets for a single feature: of the ten nearest each once, or else the sets would look alike by chance."""
+    sae = TemporalSAE(4, SAEConfig(d_sae=40, k=2), site=SITE)
+    rate = np.linspace(0.01, 0.4, 40)
+    scales = FeatureScales(rate=rate, mean=rate, typical=np.ones(40), n_tokens=10**9, own=True)
+    sets = matched_features([7], scales, sae, 10, 0)
+    assert len({s[0] for s in sets}) == 10
+    assert len({s[0] for s in matched_features([7], scales, sae, 20, 0)}) == 20
+    with pytest.raises(TsaeError, match="39 other features fire, too few for 40 different random sets"):
+        matched_features([7], scales, sae, 40, 0)
+
+
+def test_the_same_seed_gives_the_same_and_files_keep_it(
+    found: Intervention, decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, tmp_path: Path
+) -> None:
+    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
+    config = InterventionConfig(mode="ablate", tokens="all", n_random=3, sampling=SAMPLING)
+    again = intervene(
+        decided.base, coordinates(), decided_features.save(tmp_path / "features"), [DECIDES], config, verify=answer,
+        direction=direction, exclude=[OTHER, ENDS], progress=False,
+    )  # fmt: skip
+    assert again.outcomes.equals(found.outcomes)
+    assert again.rollouts.fingerprint == found.rollouts.fingerprint
+    loaded = Intervention.load(found.save(tmp_path / "causal"))
+    assert loaded.outcomes.equals(found.outcomes)
+    assert loaded.info == json.loads(json.dumps(found.info))
+    assert repr(loaded) == repr(found)
+    (tmp_path / "causal" / "outcomes.parquet").unlink()
+    with pytest.raises(TsaeError, match="holds no outcomes"):
+        Intervention.load(tmp_path / "causal")
+    other = replace(config, sampling=replace(SAMPLING, seed=1))
+    drawn = intervene(
+        decided.base, coordinates(), decided_features, [DECIDES], other, problems=PROBLEMS, exclude=[OTHER, ENDS],
+        progress=False,
+    )  # fmt: skip
+    assert drawn.info["random"] != found.info["random"]
+    assert set(drawn.outcomes.band) == {"all"}
+
+
+def test_a_diff_of_the_same_sae_takes_note(found: Intervention) -> None:
+    from types import SimpleNamespace
+
+    from tsae.diff.result import FeatureDiff
+
+    nothing: Any = SimpleNamespace()
+    info = {"sae": found.info["sae"], "causally_tested": False}
+    diff = FeatureDiff(nothing, nothing, nothing, nothing, info=info)
+    marked = found.mark(found.mark(diff))
+    assert [test["features"] for test in marked.info["causally_tested"]] == [[DECIDES], [DECIDES]]
+    assert marked.info["causally_tested"][0]["summaries"]["accuracy"] == found.summary("accuracy")
+    assert diff.info["causally_tested"] is False
+    foreign = replace(diff, info={"sae": {"weights": "another"}})
+    with pytest.raises(TsaeError, match="another SAE"):
+        found.mark(foreign)
+
+
+# -- controls
+
+
+@pytest.mark.parametrize("tokens", ["response", "first", "predicting", "all"])
+def test_scales_are_counted_as_a_loop_counts_them(decided_features: tsae.FeatureTable, tokens: Any) -> None:
+    scales = FeatureScales.of(decided_features, "base", tokens)
+    codes, response, edited = decided_features.codes.toarray(), [], []
+    for row in range(decided_features.n_rows):
+        prompt, reply = decided_features.rollouts.tokens(int(decided_features.trajectory[row]))
+        start = int(decided_features.row_offsets[row])
+        answered = [start + len(prompt) + i for i, id in enumerate(reply) if id != EOS]
+        asked = [start + i for i in range(1, len(prompt))]
+        response += answered
+        edited += {"response": answered, "first": asked[-1:], "predicting": asked[-1:] + answered}.get(
+            tokens, asked + answered
+        )
+    assert scales.n_tokens == len(edited)
+    assert scales.rate == pytest.approx((codes[edited] > 0).mean(0))
+    assert scales.mean == pytest.approx(codes[edited].mean(0), rel=1e-5)
+    for feature in range(codes.shape[1]):
+        fired = codes[response][codes[response][:, feature] > 0, feature]
+        assert scales.typical[feature] == pytest.approx(fired.mean() if len(fired) else 0.0, rel=1e-5)
+    assert not FeatureScales.of(decided_features, "stranger").own
+
+
+def test_random_features_are_near_and_others() -> None:
+    rng = np.random.default_rng(0)
+    sae = TemporalSAE(4, SAEConfig(d_sae=200, k=2), site=SITE)
+    with torch.no_grad():
+        sae.W_dec.copy_(torch.nn.functional.normalize(torch.randn(200, 4), dim=1))
+    rate, typical = 10 ** rng.uniform(-4, -1, 200), 10 ** rng.uniform(-1, 1, 200)
+    typical[:50] = 0.0
+    scales = FeatureScales(rate=rate, mean=rate * typical, typical=typical, n_tokens=10**9, own=True)
+    chosen, exclude = [60, 61, 62], [70, 71]
+    sets = matched_features(chosen, scales, sae, 20, 0, exclude=exclude)
+    assert sets == matched_features(chosen, scales, sae, 20, 0, exclude=exclude)
+    assert len(set(sets)) > 15
+    place = np.log(np.stack([rate[50:], typical[50:]], axis=1))
+    others = np.setdiff1d(np.arange(50, 200), [*chosen, *exclude])
+    place = np.log(np.stack([rate, np.maximum(typical, 1e-9)], axis=1)) / place[others - 50].std(0)
+    for ids in sets:
+        assert len(set(ids)) == 3
+        assert set(ids) <= set(others.tolist())
+        for feature, match in zip(chosen, ids, strict=True):
+            distance = ((place[others] - place[feature]) ** 2).sum(1)
+            assert (distance < ((place[match] - place[feature]) ** 2).sum()).sum() < 12
+    with pytest.raises(TsaeError, match="too few"):
+        matched_features(list(range(50, 130)), scales, sae, 1, 0)
+
+
+def test_the_mean_difference_is_between_own_responses(store: Any, rollouts: Any) -> None:
+    direction = mean_difference(store, SITE, "easy-10", "base")
+    means = []
+    for reader in ("easy-10", "base"):
+        rows = []
+        for shard in store.shards(reader):
+            for i, trajectory in enumerate(shard.trajectory):
+                if rollouts.table["policy"][int(trajectory)].as_py() == reader:
+                    prompt, _ = rollouts.tokens(int(trajectory))
+                    low, high = shard.offsets[i] + len(prompt), shard.offsets[i + 1] - 1  # Without <eos>.
+                    rows.append(shard.read(SITE, np.arange(low, high)))
+        means.append(np.concatenate(rows).mean(0, dtype=np.float64))
+    expected = (means[0] - means[1]) / np.linalg.norm(means[0] - means[1])
+    assert direction.numpy() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(TsaeError, match="same mean"):
+        mean_difference(store, SITE, "base", "base")
+    with pytest.raises(TsaeError, match="no reader 'nobody'"):
+        mean_difference(store, SITE, "nobody", "base")
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [([], "no features chosen"), ([16], "no feature 16; there are 0 to 15"), ([-1], "no feature -1"),
+     ([2, 2], "comes twice")],
+)  # fmt: skip
+def test_features_that_do_not_exist(
+    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, chosen: list[int], said: str
+) -> None:
+    with pytest.raises(TsaeError, match=said):
+        intervene(decided.base, coordinates(), decided_features, chosen, progress=False)
+
+
+def test_what_does_not_fit_together(
+    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, tmp_path: Path
+) -> None:
+    config = InterventionConfig(n_random=1, sampling=SAMPLING)
+
+    def refused(said: str, sae: TemporalSAE | None = None, table: Any = None, **options: Any) -> None:
+        sae = coordinates() if sae is None else sae
+        features = decided_features if table is None else table
+        checkpoint = options.pop("checkpoint", decided.base)
+        with pytest.raises(TsaeError, match=said):
+            intervene(checkpoint, sae, features, [OTHER], config, progress=False, **options)
+
+    foreign = coordinates()
+    with torch.no_grad():
+        foreign.b_enc.add_(0.5)
+    refused("encoded with another SAE", foreign)
+    refused("unknown site 'blocks.1.hook_mlp_out'", coordinates(site="blocks.1.hook_mlp_out"))
+    refused(r"blocks\.7\.hook_resid_post does not exist", coordinates(site="blocks.7.hook_resid_post"))
+    wide = tsae.Checkpoint("wide", str(save_model(tmp_path / "wide", d_model=24)))
+    refused("has d_model 24, the SAE expects 16", checkpoint=wide)
+    silent = decided_features.codes.tolil()
+    silent[:, OTHER] = 0
+    refused("fires on no response token", table=replace(decided_features, codes=silent.tocsr()))
+    rollouts = decided_features.rollouts
+    strange = type(rollouts)(rollouts.table, {**rollouts.info, "tokenizer": "other"})
+    refused("its tokenizer", table=replace(decided_features, rollouts=strange))
+    refused("tokenised to other ids", problems=rollouts.with_column("prompt_ids", [[BOS, 1]] * len(rollouts)))
+    refused("no feature 99", exclude=[99])
+    refused("the direction has shape", direction=torch.ones(3))
+    refused("the direction has shape", direction=torch.full((D_MODEL,), float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"amount": float("nan")}, "not finite"), ({"mode": "clamp", "amount": -1.0}, "not negative"),
+     ({"mode": "steer", "amount": 0.0}, "changes nothing"), ({"n_random": 0}, "n_random=0"),
+     ({"confidence": 1.0}, "confidence=1.0")],
+)  # fmt: skip
+def test_settings_that_mean_nothing(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TsaeError, match=said):
+        InterventionConfig(**options)
+
+
+def test_keys_and_behaviours_that_are_not_there(found: Intervention) -> None:
+    with pytest.raises(TsaeError, match="no key 'policy'"):
+        found.table(policy="none")
+    with pytest.raises(TsaeError, match="no condition 'nothing'; there are none, no_op"):
+        found.table(condition="nothing")
+    with pytest.raises(TsaeError, match="no behaviour 'nothing'"):
+        found.summary("nothing")

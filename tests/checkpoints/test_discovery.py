@@ -1,0 +1,483 @@
+"""Finding checkpoints, adapters over one base, and what never happens: a network call for a path, or a pickle read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tsae
+from support.builders import ARCHITECTURES, BOS, make_rollouts, save_model, save_perturbed, save_series
+from support.checkpoints import cached, edit, save_adapter
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.discovery import find
+from tsae.checkpoints.loading import ModelLoader, load_tokenizer, weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+
+IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
+
+
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    """The oracle: what peft itself computes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+    """base/ and out/checkpoint-5, out/checkpoint-10, as a LoRA run leaves them."""
+    folder = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(llama, folder / "base")
+    for step in (10, 5):
+        save_adapter(folder / "base", folder / "out" / f"checkpoint-{step}", seed=step)
+    return folder
+
+
+# --- adapters
+
+
+def test_adapters_share_a_base_that_is_loaded_once(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loads: list[str] = []
+    plain = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]
+    )
+    series = CheckpointSeries.load(adapters / "out")
+    assert [(c.id, c.step) for c in series] == [("base", 0), ("out-00005", 5), ("out-00010", 10)]
+    assert series.base.path == str(adapters / "base")
+    loader = ModelLoader()
+    first = {c.id: loader.load(c)(IDS).logits for c in series}
+    again = {c.id: loader.load(c)(IDS).logits for c in reversed(list(series))}
+    assert len(loads) == 1
+    assert all(torch.equal(first[id], again[id]) for id in first)
+    monkeypatch.undo()
+    assert torch.equal(first["base"], plain(adapters / "base")(IDS).logits)
+    for step in (5, 10):
+        assert torch.equal(
+            first[f"out-{step:05d}"], peft_logits(adapters / "base", adapters / f"out/checkpoint-{step}")
+        )
+    assert (first["out-00005"] - first["out-00010"]).abs().max() > 0.1
+
+
+def test_an_adapter_alone_finds_its_base_and_uses_no_random_numbers(adapters: Path) -> None:
+    before = torch.random.get_rng_state()
+    model = Checkpoint("a", str(adapters / "out" / "checkpoint-5")).load_model()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    # Unmerged: the base's own weights are still there.
+    from safetensors.torch import load_file
+
+    saved = load_file(adapters / "base" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(model.model.layers[1].mlp.up_proj.base_layer.weight, saved)
+
+
+def test_trained_biases_do_not_stay_on_the_base(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "qwen2")
+    save_adapter(base, tmp_path / "adapter", bias="all")
+    series = CheckpointSeries.load(base, tmp_path / "adapter")
+    loader = ModelLoader()
+    logits = [loader.load(c)(IDS).logits for c in (*series, series.base)]
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], peft_logits(base, tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"use_rslora": True, "alpha_pattern": {"q_proj": 32}},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    ],
+    ids=str,
+)
+def test_other_forms_of_lora_are_put_on_and_taken_off(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    series = CheckpointSeries.load(llama, save_adapter(llama, tmp_path / "adapter", **options))
+    loader = ModelLoader()
+    logits = [loader.load(c)(IDS).logits for c in (*series, series.base)]
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], peft_logits(llama, tmp_path / "adapter"))
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -> None:
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.forward.hooks import HuggingFaceReader
+
+    base = save_model(tmp_path / "base", architecture)
+    checkpoint = Checkpoint("a", str(save_adapter(base, tmp_path / "adapter")))
+    site, mask = "blocks.1.hook_resid_post", torch.ones_like(IDS)
+    found = HuggingFaceReader(checkpoint.load_model(), [site]).read(IDS, mask)[site]
+    whole = HuggingFaceReader(Checkpoint("b", str(base)).load_model(), [site]).read(IDS, mask)[site]
+    assert (found - whole).abs().max() > 0.01
+    if architecture == "gpt2":  # The bridge reads the weights of its attention past the adapter.
+        with pytest.raises(TsaeError, match="computes other logits through TransformerLens"):
+            TransformerLensReader(checkpoint, [site])
+        return
+    reader = TransformerLensReader(checkpoint, [site])
+    torch.testing.assert_close(reader.read(IDS, mask)[site], found, atol=1e-5, rtol=0)
+    torch.testing.assert_close(reader.logits(IDS, mask), peft_logits(base, tmp_path / "adapter"), atol=1e-5, rtol=1e-5)
+
+
+def test_capture_reads_adapters_as_it_reads_the_merged_models(adapters: Path, fingerprint: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (5, 10):
+            model = AutoModelForCausalLM.from_pretrained(adapters / "base")
+            merged = PeftModel.from_pretrained(model, adapters / "out" / f"checkpoint-{step}").merge_and_unload()
+            merged.save_pretrained(tmp_path / "out" / f"checkpoint-{step}")
+            for file in (adapters / "base").glob("tokenizer*"):
+                shutil.copy(file, tmp_path / "out" / f"checkpoint-{step}")
+    rollouts = make_rollouts(("base",), n_problems=4, tokenizer=fingerprint)
+    stores = [
+        tsae.capture(series, rollouts, to=tmp_path / name, progress=False)
+        for name, series in (
+            ("a", CheckpointSeries.load(adapters / "out")),
+            ("b", CheckpointSeries.load(adapters / "base", tmp_path / "out")),
+        )
+    ]
+    assert stores[0].readers == stores[1].readers == ["base", "out-00005", "out-00010"]
+    for reader in stores[0].readers:
+        a, b = (np.concatenate([s.read(store.sites[0], slice(None)) for s in store.shards(reader)]) for store in stores)
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    prints = [store.reader_info(reader)["weights"] for store in stores for reader in store.readers]
+    assert len(set(prints)) == 5  # The base is the same in both.
+
+
+def test_an_adapter_of_another_base_names_both(adapters: Path, tmp_path: Path) -> None:
+    """By its path, and by its weights where the folders have the same name."""
+    other = save_model(tmp_path / "other", seed=3)
+    same_name = save_perturbed(adapters / "base", tmp_path / "base")
+    for wrong in (other, same_name):
+        with pytest.raises(TsaeError, match="is an adapter of") as error:
+            CheckpointSeries.load(wrong, adapters / "out")
+        assert str(adapters / "base") in str(error.value)
+        assert str(wrong) in str(error.value)
+    records = [{"id": "base", "path": str(other)}, {"id": "a", "path": str(adapters / "out/checkpoint-5"), "run": "a"}]
+    with pytest.raises(TsaeError, match="is an adapter of"):
+        CheckpointSeries.load(save_series(tmp_path, records))
+    copied = Path(shutil.copytree(adapters / "base", tmp_path / "copy" / "moved"))
+    assert len(CheckpointSeries.load(copied, adapters / "out")) == 3  # The same weights under another name.
+
+
+def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    for named, fits in (("/cluster/models/base", True), ("org/base", True), (None, True), ("org/other", False)):
+        edit(adapter / "adapter_config.json", base_model_name_or_path=named)
+        if fits:
+            assert len(CheckpointSeries.load(adapters / "base", adapter)) == 2
+        else:
+            with pytest.raises(TsaeError, match=f"is an adapter of {named}, but the base of the series is"):
+                CheckpointSeries.load(adapters / "base", adapter)
+    for named, message in ((None, "does not say which model"), ("../base", r"is an adapter of \.\./base")):
+        edit(adapter / "adapter_config.json", base_model_name_or_path=named)
+        with pytest.raises(TsaeError, match=message):
+            CheckpointSeries.load(adapter)
+
+
+def test_an_adapter_that_does_not_fit_its_base(adapters: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "base", d_model=24)
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    edit(adapter / "adapter_config.json", base_model_name_or_path="/elsewhere/base")
+    series = CheckpointSeries.load(tmp_path / "base", adapter)
+    with pytest.raises(TsaeError, match="cannot be put on") as error:
+        series["adapter"].load_model()
+    assert str(tmp_path / "base") in str(error.value)
+    assert str(adapter) in str(error.value)
+
+
+def test_an_adapter_with_missing_or_damaged_weights(adapters: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    weights = load_file(adapter / "adapter_model.safetensors")
+    name = next(iter(weights))
+    save_file({k: v for k, v in weights.items() if k != name}, adapter / "adapter_model.safetensors")
+    with pytest.raises(TsaeError, match="1 weights are missing or have no place there"):
+        Checkpoint("a", str(adapter)).load_model()
+    content = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(content[:-8])
+    with pytest.raises(TsaeError, match="cannot be put on"):
+        Checkpoint("a", str(adapter)).load_model()
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(TsaeError, match=r"only pickled weights \(adapter_model\.bin\), which are never loaded"):
+        Checkpoint("a", str(adapter)).load_model()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "type IA3, expected LORA"),
+        ({"init_lora_weights": "pissa"}, "'pissa', which changed its base"),
+        ({"layer_replication": [[0, 2]]}, "uses layer_replication"),
+    ],
+)
+def test_adapters_that_cannot_be_put_on_a_base(
+    adapters: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    edit(adapter / "adapter_config.json", **changes)
+    with pytest.raises(TsaeError, match=message):
+        CheckpointSeries.load(adapter)
+
+
+def test_a_folder_with_an_adapter_and_a_model_is_refused(adapters: Path, tmp_path: Path) -> None:
+    both = Path(shutil.copytree(adapters / "base", tmp_path / "both"))
+    shutil.copy(adapters / "out" / "checkpoint-5" / "adapter_config.json", both)
+    with pytest.raises(TsaeError, match="holds both an adapter"):
+        CheckpointSeries.load(both)
+
+
+def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapters: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    base = load_tokenizer(Checkpoint("base", str(adapters / "base")))
+    assert load_tokenizer(Checkpoint("a", str(adapter))).get_vocab() == base.get_vocab()
+    base.add_tokens(["x"])
+    base.save_pretrained(adapter)
+    assert "x" in load_tokenizer(Checkpoint("a", str(adapter))).get_vocab()
+
+
+def test_the_scale_of_an_adapter_counts_in_its_fingerprint(adapters: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    before = weights_fingerprint(Checkpoint("a", str(adapter)))
+    assert before == weights_fingerprint(Checkpoint("a", str(adapters / "out" / "checkpoint-5")))
+    edit(adapter / "adapter_config.json", lora_alpha=16)
+    assert weights_fingerprint(Checkpoint("a", str(adapter))) != before
+
+
+# --- sources
+
+
+def test_paths_one_by_one(llama: Path, tmp_path: Path) -> None:
+    for name in ("base", "a/run/checkpoint-20", "b/run/checkpoint-20", "b/run/checkpoint-100", "final"):
+        shutil.copytree(llama, tmp_path / name)
+    given = [tmp_path / name for name in ("base", "b/run", "a/run/checkpoint-20", "final")]
+    found = CheckpointSeries.load(*given)
+    assert [(c.id, c.run, c.step) for c in found] == [
+        ("base", None, 0),
+        ("b-run-00020", "b-run", 20),
+        ("b-run-00100", "b-run", 100),
+        ("a-run-00020", "a-run", 20),
+        ("final", "final", 0),
+    ]
+    assert found.notes == ()
+    assert [
+        c.id for c in CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
+    ] == [
+        "base",
+        "run-00100",
+    ]
+    with pytest.raises(TsaeError, match="come twice"):
+        CheckpointSeries.load(tmp_path / "base", tmp_path / "final", tmp_path / "final")
+    with pytest.raises(TsaeError, match="no checkpoints given"):
+        CheckpointSeries.load()
+    save_series(tmp_path, [{"id": "base", "path": "base"}])
+    with pytest.raises(TsaeError, match=r"holds a series\.json"):
+        CheckpointSeries.load(tmp_path, tmp_path / "final")
+
+
+def test_a_series_of_adapters_is_written_and_read_back(adapters: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(adapters, tmp_path / "moved"))
+    CheckpointSeries.load(folder / "base", folder / "out").save(folder)
+    content = json.loads((folder / "series.json").read_text())
+    assert [record["path"] for record in content["checkpoints"]] == ["base", "out/checkpoint-5", "out/checkpoint-10"]
+    assert "base" not in content["checkpoints"][1]
+    again = CheckpointSeries.load(folder)
+    assert again["out-00005"].base == again.base
+    assert torch.equal(
+        again["out-00005"].load_model()(IDS).logits, peft_logits(adapters / "base", adapters / "out" / "checkpoint-5")
+    )
+
+
+def test_the_model_that_a_trainer_saves_in_the_end_is_left_out(llama: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(llama, tmp_path / "out"))
+    for step in (10, 20):
+        shutil.copytree(llama, out / f"checkpoint-{step}")
+    found = CheckpointSeries.load(llama, out)
+    assert [c.id for c in found] == ["base", "out-00010", "out-00020"]
+    assert "itself is left out" in found.notes[0]
+
+
+def test_the_folder_that_one_stands_in(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(llama, tmp_path / "out" / "checkpoint-7")
+    shutil.copytree(llama, tmp_path / "out" / "checkpoint-9")
+    monkeypatch.chdir(tmp_path / "out")
+    assert [c.id for c in CheckpointSeries.load(".")] == ["out-00007", "out-00009"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("org/model", ("org/model", None, None, "model", 0)),
+        ("org/model@step512", ("org/model", "step512", None, "model-00512", 512)),
+        ("org/model@refs/pr/3", ("org/model", "refs/pr/3", None, "refs-pr-3", 0)),
+        ("org/model/a/checkpoint-30", ("org/model", None, "a/checkpoint-30", "a-00030", 30)),
+        ("org/model@v1.0/b", ("org/model", "v1.0", "b", "b", 0)),
+    ],
+)
+def test_hugging_face_ids(source: str, expected: tuple[Any, ...], llama: Path) -> None:
+    found = find([str(llama), source]).checkpoints[1]
+    assert (found.path, found.revision, found.subfolder, found.id, found.step) == expected
+
+
+def test_revisions_of_one_repository(llama: Path) -> None:
+    found = CheckpointSeries.load("org/model@step0", "org/model@step1", "org/model@step512")
+    assert [(c.id, c.revision) for c in found] == [
+        ("base", "step0"),
+        ("model-00001", "step1"),
+        ("model-00512", "step512"),
+    ]
+
+
+def test_a_mistyped_path_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for source in ("runs/grpo", "runs/grpo/checkpoint-10", "./grpo/out", "/no/where", "grpo", "a@b"):
+        with pytest.raises(TsaeError, match="no such folder"):
+            CheckpointSeries.load(source)
+    with pytest.raises(TsaeError, match="no such checkpoint directory"):
+        Checkpoint("a", "runs/grpo").load_model()
+
+
+# --- no network, no pickles, no way out of a folder
+
+
+def test_a_path_never_causes_a_network_call(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"a connection to {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(AssertionError, match="a connection"):
+        socket.create_connection(("127.0.0.1", 9))
+    loader = ModelLoader()
+    for checkpoint in CheckpointSeries.load(adapters / "out"):
+        loader.load(checkpoint)
+        checkpoint.load_tokenizer()
+        weights_fingerprint(checkpoint)
+
+
+_OFFLINE = """
+import socket, sys
+asked = []
+def refuse(*args, **kwargs):
+    asked.append(args)
+    raise ConnectionError("no network")
+socket.socket.connect = socket.socket.connect_ex = refuse
+socket.getaddrinfo = refuse
+from tsae import CheckpointSeries, TsaeError
+from tsae.checkpoints.loading import ModelLoader
+series, loader = CheckpointSeries.load(*sys.argv[1:]), ModelLoader()
+for checkpoint in series:
+    try:
+        model, tokenizer = loader.load(checkpoint), checkpoint.load_tokenizer()
+        print(checkpoint.id, model.config.num_hidden_layers, len(tokenizer), len(asked))
+    except TsaeError as error:
+        print(len(asked) > 0, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, offline: str) -> None:
+    """With and without HF_HUB_OFFLINE: what is in the cache is not even asked about."""
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    edit(adapter / "adapter_config.json", base_model_name_or_path="org/tiny")
+    for file in (adapters / "base").glob("tokenizer*"):
+        shutil.copy(file, adapter)
+    only_config = tmp_path / "config-only"
+    only_config.mkdir()
+    shutil.copy(adapters / "base" / "config.json", only_config)
+    models = {"main": {"": adapters / "base"}, "later": {"checkpoint-8": adapters / "base"}, "half": {"": only_config}}
+    cached(tmp_path / "hub", "org/tiny", models)
+    cached(tmp_path / "hub", "org/tiny-lora", {"main": {"": adapter}})
+    done = subprocess.run(
+        [sys.executable, "-c", _OFFLINE, "org/tiny", "org/tiny@later/checkpoint-8", "org/tiny-lora", "org/tiny@half",
+         "org/nothing"],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": offline},
+        capture_output=True, text=True, timeout=200, cwd=tmp_path,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["base 3 20 0", "later-00008 3 20 0", "tiny-lora 3 20 0"], done.stderr[-2000:]
+    # Only what is missing makes it ask, where it may.
+    assert lines[3].startswith(f"{offline == '0'} org/tiny: no weights in safetensors are in the cache")
+    assert lines[4].startswith(f"{offline == '0'} org/nothing: neither a folder here nor in the Hugging Face cache")
+
+
+@pytest.mark.parametrize("leftover", ["optimizer.pt", "training_args.bin", "rng_state_0.pth"])
+def test_what_a_trainer_leaves_beside_the_weights_is_not_taken_for_them(
+    llama: Path, tmp_path: Path, leftover: str
+) -> None:
+    path = Path(shutil.copytree(llama, tmp_path / "model"))
+    (path / "model.safetensors").unlink()
+    (path / leftover).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(TsaeError, match=r"holds no weights; expected model\.safetensors"):
+        Checkpoint("a", str(path)).load_model()
+
+
+def test_shards_are_files_of_the_same_folder(llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(shutil.copytree(llama, tmp_path / "model"))
+    (path / "model.safetensors").unlink()
+    whole = Checkpoint("a", str(llama)).load_model()
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(path, max_shard_size="20KB")
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    assert len(set(content["weight_map"].values())) > 1
+    assert torch.equal(Checkpoint("a", str(path)).load_model()(IDS).logits, whole(IDS).logits)
+    shutil.copy(llama / "model.safetensors", tmp_path / "outside.safetensors")
+    for name, message in (
+        ("../outside.safetensors", "expected a .safetensors file of the same folder"),
+        ("pytorch_model.bin", "expected a .safetensors file of the same folder"),
+        ("lost.safetensors", r"lacks 1 of \d+ weight files \(first: lost\.safetensors\)"),
+    ):
+        changed = {**content["weight_map"], "lm_head.weight": name}
+        index.write_text(json.dumps({**content, "weight_map": changed}))
+        with pytest.raises(TsaeError, match=message):
+            Checkpoint("a", str(path)).load_model()
+
+
+def test_a_subfolder_stays_in_its_folder(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "inside" / "model")
+    assert Checkpoint("a", str(tmp_path / "inside"), subfolder="model").load_model() is not None
+    for below in ("../outside", str(llama)):
+        with pytest.raises(TsaeError, match="leaves the folder"):
+            Checkpoint("a", str(tmp_path / "inside"), subfolder=below).load_model()
+
+
+def test_sampling_keeps_the_base_of_adapters_loaded(adapters: Path) -> None:
+    problems = tsae.testbed.generate_problems("medium", 3, 0)
+    config = tsae.SamplingConfig(n_samples=2, max_new_tokens=4)
+    loader = ModelLoader()
+    series = CheckpointSeries.load(adapters / "out")
+    shared = [tsae.sample(c, problems, config, loader=loader, progress=False) for c in series]
+    alone = [tsae.sample(c, problems, config, progress=False) for c in series]
+    assert [r.fingerprint for r in shared] == [r.fingerprint for r in alone]
+    assert len({r.fingerprint for r in shared}) == 3

@@ -1,0 +1,737 @@
+"""The feature diff: its statistics against enumeration and scipy, its contrasts against loops, its error rates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from scipy.stats import false_discovery_control, spearmanr
+
+from support.builders import EOS, feature_table
+from tsae.base.bootstrap import bootstrap_interval
+from tsae.diff.config import DiffConfig
+from tsae.diff.contrast.comparisons import comparisons, outcome_comparisons, shift_comparisons
+from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls.null import null_counts
+from tsae.diff.feature_diff import feature_diff
+from tsae.diff.result import FeatureDiff
+from tsae.diff.significance.inference import (
+    infer,
+    outcomes,
+    paired_inference,
+    q_values,
+    sequential_p,
+)
+from tsae.diff.significance.permutations import sign_flips
+from tsae.diff.threads import in_threads
+from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.table import Rollouts
+
+DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
+
+
+# --- statistics
+
+
+def test_q_values_agree_with_scipy() -> None:
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 7, 500):
+        p = rng.uniform(size=n) ** 3
+        np.testing.assert_allclose(q_values(p), false_discovery_control(p), rtol=1e-12)
+    ties = np.array([0.01, 0.01, 0.5, 0.5, 1.0])
+    np.testing.assert_allclose(q_values(ties), false_discovery_control(ties))
+
+
+@pytest.mark.parametrize("n", [5, 9])
+def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(n)
+    differences = rng.normal(0.4, 1, size=(n, 12))
+    differences[:, 0] = 1.0  # all alike: only the two uniform arrangements are as extreme
+    differences[:, 1] = rng.integers(-2, 3, size=n)  # with ties
+    signs = np.array(list(itertools.product((1, -1), repeat=n)))
+    means = np.abs(signs @ differences / n)
+    exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
+    draws = 40_000
+    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)  # as many for every feature
+    found = sequential_p(sign_flips(differences, 0), 1, 12, draws, 0.05, "bh")
+    assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
+    assert exact[0] == 2 / 2**n
+
+
+def test_no_discovery_has_an_interval_with_0_in_it() -> None:
+    """p is that of the sign flips, or larger: the bootstrap's, by its definition, where the interval has 0 in it."""
+    rng = np.random.default_rng(0)
+    differences = rng.normal(0.2, 1, size=(60, 200))
+    differences[:, ::4] = rng.exponential(size=(60, 50)) ** 6  # of one sign, most of it in a few problems
+    found = paired_inference(differences, np.ones(200), DRAWS)
+    flips = sequential_p(sign_flips(differences, 0), 1, 200, 1000, 0.05, "bh")
+    crossing = (found.low <= 0) & (found.high >= 0)
+    assert (crossing & (flips < 0.001)).sum() >= 10
+    assert found.p[crossing].min() > 0.04
+    np.testing.assert_array_equal(found.p[~crossing], flips[~crossing])
+    feature = int(np.flatnonzero(crossing & (flips < 0.001))[0])
+    x = differences[:, feature]
+    t = []
+    for _ in range(4000):
+        drawn = x[rng.integers(0, 60, size=60)]
+        t.append(abs(drawn.mean() - x.mean()) / (drawn.std(ddof=1) / np.sqrt(60)))
+    expected = np.mean(np.array(t) >= x.mean() / (x.std(ddof=1) / np.sqrt(60)))
+    assert abs(found.p[feature] - expected) < 0.04
+
+
+def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three problems of unequal size, one success of four in one of them."""
+    rng = np.random.default_rng(1)
+    success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
+    problem = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    values = rng.exponential(size=(9, 10))
+    values[:, 0] = success  # the most extreme arrangement there is
+
+    def statistic(labels: np.ndarray) -> np.ndarray:
+        parts = [values[(problem == i) & labels].mean(0) - values[(problem == i) & ~labels].mean(0) for i in range(3)]
+        return np.mean(parts, axis=0)
+
+    arrangements = []
+    groups = [np.flatnonzero(problem == i) for i in range(3)]
+    for chosen in itertools.product(*(itertools.combinations(g, int(success[g].sum())) for g in groups)):
+        labels = np.zeros(9, dtype=bool)
+        labels[list(itertools.chain(*chosen))] = True
+        arrangements.append(statistic(labels))
+    assert len(arrangements) == 4 * 3 * 2
+    exact = (np.abs(arrangements) >= np.abs(statistic(success)) - 1e-12).mean(0)
+    # And sign flips of the three differences; the larger p counts.
+    three = np.array([statistic_of(values, success, problem == i) for i in range(3)])
+    flips = np.array(list(itertools.product((1, -1), repeat=3))) @ three / 3
+    exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
+    shuffled = rng.permutation(9)  # rows come in any order
+    draws = 40_000
+    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)
+    scale = rng.uniform(0.5, 2, size=10)
+    asked = outcomes(three, scale, sp.csr_array(values[shuffled]), success[shuffled], problem[shuffled], DRAWS.seed)
+    found = infer(asked, replace(DRAWS, n_permutations=draws))
+    np.testing.assert_allclose(found.difference, statistic(success))
+    assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
+    for of_delta, of_difference in (("delta", "difference"), ("delta_low", "low"), ("delta_high", "high")):
+        np.testing.assert_allclose(getattr(found, of_delta), getattr(found, of_difference) / scale)
+    np.testing.assert_allclose(found.error, three.std(0, ddof=1) / np.sqrt(3) / scale, rtol=1e-5, atol=1e-7)
+
+
+def statistic_of(values: np.ndarray, success: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return values[rows & success].mean(0) - values[rows & ~success].mean(0)
+
+
+def test_p_is_never_zero_and_never_nan() -> None:
+    differences = np.stack([np.full(40, 3.0), np.zeros(40), np.r_[1e-30, np.zeros(39)]], axis=1)
+    for least in (0.0, 0.1, 4.0):
+        found = paired_inference(differences, np.ones(3), replace(DRAWS, minimum_effect=least))
+        assert found.p_differs[0] == 1 / 1001
+        assert found.p[0] == (1 if least == 4 else 1 / 1001)
+        assert found.p_differs[1] == found.p[1] == 1
+        for name, values in vars(found).items():
+            assert np.isfinite(values).all(), name
+        assert found.delta[:2].tolist() == [3, 0]
+
+
+def test_bootstrap_intervals_cover() -> None:
+    """400 features are 400 independent repetitions with true mean 1 over 40 problems."""
+    differences = np.random.default_rng(0).normal(1, 2, size=(40, 400))
+    low, high = bootstrap_interval(differences, 1000, 0.9, 0)
+    covered = ((low <= 1) & (high >= 1)).mean()
+    assert 0.84 <= covered <= 0.94
+    width = (high - low).mean()
+    assert width == pytest.approx(2 * 1.645 * 2 / np.sqrt(40), rel=0.1)
+    narrow_low, narrow_high = bootstrap_interval(differences, 1000, 0.5, 0)
+    assert (narrow_high - narrow_low).mean() < 0.6 * width
+
+
+def test_group_differences_against_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    values, problem = rng.random((30, 4)), rng.integers(0, 6, size=30)
+    a, b = np.arange(0, 30, 2), np.arange(1, 30, 2)
+    both = np.intersect1d(problem[a], problem[b])[1:]
+    found = group_difference(sp.csr_array(values), a, b, problem, both)
+    for i, code in enumerate(both):
+        expected = values[[r for r in a if problem[r] == code]].mean(0) - values[
+            [r for r in b if problem[r] == code]
+        ].mean(0)
+        np.testing.assert_allclose(found[i], expected, rtol=1e-6)
+
+
+# --- a world with known truth
+
+
+def world(
+    *,
+    n_problems: int = 30,
+    n_samples: int = 4,
+    n_features: int = 40,
+    seed: int = 0,
+    shift: np.ndarray | float = 0.0,
+    outcome: np.ndarray | float = 0.0,
+    success_rate: float = 0.5,
+    bands: bool = False,
+    drop: Any = None,
+) -> FeatureTable:
+    """Features of one-token responses: a problem's level, which all its trajectories share, noise, and effects.
+
+    Args:
+        shift: added on trajectories of the run as the run reads them, (n_features,).
+        outcome: added on successes, (n_features,).
+        bands: the first third of the problems is easy, and so on.
+        drop: (policy, problem) -> leave these trajectories out.
+    """
+    rng = np.random.default_rng(seed)
+    level = rng.normal(3, 1, size=(n_problems, n_features))
+    records, effects = [], []
+    for policy in ("base", "run"):
+        for problem in range(n_problems):
+            for _ in range(n_samples):
+                right = bool(rng.random() < success_rate)
+                if drop is not None and drop(policy, problem):
+                    continue
+                records.append(
+                    {
+                        "problem_id": f"p{problem}",
+                        "policy": policy,
+                        "prompt_ids": [1],
+                        "response_ids": [2, EOS],
+                        "outcome": "success" if right else "failure",
+                        "band": ("easy", "medium", "hard")[problem * 3 // n_problems] if bands else None,
+                    }
+                )
+                effects.append(level[problem] + outcome * right)
+    rollouts = Rollouts.from_records(records)
+    policy = np.array([r["policy"] for r in records])
+    read = {"base": np.arange(len(records)), "run": np.arange(len(records))}
+    codes = []
+    for reader in ("base", "run"):
+        for row in read[reader]:
+            moved = shift * (reader == "run") * (policy[row] == "run")
+            value = np.maximum(effects[row] + moved + 0.7 * rng.normal(size=n_features), 0)
+            codes += [np.zeros(n_features), value, np.full(n_features, 9.0)]  # prompt, response, <eos>
+    return feature_table(rollouts, np.array(codes), list(read.items()))
+
+
+QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000)
+
+
+def drawn(table: FeatureTable, config: DiffConfig = QUICK) -> dict[tuple[str, str, str, str], Any]:
+    rows = Rows.of(table, config)
+    both = itertools.chain(shift_comparisons(table, rows, config), outcome_comparisons(table, rows, config))
+    return {(of.checkpoint, of.part, of.band, of.outcome): draw(rows, of, config) for of in both}
+
+
+def mean_of(table: FeatureTable, reader: str, policy: str, band: str = "all", outcome: str = "all") -> dict[str, Any]:
+    """Problem -> mean over its trajectories of the response token's codes, by a loop."""
+    by_problem: dict[str, list[np.ndarray]] = {}
+    for row in range(table.n_rows):
+        record = table.rollouts.table.slice(int(table.trajectory[row]), 1).to_pylist()[0]
+        if table.readers[table.reader[row]] != reader or record["policy"] != policy:
+            continue
+        if band not in ("all", record["band"]) or outcome not in ("all", record["outcome"]):
+            continue
+        code = table.codes[[int(table.row_offsets[row]) + 1]].toarray()[0]
+        by_problem.setdefault(record["problem_id"], []).append(code)
+    return {problem: np.mean(codes, axis=0, dtype=np.float64) for problem, codes in by_problem.items()}
+
+
+SIDES = {
+    "total": (("run", "run"), ("base", "base")),
+    "policy": (("base", "run"), ("base", "base")),
+    "representation": (("run", "run"), ("base", "run")),
+    "same_trajectories": (("run", "base"), ("base", "base")),
+}
+
+
+@pytest.mark.parametrize("outcome", ["all", "success", "failure"])
+@pytest.mark.parametrize("band", ["all", "medium"])
+def test_shifts_against_a_loop_and_their_parts_add_up(band: str, outcome: str) -> None:
+    shift = np.linspace(-1, 1, 6)
+    table = world(n_problems=60, n_features=6, shift=shift, outcome=0.3, bands=True, success_rate=0.3, n_samples=3)
+    contrasts = drawn(table)
+    # The parts are over the same problems, those that have such trajectories of base and run.
+    ours = mean_of(table, "base", "base", band, outcome).keys() & mean_of(table, "run", "run", band, outcome).keys()
+    for part, (a, b) in SIDES.items():
+        contrast = contrasts["run", part, band, outcome]
+        left, right = mean_of(table, *a, band, outcome), mean_of(table, *b, band, outcome)
+        problems = sorted((left.keys() & right.keys()) if part == "same_trajectories" else ours)
+        assert contrast.of.n_problems == len(problems)
+        if part != "same_trajectories":
+            assert contrast.of.n_left_out == len((left.keys() | right.keys()) - set(problems))
+        np.testing.assert_allclose(contrast.mean_a, np.mean([left[p] for p in problems], axis=0), rtol=1e-5)
+        np.testing.assert_allclose(contrast.mean_b, np.mean([right[p] for p in problems], axis=0), rtol=1e-5)
+        assert contrast.feature.tolist() == list(range(6))
+    total, policy, representation = (contrasts["run", p, band, outcome].inference for p in list(SIDES)[:3])
+    np.testing.assert_allclose(total.difference, policy.difference + representation.difference, atol=1e-6)
+
+
+def test_outcome_contrasts_count_problems_that_carry_none() -> None:
+    table = world(n_problems=20, n_samples=3, n_features=5, outcome=1.0)
+    contrast = drawn(table)["run", "success_minus_failure", "all", "all"]
+    frame = table.rollouts.frame
+    mixed = frame[frame.policy == "run"].groupby("problem_id").outcome.nunique() == 2
+    assert contrast.of.n_problems == mixed.sum() > 5
+    assert contrast.of.n_left_out == (~mixed).sum() > 0
+    right, wrong = (mean_of(table, "run", "run", outcome=o) for o in ("success", "failure"))
+    expected = np.mean([right[p] - wrong[p] for p in mixed[mixed].index], axis=0)
+    np.testing.assert_allclose(contrast.inference.difference, expected, rtol=1e-5)
+    assert (contrast.inference.q < 0.05).all()
+
+
+def test_unknown_outcomes_are_left_out() -> None:
+    table = world(n_problems=12, n_features=3, outcome=1.0)
+    outcome = table.rollouts.table["outcome"].to_pylist()
+    hidden = ["unknown" if i % 4 == 0 else o for i, o in enumerate(outcome)]
+    partly = replace(table, rollouts=table.rollouts.with_column("outcome", hidden))
+    right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
+    both = sorted(right.keys() & wrong.keys())
+    contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
+    assert contrast.of.n_problems == len(both)
+    np.testing.assert_allclose(
+        contrast.inference.difference, np.mean([right[p] - wrong[p] for p in both], axis=0), rtol=1e-5
+    )
+
+
+def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
+    """As in a trainer's log: the base answered the first half of the problems, the run the second."""
+    drop = lambda policy, problem: (policy == "base") == (problem >= 15)  # noqa: E731
+    table = world(n_features=5, shift=np.array([0, 0, 2.0, 0, 0]), drop=drop)
+    contrasts = drawn(table)
+    assert {part for _, part, _, _ in contrasts} == {"same_trajectories", "success_minus_failure"}
+    found = contrasts["run", "same_trajectories", "all", "all"]
+    means = {reader: mean_of(table, reader, "base") | mean_of(table, reader, "run") for reader in ("base", "run")}
+    assert found.of.n_problems == len(means["base"]) == 30
+    expected = np.mean([means["run"][p] - means["base"][p] for p in means["base"]], axis=0)
+    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
+    outcome = contrasts["base", "success_minus_failure", "all", "all"]
+    assert outcome.of.n_problems + outcome.of.n_left_out == 30
+
+    # Nor is the base's half all there is where other checkpoints, which read nothing, sampled the rest.
+    others = np.where(table.rollouts.frame.policy == "run", "step 7", "base")
+    renamed = replace(table, rollouts=table.rollouts.with_column("policy", others))
+    found = drawn(renamed)["run", "same_trajectories", "all", "all"]
+    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
+
+    # With enough problems in common, each side has its own trajectories again.
+    shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 8)
+    assert drawn(shared)["run", "total", "all", "all"].of.n_problems == 8
+
+
+def test_special_and_prompt_tokens_do_not_count() -> None:
+    """Every <eos> carries 9 and every prompt 0: a response's mean is that of its one other token."""
+    table = world(n_features=4)
+    means = table.row_means("response").toarray()
+    np.testing.assert_allclose(means, table.codes.toarray()[1::3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "note"),
+    [
+        ({"n_problems": 1}, ("run", "total", "all", "all"), "1 problems have such trajectories on both sides; 8 are"),
+        (
+            {"n_problems": 1},
+            ("run", "success_minus_failure", "all", "all"),
+            "problems have both outcomes; 8 are needed",
+        ),
+        ({"success_rate": 0.0}, ("run", "success_minus_failure", "all", "all"), "0 problems have both outcomes"),
+        ({"success_rate": 0.0}, ("run", "total", "all", "success"), "0 problems have such trajectories"),
+        ({"success_rate": 1.0}, ("base", "success_minus_failure", "all", "all"), "0 problems have both outcomes"),
+        ({"shift": -99.0, "outcome": -99.0}, ("run", "total", "all", "success"), "no feature is active"),
+    ],
+)
+def test_what_cannot_be_contrasted_is_refused_with_a_note(
+    changes: dict[str, Any], key: tuple[str, str, str, str], note: str
+) -> None:
+    contrast = drawn(world(n_features=4, **changes))[key]
+    assert contrast.inference is None
+    assert note in contrast.note
+    assert len(contrast.feature) == 0
+
+
+def test_features_that_are_never_active_are_not_tested() -> None:
+    table = world(n_features=6)
+    codes = table.codes.toarray()
+    codes[:, 2] = 0
+    codes[:, 4] = 0
+    codes[1:12:3, 4] = 1.0  # active in one problem only
+    sparse = replace(table, codes=sp.csr_array(codes))
+    assert drawn(sparse)["run", "total", "all", "all"].feature.tolist() == [0, 1, 3, 5]
+    silent = replace(table, codes=sp.csr_array(codes.shape, dtype=np.float32))
+    diff = feature_diff(silent, QUICK, progress=False)
+    assert set(diff.contrasts.note) == {"no feature is active in enough problems"}
+    assert diff.shifts.empty
+    assert diff.table().empty
+    assert set(diff.features.responds_to) == {"never active"}
+    assert np.isfinite(diff.features.length_correlation).all()
+
+
+def test_an_empty_band_is_refused_by_name() -> None:
+    with pytest.raises(TsaeError, match="no problem is in the band 'hard'; the rollouts have no bands"):
+        feature_diff(world(n_features=3), DiffConfig(bands=("hard",)), progress=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"n_bootstrap": 99},
+        {"n_permutations": 50},
+        {"q": 0.0},
+        {"q": 1.0},
+        {"confidence": 1.0},
+        {"min_problems": 1},
+        {"threads": 0},
+        {"minimum_effect": -0.1},
+        {"minimum_effect": float("nan")},
+        {"minimum_effect": float("inf")},
+    ],
+)
+def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(TsaeError, match=next(iter(config))):
+        DiffConfig(**config)
+
+
+# --- error rates
+
+
+def false_share(found: np.ndarray, planted: np.ndarray) -> float:
+    return float((found & ~planted).sum() / max(found.sum(), 1))
+
+
+def error_rates(repeats: int, **effects: Any) -> dict[tuple[str, str], dict[str, float]]:
+    """Mean share of false discoveries and of planted features found, over repeats, of shifts and outcome effects:
+    of those that differ, and of those that moved."""
+    planted = np.zeros(40, dtype=bool)
+    planted[:10] = True
+    shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for seed in range(repeats):
+        table = world(
+            n_problems=20,
+            seed=seed,
+            **{name: np.where(planted, size * (-1.0) ** np.arange(40), 0) for name, size in effects.items()},
+        )
+        config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
+        rows = Rows.of(table, config)
+        shift = next(of for of in shift_comparisons(table, rows, config) if of.part == "total")
+        outcome = next(of for of in outcome_comparisons(table, rows, config) if of.checkpoint == "run")
+        for name, of in (("shift", shift), ("outcome", outcome)):
+            contrast = draw(rows, of, config)
+            assert contrast.inference is not None
+            truth = planted if name in effects else np.zeros(40, dtype=bool)
+            for what, p, q in (
+                ("differs", contrast.inference.p_differs, contrast.inference.q_differs),
+                ("moved", contrast.inference.p, contrast.inference.q),
+            ):
+                found = np.zeros(40, dtype=bool)
+                found[contrast.feature] = q <= 0.05
+                assert p.min() >= 1 / 1001
+                assert np.isfinite(p).all()
+                rates = (false_share(found, truth), float(found[truth].mean()) if truth.any() else 0.0)
+                shares.setdefault((name, what), []).append(rates)
+    return {
+        key: {
+            "false": float(np.mean([s[0] for s in pairs])),
+            "error": float(np.std([s[0] for s in pairs]) / np.sqrt(repeats)),
+            "found": float(np.mean([s[1] for s in pairs])),
+        }
+        for key, pairs in shares.items()
+    }
+
+
+@pytest.mark.slow
+def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
+    found = error_rates(100, shift=0.8, outcome=1.0)
+    for (name, what), rates in found.items():
+        assert rates["false"] <= 0.05 + 2 * rates["error"], (name, what, rates)
+        assert rates["found"] > (0.6 if what == "differs" else 0.5), (name, what, rates)
+
+
+def test_nothing_is_found_where_there_is_nothing() -> None:
+    """The false share of a null world is the chance of finding anything at all."""
+    found = error_rates(100)
+    for key, rates in found.items():
+        assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 100), (key, rates)
+
+
+@pytest.mark.slow
+def test_error_rates_over_many_worlds() -> None:
+    planted, null = error_rates(300, shift=0.8, outcome=1.0), error_rates(300)
+    for found in (planted, null):
+        for key, rates in found.items():
+            assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 300), (key, rates)
+
+
+def test_trajectories_are_not_taken_for_independent() -> None:
+    """Problem levels differ between the sides' problems only by chance; a test over trajectories would find shifts."""
+    rng = np.random.default_rng(0)
+    p = []
+    for _ in range(40):
+        # Ten problems, whose differences all eight trajectories share.
+        differences = rng.normal(size=(10, 25))
+        p.append(paired_inference(differences, np.ones(25), DRAWS).p)
+    assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
+
+
+def test_prompts_tell_of_reading_alone() -> None:
+    """What a run reads out of the same prompts can shift; what no two trajectories of a problem differ in cannot."""
+    table = world(shift=1.5)
+    codes = table.codes.toarray()
+    starts = table.row_offsets[:-1]
+    noise = 1e-3 * np.random.default_rng(0).random((len(starts), 40))
+    codes[starts] = 1 + table.reader[:, None] * (np.arange(40) < 20)[None] + noise
+    first = replace(table, codes=sp.csr_array(codes.astype(np.float32)))
+    assert (first.span_mask("last_prompt").nonzero()[0] == starts).all()
+    diff = feature_diff(first, DiffConfig(span="last_prompt", n_bootstrap=100, n_permutations=1000), progress=False)
+    found = diff.table(kind="shift", part="total", band="all", outcome="all", discoveries=True)
+    assert set(range(20)) <= set(found.feature)
+    np.testing.assert_allclose(found[found.feature < 20].difference, 1, atol=1e-2)
+    refused = diff.contrasts[diff.contrasts.note == "both sides read the same prompts with the same checkpoint"]
+    assert set(refused.kind) == {"shift", "outcome"}
+    assert set(refused[refused.kind == "shift"].part) == {"policy"}
+    assert set(diff.shifts.kind) == {"shift"}
+
+
+def test_every_contrast_has_its_own_null() -> None:
+    """On its own rows: those of its second side, or of its own band."""
+    table = world(shift=2.0, outcome=1.5, n_samples=6, bands=True)
+    rows, repeats = Rows.of(table, QUICK), 6
+    found = [of for of in comparisons(table, rows, QUICK) if of.outcome == "all"]
+    assert {of.kind for of in found} == {"shift", "outcome", "interaction"}
+    for of, (mean, any_) in zip(found, null_counts(rows, found, QUICK, repeats), strict=True):
+        assert mean < 3, of.key
+        assert any_ <= mean
+    contrasts = drawn(table)
+    assert (contrasts["base", "success_minus_failure", "all", "all"].inference.q < 0.05).sum() == 40
+
+
+# --- the answer
+
+
+@pytest.fixture(scope="module")
+def diff() -> FeatureDiff:
+    table = world(shift=np.linspace(-1.5, 1.5, 10), n_features=10, outcome=0.5, bands=True)
+    return feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
+
+
+def test_the_diff_reproduces(diff: FeatureDiff) -> None:
+    table = world(shift=np.linspace(-1.5, 1.5, 10), n_features=10, outcome=0.5, bands=True)
+    again = feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
+    pd.testing.assert_frame_equal(again.shifts, diff.shifts)
+    pd.testing.assert_frame_equal(again.contrasts, diff.contrasts)
+
+
+def test_numbers_do_not_depend_on_threads(diff: FeatureDiff) -> None:
+    strings = [f"t{i}" for i in range(20)]
+    for threads in (1, 3):
+        again = feature_diff(diff.source, replace(QUICK, threads=threads), token_strings=strings, progress=False)
+        for name in ("shifts", "contrasts", "features", "confounds"):
+            pd.testing.assert_frame_equal(getattr(again, name), getattr(diff, name))
+        assert again.info == diff.info
+
+
+def test_threads_keep_order_and_pass_errors_on() -> None:
+    begun, gate = [], threading.Event()
+
+    def job(number: int) -> int:
+        begun.append(number)
+        if number == 0:
+            gate.wait(10)  # Later ones end sooner.
+        elif number == 1:
+            gate.set()
+        return number
+
+    assert list(in_threads([partial(job, i) for i in range(5)], 2)) == [0, 1, 2, 3, 4]
+    begun.clear()
+
+    def refuse() -> int:
+        raise TsaeError("refused", where="here")
+
+    slow = [partial(job, 9), partial(time.sleep, 0.2)]
+    with pytest.raises(TsaeError, match="refused"):
+        list(in_threads([refuse, *slow * 20], 2))
+    assert len(begun) < 20
+
+
+def test_every_row_carries_its_evidence(diff: FeatureDiff) -> None:
+    numbers = ["mean", "reference", "difference", "low", "high", "delta", "delta_low", "delta_high", "auroc"]
+    assert np.isfinite(diff.shifts[[*numbers, "p", "q", "p_differs", "q_differs"]].to_numpy()).all()
+    assert "d" not in diff.shifts
+    assert (diff.shifts.p_differs > 0).all()
+    assert (diff.shifts.p >= diff.shifts.p_differs).all()  # what moved differs
+    for p, q in (("p", "q"), ("p_differs", "q_differs")):
+        assert (diff.shifts[q] >= diff.shifts[p] - 1e-12).all()
+    inside = (diff.shifts.low <= diff.shifts.difference) & (diff.shifts.difference <= diff.shifts.high)
+    assert inside.mean() > 0.99
+    np.testing.assert_allclose(diff.shifts["mean"] - diff.shifts.reference, diff.shifts.difference, atol=1e-6)
+    for keys, group in diff.shifts.groupby(["kind", "checkpoint", "part", "band", "outcome"]):
+        np.testing.assert_allclose(group.q, false_discovery_control(group.p))
+        contrast = diff.contrasts.set_index(["kind", "checkpoint", "part", "band", "outcome"]).loc[keys]
+        assert contrast.n_tested == len(group)
+        np.testing.assert_allclose(group.q_differs, false_discovery_control(group.p_differs))
+        assert contrast.n_discoveries == (group.q <= 0.05).sum()
+        assert contrast.n_differs == (group.q_differs <= 0.05).sum() >= contrast.n_discoveries
+    plain = diff.contrasts[diff.contrasts.kind != "interaction"]
+    assert set(plain.band) == {"all", "easy", "medium", "hard"}
+    assert set(diff.contrasts.band) - set(plain.band) == {"medium-easy", "hard-easy", "hard-medium"}
+    assert diff.info["causally_tested"] is False
+    assert diff.checkpoints == ["run"]
+
+
+def test_rows_are_selected(diff: FeatureDiff) -> None:
+    total = diff.table(kind="shift", part="total", band="all", outcome="all")
+    assert total.feature.tolist() == list(range(10))
+    assert (total.difference.to_numpy()[[0, 9]] * [-1, 1] > 0.5).all()
+    top = diff.top(3)
+    assert top.delta.abs().tolist() == sorted(total[total.q <= 0.05].delta.abs(), reverse=True)[:3]
+    assert (total.moved == (total.q <= 0.05)).all()
+    assert (diff.table(discoveries=True).q <= 0.05).all()
+    assert set(diff.feature(4).table().feature) == {4}
+    with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
+        diff.feature(10)
+    with pytest.raises(TsaeError, match="no column 'bands'"):
+        diff.table(bands="all")
+
+
+def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
+    other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference, delta=-diff.shifts.delta)
+    both = replace(
+        diff,
+        shifts=pd.concat([diff.shifts, other], ignore_index=True),
+        contrasts=pd.concat([diff.contrasts, diff.contrasts.assign(checkpoint="other")], ignore_index=True),
+    )
+    raised = diff.table(discoveries=True, kind="shift", part="total", band="all", outcome="all")
+    raised = raised[raised.difference > 0]
+    found = both.opposed("run", "other")
+    assert sorted(found.index) == sorted(raised.feature)
+    assert found.strength.is_monotonic_decreasing
+    assert both.opposed("run", "run").empty
+
+
+def test_a_diff_is_saved_and_loaded(diff: FeatureDiff, tmp_path: Path) -> None:
+    loaded = FeatureDiff.load(diff.save(tmp_path / "diff"))
+    for name in ("shifts", "contrasts"):  # the base has no run: None here, NaN there
+        a, b = (getattr(d, name).fillna({"run": ""}).astype({"run": object}) for d in (loaded, diff))
+        pd.testing.assert_frame_equal(a, b, check_dtype=False)
+    pd.testing.assert_frame_equal(
+        loaded.features.drop(columns="top_tokens"), diff.features.drop(columns="top_tokens"), check_dtype=False
+    )
+    assert [list(t) for t in loaded.features.top_tokens] == [list(t) for t in diff.features.top_tokens]
+    assert loaded.info == json.loads(json.dumps(diff.info, default=float))
+    assert loaded.q == 0.05
+    (tmp_path / "diff" / "shifts.parquet").unlink()
+    with pytest.raises(TsaeError, match=r"holds no shifts\.parquet"):
+        FeatureDiff.load(tmp_path / "diff")
+
+
+def test_length_is_shown_as_a_confound() -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for row in range(60):
+        length = int(rng.integers(1, 15))
+        records.append(
+            {
+                "problem_id": f"p{row % 20}",
+                "policy": "base",
+                "prompt_ids": [1],
+                "response_ids": [2] * length,
+                "outcome": "success" if row % 3 else "failure",
+            }
+        )
+    rollouts = Rollouts.from_records(records)
+    lengths = rollouts.lengths("response_ids")
+    noise = rng.random(60)
+    codes = [np.repeat([[length, noise[row], 15.0 - length]], length + 1, axis=0) for row, length in enumerate(lengths)]
+    table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(60))])
+    found = feature_diff(table, QUICK, progress=False).features.length_correlation
+    assert found[[0, 2]].tolist() == pytest.approx([1, -1])
+    assert found[1] == pytest.approx(spearmanr(noise, lengths).statistic, abs=1e-6)
+
+
+def test_badly_reconstructed_readers_are_flagged() -> None:
+    table = world(n_features=3)
+    table.info["readers"][1]["fve"] = 0.3
+    readers = feature_diff(table, QUICK, progress=False).info["readers"]
+    assert [reader["flagged"] for reader in readers] == [False, True]
+
+
+def test_a_base_alone_has_outcome_contrasts() -> None:
+    table = world(n_features=4, outcome=1.0)
+    rows = table.rows(reader="base", policy="base")
+    codes = np.concatenate([table.codes[table.row_offsets[r] : table.row_offsets[r + 1]].toarray() for r in rows])
+    alone = feature_diff(
+        feature_table(table.rollouts, codes, [("base", table.trajectory[rows])]), QUICK, progress=False
+    )
+    assert set(alone.contrasts.kind) == {"outcome"}
+    assert (alone.table(discoveries=True).difference > 0.5).all()
+    assert alone.top().empty
+    assert alone.checkpoints == []
+
+
+def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
+    """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
+    table = world(n_features=4)
+    policy = ["gpt" if p == "base" else "claude" for p in table.rollouts.table["policy"].to_pylist()]
+    foreign = replace(table, rollouts=table.rollouts.with_column("policy", policy))
+    contrasts = drawn(foreign)
+    assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
+    contrast = contrasts["run", "same_trajectories", "all", "all"]
+    assert contrast.of.n_problems == 30
+    assert (contrast.inference.q > 0.05).sum() >= 3
+
+
+def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
+    turned = diff.shifts.assign(
+        difference=np.where(diff.shifts.feature == 0, -diff.shifts.difference, diff.shifts.difference),
+        q=np.where(diff.shifts.feature == 9, 0.9, diff.shifts.q),
+    )
+    found = diff.compare(replace(diff, shifts=turned[turned.feature != 5]))
+    total = found[(found.part == "total") & (found.band == "all") & (found.outcome == "all")].set_index("feature")
+    assert sorted(total.index) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert total.agreement[0] == "opposite"
+    assert total.agreement[1] == "both"
+    assert total.agreement[9] == "one"
+    assert set(diff.compare(diff).agreement) == {"both", "neither"}
+    other = {**diff.info, "sae": {**diff.info["sae"], "weights": "else"}}
+    with pytest.raises(TsaeError, match="a diff of the SAE None cannot be compared with one of else"):
+        diff.compare(replace(diff, info=other))
+
+
+def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
+    described = diff.features.assign(responds_to="a|b\n[x](y) <img> `c`")
+    lines = replace(diff, features=described).to_markdown(3).splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert line.replace("\\|", "").count("|") == 18
+    assert "a\\|b⏎\\[x\\](y) &lt;img&gt; \\`c\\`" in lines[2]
+    top = diff.top(3)
+    assert [line.split(" | ")[4] for line in lines[2:]] == [str(f) for f in top.feature]
+
+
+@pytest.mark.slow
+def test_the_bench_agrees_with_the_plain_way(tmp_path: Path) -> None:
+    """All steps in processes of their own; the larger table is made once."""
+    script = Path(__file__).parents[2] / "scripts" / "bench_diff.py"
+    size = ["--trajectories=192", "--tokens=30", "--k=4", "--d-sae=64", "--small", "192", "30", "4", "64"]
+    size += ["--n-bootstrap=100", "--n-permutations=1000", f"--to={tmp_path / 'features'}"]
+    for _ in range(2):
+        text = subprocess.check_output([sys.executable, script, *size], text=True, cwd=tmp_path)
+        found = json.loads(text.splitlines()[-1])
+        assert found["contrasts"] == 5
+        assert found["non_zeros"] == FeatureTable.load(tmp_path / "features").codes.nnz
+        assert min(found["ratio"], found["seconds"], found["peak_gb"]) > 0
+        assert found["small"]["rows"] == 5 * 64
+        assert max(v for k, v in found["small"]["largest_difference"].items() if not k.startswith("p")) < 1e-5

@@ -1,0 +1,416 @@
+"""The report in a real Chromium with the network blocked: it opens, filters, links, unfolds; hostile text stays text.
+
+Skipped where there is no Chromium: Debian's package `chromium`, or any on PATH.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+import tsae
+from support.diffs import MARKUP, describe, make, reader
+from tsae.diff.controls.baselines import WAYS
+from tsae.features.feature_table import FeatureTable
+from tsae.report.pages.report import write_report
+from tsae.rollouts.table import Rollouts
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium"),
+]
+
+WORDS = [
+    "<bos>",
+    "The",
+    " sum",
+    " is",
+    " 4",
+    ".",
+    "\n",
+    "שלום",
+    "\u202ereversed",
+    "\ud800",
+    MARKUP,
+    "x" * 100_000,
+    "</script>",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Tab:
+    """A page that remembers what went wrong and what it asked for."""
+
+    def __init__(self, browser: Any, path: Path, link: str = "", **context: Any) -> None:
+        size = {"width": 1400, "height": 1000}
+        self.page = browser.new_context(**{"viewport": size, "offline": True, **context}).new_page()
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.url = path.as_uri()
+        self.page.goto(self.url + link)
+        self.page.wait_for_selector("#explorer[data-ready=yes]")
+
+    def check(self) -> None:
+        """No message, no request but the page itself, no dialog, and no element that data made."""
+        assert self.said == []
+        assert {url.split("#")[0] for url in self.requests if not url.startswith(("data:", "blob:"))} == {self.url}
+        assert self.page.evaluate("window.__attacked") is None
+
+    def close(self) -> None:
+        self.check()
+        self.page.context.close()
+
+    def rows(self) -> list[str]:
+        return self.page.locator("#features tbody th").all_inner_texts()
+
+
+def hostile() -> tsae.FeatureDiff:
+    """A hand-made diff whose tokens, names and classes attack the page; features 0 and 2 moved most."""
+    n = len(WORDS)
+    records = [
+        {
+            "problem_id": f"p{problem}{MARKUP}", "policy": "base", "prompt_ids": [0],
+            "response_ids": [*range(1, n), *[1, 2, 3, 4] * 60], "outcome": outcome, "prompt": "", "response": "",
+        }
+        for problem in range(4)
+        for outcome in ("success", "failure")
+    ]  # fmt: skip
+    ids = np.array([0, *range(1, n), *[1, 2, 3, 4] * 60], dtype=np.int32)
+    codes = np.zeros((len(records) * len(ids), 6), dtype=np.float32)
+    for row in range(len(records)):
+        codes[row * len(ids) + 2 : row * len(ids) + n, :] = np.linspace(1, 5 - row / 2, n - 2)[:, None]
+    source = FeatureTable(
+        codes=sp.csr_array(codes),
+        token_ids=np.tile(ids, len(records)),
+        row_offsets=np.arange(len(records) + 1) * len(ids),
+        reader=np.zeros(len(records), dtype=np.int32),
+        trajectory=np.arange(len(records)),
+        rollouts=Rollouts.from_records(records),
+        info={"sae": {"d_high": 2}, "readers": [reader("base", None)], "special_ids": [0]},
+    )
+    run = {"up-run": f"up-run{MARKUP}"}
+    made = make()
+    diff = replace(
+        made,
+        source=source,
+        features=describe([MARKUP, "operand", "\u202eback", "answer", "x" * 100_000, "prompt"]).assign(
+            top_tokens=[[MARKUP, "x" * 100_000, "\ud800"]] * 6,
+            promotes=[[MARKUP]] * 6, promotes_by=[[0.5]] * 6,
+            suppresses=[["</script>"]] * 6, suppresses_by=[[-0.5]] * 6,
+        ),
+        shifts=made.shifts.replace({"checkpoint": run}),
+        contrasts=made.contrasts.replace({"checkpoint": run}),
+        behaviours=made.behaviours.replace({"policy": run}),
+    )  # fmt: skip
+    diff.info["token_strings"] = {str(i): word for i, word in enumerate(WORDS)}
+    diff.info["readers"][1] |= {"id": run["up-run"]}
+    return diff
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    title = f"{MARKUP}<script>window.__attacked = 1</script>"
+    return write_report(hostile(), tmp_path_factory.mktemp("hostile") / "report.html", title=title)
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with every section, from tables made by hand."""
+    made = make()
+    runs = ["up-run", "down-run"]
+    q = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01}
+    delta = {"delta": 0.5, "delta_low": -0.3, "delta_high": 0.9}
+    families = pd.DataFrame(
+        [
+            {
+                "checkpoint": run, "band": band, "family": family, "n_features": 3, "n_problems": 30,
+                "difference": 0.1, "note": "", **delta, **q,
+            }
+            for run in runs for band in ("all", "easy", "hard") for family in ("computing", "answering")
+        ]
+    )  # fmt: skip
+    predicted = pd.DataFrame(
+        [
+            {
+                "checkpoint": run, "run": run, "step": 10, "part": part, "gradient": "natural", "predicted_on": on,
+                "realised_on": "all",
+                "matched": on == "easy", "n_features": 6, "n_problems": 30, "rho": 0.4, "low": 0.1, "high": 0.6,
+                "p": 0.02, "ceiling": 0.9, "rho_halves": 0.3, "note": "",
+            }
+            for run in runs for part in ("policy", "total") for on in ("all", "easy", "hard")
+        ]
+    )  # fmt: skip
+    reinforced = pd.DataFrame(
+        [
+            {
+                "gradient": "natural", "by": "all", "part": "all", "n_problems": 30, "feature": f,
+                "reinforcement": 0.1, "delta": 0.5, "delta_low": 0.4, "delta_high": 0.6, **q,
+            }
+            for f in range(6)
+        ]
+    )  # fmt: skip
+    steps = pd.DataFrame(
+        [
+            {
+                "run": run, "step": step, "feature": feature, "mean": 1 + step / 10, "shift": step / 10,
+                "low": step / 10 - 0.1, "high": step / 10 + 0.1, "delta": step / 10, "p": 0.01, "q": 0.01,
+                "kind": "growing" if feature else "flat", "onset": 5.0, "onset_low": 5.0, "onset_high": 10.0,
+                "part": "total",
+            }
+            for run in runs for step in (0, 5, 10) for feature in range(6)
+        ]
+    )  # fmt: skip
+    lived = pd.DataFrame(
+        [
+            {
+                "run": run, "step": step, "band": band, "behaviour": "accuracy", "mean": 0.5, "low": 0.4, "high": 0.6,
+                "n_problems": 30,
+            }
+            for run in runs for step in (0, 5, 10) for band in ("all", "easy", "hard")
+        ]
+    )  # fmt: skip
+    plain = pd.DataFrame(
+        [
+            {
+                "kind": "shift", "checkpoint": run, "way": way, "auroc": 0.7, "low": 0.6, "high": 0.8,
+                "n_problems": 30, "note": "",
+            }
+            for run in runs for way in WAYS
+        ]
+    )  # fmt: skip
+    changes = [
+        {
+            "condition": c,
+            "behaviour": "accuracy",
+            "mean": 0.5,
+            "change": -0.3,
+            "change_low": -0.4,
+            "change_high": -0.2,
+            "n_paired": 30,
+        }
+        for c in ("features", "random", "same_norm", "wrong_sign")
+    ]
+    test = {
+        "checkpoint": "up-run", "features": [0, 2], "mode": "ablate", "amount": 1.0, "tokens": "predicting",
+        "n_problems": 30, "summaries": {"accuracy": "Ablating 2 features lowers accuracy."}, "changes": changes,
+    }  # fmt: skip
+    source = hostile().source
+    diff = replace(
+        made, families=families, predicted=predicted, reinforcement=reinforced, dynamics=steps,
+        behaviour_dynamics=lived, baselines=plain, source=source,
+        features=made.features.assign(
+            family=["computing", "answering", "none"] * 2, family_share=0.5, stability=[0.9, 0.5, 0.8, 0.9, 0.7, 0.6]
+        ),
+        info={**made.info, "causally_tested": [test], "token_strings": {str(i): f" w{i}" for i in range(len(WORDS))}},
+    )  # fmt: skip
+    return write_report(diff, tmp_path_factory.mktemp("tested") / "report.html")
+
+
+def test_the_explorer_filters_sorts_and_links(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested)
+    page = tab.page
+    filters = page.locator(".filters")
+    # Of the first contrast: |shift| .9, .7, .5, .2; features 3 and 5 did not move.
+    assert tab.rows() == ["0", "2", "1", "4"]
+    assert page.locator("#found").inner_text() == "4 features of 6 active ones."
+    filters.get_by_label("Direction").select_option("-1")
+    assert tab.rows() == ["2"]
+    filters.get_by_role("button", name="Reset").click()
+    filters.get_by_label("Number, or what it responds to").fill("ANSWER")
+    assert tab.rows() == ["2"]
+    filters.get_by_label("q at most").fill("1")
+    assert tab.rows() == ["2", "3"]
+    filters.get_by_role("button", name="Reset").click()
+    filters.get_by_label("Family").select_option("answering")
+    assert tab.rows() == ["1", "4"]
+    filters.get_by_role("button", name="Reset").click()
+    filters.get_by_label("Stability at least").fill("0.65")
+    assert tab.rows() == ["0", "2", "4"]
+    filters.get_by_role("button", name="Reset").click()
+    filters.get_by_label("Without confound flags").check()
+    assert tab.rows() == []
+    filters.get_by_role("button", name="Reset").click()
+    page.locator("#features").get_by_role("button", name="Feature").click()
+    assert tab.rows() == ["0", "1", "2", "4"]
+    # Sorting by change is signed; the second click turns it round. The keyboard does it too.
+    page.locator("#features").get_by_role("button", name="Change").focus()
+    page.keyboard.press("Enter")
+    assert tab.rows() == ["2", "4", "1", "0"]
+    page.keyboard.press("Enter")
+    assert tab.rows() == ["0", "1", "4", "2"]
+    # Another contrast has other effects.
+    options = page.locator("select[name=contrast] optgroup[label='Success − failure, read by base'] option")
+    filters.get_by_label("Effect in").select_option(options.first.get_attribute("value"))
+    assert tab.rows() == ["0", "2"]  # Still by change, downwards: +.3 and −.4.
+    filters.get_by_label("q at most").fill("1")
+    page.get_by_role("link", name="1", exact=True).first.click()
+    page.wait_for_selector("article#feature-1")
+    assert page.evaluate("location.hash") == "#feature-1"
+    assert "Other seeds' SAEs do not have it" in page.locator("#card").inner_text()
+    tab.close()
+
+
+def test_a_link_opens_its_feature(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested, "#feature-4")
+    tab.page.wait_for_selector("article#feature-4 mark")
+    box = tab.page.locator("article#feature-4").bounding_box()
+    assert box is not None
+    assert -5 <= box["y"] < 1000
+    card = tab.page.locator("article#feature-4").inner_text()
+    assert "+0.40 [+0.20, +0.60]" in card
+    assert "The same problem, solved and failed" in card
+    assert tab.page.locator(".pair").first.locator(".outcome").all_inner_texts() == ["✓ success", "✗ failure"]
+    assert tab.page.locator("tr.open th").inner_text() == "4"
+    tab.page.evaluate("location.hash = '#feature-99999'")  # No such feature: nothing happens.
+    tab.page.evaluate("location.hash = '#feature-0'")
+    tab.page.wait_for_selector("article#feature-0")
+    # Every number in the tables and the findings leads to a card.
+    tab.page.locator(".finding span.feature a").first.click()
+    tab.page.wait_for_selector("article#feature-0")
+    assert tab.page.locator(".finding a[href='#feature-2']").count() > 0
+    assert tab.page.locator("span.feature:not(:has(a))").count() == 0
+    tab.close()
+
+
+def test_every_figure_is_drawn_and_told(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested)
+    figures = tab.page.locator(".plot")
+    names = {figures.nth(i).get_attribute("data-figure") for i in range(figures.count())}
+    assert names >= {
+        "overview", "behaviours-figure", "spread-figure", "bands-figure", "decomposition-figure", "opposed-figure",
+        "family-figure", "outcomes-figure", "prediction-figure", "steps-figure", "causal-figure",
+    }  # fmt: skip
+    for i in range(figures.count()):
+        figures.nth(i).scroll_into_view_if_needed()
+        figures.nth(i).locator(".main-svg").first.wait_for()
+        assert len(figures.nth(i).get_attribute("aria-label") or "") > 30
+    # A click on a mark leads to its card.
+    point = tab.page.locator("[data-figure=spread-figure] .point").first
+    point.scroll_into_view_if_needed()
+    point.click(force=True)
+    tab.page.wait_for_function("/^#feature-/.test(location.hash)")
+    tab.close()
+
+
+def test_hostile_text_is_shown_as_text(browser: Any, attacked: Path) -> None:
+    tab = Tab(browser, attacked, "#feature-0")
+    page = tab.page
+    page.wait_for_selector("article#feature-0 mark")
+    text = page.locator("article#feature-0").inner_text()
+    assert MARKUP in text
+    assert "‹U+202E›reversed" in text
+    assert "‹U+D800›" in text
+    assert "שלום" in text
+    assert page.locator("main img, main iframe, header script, main script").count() == 0
+    assert page.locator("h1").inner_text().startswith("<script>alert(1)</script>")
+    # 100 kB without a space: cut until it is unfolded, and never wider than the page.
+    assert "100,000 characters" in text
+    page.get_by_role("button", name="unfold").first.click()
+    assert "x" * 100_000 in page.locator("article#feature-0 .tokens").first.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.get_by_role("button", name="fold", exact=True).get_attribute("aria-expanded") == "true"
+    page.get_by_label("Number, or what it responds to").fill("<img")
+    assert "0" in tab.rows()
+    tab.close()
+
+
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.slow), 400])
+def test_nothing_is_wider_than_the_screen(browser: Any, tested: Path, width: int) -> None:
+    tab = Tab(browser, tested, viewport={"width": width, "height": 900})
+    tab.page.wait_for_selector("article mark")
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    tab.close()
+
+
+def test_light_and_dark(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested, color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.plot text.ytitle, .plot .ytick text')).fill"
+    tab.page.wait_for_selector(".plot .ytick text")
+    dark = tab.page.evaluate(background), tab.page.evaluate(ink)
+    tab.page.get_by_role("button", name="Light").click()
+    light = tab.page.evaluate(background), tab.page.evaluate(ink)
+    assert (dark[0], light[0]) == ("rgb(20, 23, 27)", "rgb(255, 255, 255)")
+    assert (dark[1], light[1]) == ("rgb(230, 233, 237)", "rgb(29, 34, 40)")
+    tab.page.emulate_media(color_scheme="light")
+    assert tab.page.get_by_role("button", name="Dark").count() == 1
+    tab.close()
+
+
+def test_paper_is_light_and_whole(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested, color_scheme="dark")
+    before = tab.page.locator(".plot .main-svg").count()
+    printed = tab.page.pdf()
+    assert printed.startswith(b"%PDF")
+    assert tab.page.locator(".plot:not(:has(.main-svg))").count() == 0
+    assert tab.page.locator(".plot .main-svg").count() > before
+    tab.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_axe_finds_no_serious_violation(browser: Any, tested: Path, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = Tab(browser, tested, color_scheme=scheme)
+    tab.page.wait_for_selector("article mark")
+    for details in tab.page.locator("details").all():
+        details.evaluate("place => { place.open = true; }")
+    found = Axe().run(tab.page).response["violations"]
+    serious = {
+        v["id"]: [n["html"][:200] for n in v["nodes"]][:3] for v in found if v["impact"] in ("serious", "critical")
+    }
+    assert serious == {}
+    tab.close()
+
+
+@pytest.mark.slow
+def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -> None:
+    """A small real run of the whole pipeline, then everything that the page promises."""
+    from support.demos import TINY
+    from tsae.demo import demo
+
+    path = demo(replace(TINY, to=tmp_path / "demo"), progress=False)
+    assert path.stat().st_size < 15e6
+    tab = Tab(browser, path)
+    page = tab.page
+    headings = page.locator(".finding h2 bdi").all_inner_texts()
+    assert {"easy-150", "medium-150", "hard-150", "Predicted against realised", "How far to believe it"} <= set(
+        headings
+    )
+    for link in page.locator(".finding h2 a").all():
+        assert page.locator(str(link.get_attribute("href"))).count() == 1
+    diff = tsae.FeatureDiff.load(tmp_path / "demo" / "diff")
+    moved = diff.table(discoveries=True, kind="shift", checkpoint="hard-150", part="total", band="all", outcome="all")
+    options = page.locator("select[name=contrast] optgroup[label='Shift of hard-150'] option")
+    page.locator(".filters").get_by_label("Effect in").select_option(options.first.get_attribute("value"))
+    strongest = moved.loc[moved.delta.abs().sort_values(ascending=False, kind="stable").index].feature
+    assert tab.rows() == [str(feature) for feature in strongest.head(20)]
+    feature = int(strongest.iloc[0])
+    tab.close()
+    tab = Tab(browser, path, f"#feature-{feature}")
+    tab.page.wait_for_selector(f"article#feature-{feature} mark")
+    card = tab.page.locator("#card").inner_text()
+    assert "Promotes" in card
+    assert tab.page.locator(".pair").count() >= 1
+    tab.close()

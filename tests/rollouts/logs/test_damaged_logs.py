@@ -1,0 +1,208 @@
+"""Files of a log as disks, editors and running trainings leave them: compressed, cut off, growing, marked, empty."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.on_disk import log_files, parts
+from tsae.rollouts.table import Rollouts
+
+ROWS = [
+    {"prompt": f"{i}+1=?", "response": f"#{i + 1}", "correct": bool(i % 2), "problem_id": str(i), "policy": "m"}
+    for i in range(5)
+]
+LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.fixture(scope="module")
+def policy(llama: Path) -> Checkpoint:
+    return Checkpoint(id="base", path=str(llama))
+
+
+def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
+    return Rollouts.read(path, checkpoint, ImportConfig(**config))
+
+
+def responses(found: Rollouts) -> list[str]:
+    return list(found.table["response"].to_pylist())
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(data, asbytes=True))
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstd}
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(PACKED.get(path.suffix, bytes)(data))
+    return path
+
+
+# --- compressed
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_compressed_files_are_read_as_what_is_in_them(policy: Checkpoint, tmp_path: Path, suffix: str) -> None:
+    plain = read(written(tmp_path / "log.jsonl", LINES), policy)
+    packed = read(written(tmp_path / f"log.jsonl{suffix}", LINES), policy)
+    assert packed.table.equals(plain.table)
+    # Several frames after one another, as a writer leaves them that appends.
+    pack = PACKED[suffix]
+    both = tmp_path / "both" / f"log.jsonl{suffix}"
+    both.parent.mkdir()
+    both.write_bytes(pack(LINES[:100]) + pack(LINES[100:]))
+    assert read(both.parent, policy).table.equals(plain.table)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_names_of_compressed_files_tell_the_trainer_and_the_step(
+    policy: Checkpoint, tmp_path: Path, suffix: str
+) -> None:
+    for step in (1, 2, 10):
+        row = {"input": "1+1=?", "output": f"#{step}", "gts": "2", "score": 1.0}
+        written(tmp_path / "run" / f"{step}.jsonl{suffix if step > 1 else ''}", json.dumps(row).encode())
+    found = read(tmp_path / "run", policy, prompt_format="plain")
+    assert found.info["log"]["format"] == "verl rollout data"
+    assert found.table["policy"].to_pylist() == ["run-00000", "run-00001", "run-00009"]
+    turns = [{"observation": "1+1=?", "chat_completions": [], "info": {}}]
+    name = f"episode_hash1.json{suffix}"
+    assert log_files.first_row(written(tmp_path / name, json.dumps(turns[0]).encode())) == turns[0]
+    assert log_files.find_files(tmp_path / "run") == sorted((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("lost", [1, 9, 60])
+def test_a_compressed_file_that_is_cut_off_is_refused(
+    policy: Checkpoint, tmp_path: Path, suffix: str, lost: int
+) -> None:
+    path = written(tmp_path / f"log.jsonl{suffix}", LINES)
+    path.write_bytes(path.read_bytes()[:-lost])
+    for skip in ((), ("cut",)):
+        with pytest.raises(TsaeError, match=rf"log\.jsonl{suffix}: cannot be read beyond line \d.*[Tt]runcated"):
+            read(path, policy, skip=skip)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_what_is_no_compressed_file_is_refused(policy: Checkpoint, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"log.jsonl{suffix}"
+    path.write_bytes(LINES)
+    with pytest.raises(TsaeError, match=r"cannot be read beyond line 0"):
+        read(path, policy)
+    path = written(tmp_path / f"log.parquet{suffix}", b"x")
+    with pytest.raises(TsaeError, match=r"a compressed \.parquet file; .* Unpack it"):
+        read(path, policy)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("name", ["log.jsonl", "episode_hash1.json"])
+def test_what_unpacks_without_end_is_not_read_into_memory(
+    policy: Checkpoint, tmp_path: Path, suffix: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    path = written(tmp_path / f"{name}{suffix}", b'{"prompt": "' + b"0" * (1 << 24))
+    assert path.stat().st_size < 1 << 15
+    with pytest.raises(TsaeError, match="more than 1 MiB"):
+        read(path, policy)
+
+
+# --- the ends of files
+
+
+def test_half_a_line_at_the_end_can_be_left_out(policy: Checkpoint, tmp_path: Path) -> None:
+    for number in (1, 2):
+        written(tmp_path / "log" / f"{number}.jsonl", b"\n" * number + LINES[:-20])
+    with pytest.raises(TsaeError, match=r"1\.jsonl:6: .*the line has no end.*leave such rows out with --skip cut"):
+        read(tmp_path / "log", policy)
+    found = read(tmp_path / "log", policy, skip=("cut",))
+    assert responses(found) == ["#1", "#2", "#3", "#4"] * 2
+    assert found.info["log"]["skipped"] == {"cut": 2}
+    # A bad line that has an end is no half line, nor is a last line that lacks its line break alone.
+    for data, message in ((LINES[:-20] + b"\n", "5: not a line of JSON"), (b"{\n" + LINES, "1: not a line of JSON")):
+        with pytest.raises(TsaeError, match=message):
+            read(written(tmp_path / "bad.jsonl", data), policy, skip=("cut",))
+    assert len(read(written(tmp_path / "whole.jsonl", LINES[:-1]), policy)) == 5
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        read(written(tmp_path / "half.jsonl", LINES[:20]), policy)
+
+
+def test_half_a_line_of_columns_can_be_left_out(policy: Checkpoint, tmp_path: Path) -> None:
+    line = {"step": ["1", "1"], "prompt": ["1", "2"], "completion": ["#1", "#2"], "digits": [1.0, 0.0]}
+    data = json.dumps(line).encode() + b"\n" + json.dumps(line).encode()[:50]
+    path = written(tmp_path / "run" / "completions.jsonl", data)
+    with pytest.raises(TsaeError, match="the line has no end"):
+        read(path, policy)
+    found = read(path, policy, skip=("cut",))
+    assert (responses(found), found.info["log"]["skipped"]) == (["#1", "#2"], {"cut": 1})
+
+
+def test_of_a_file_that_grows_what_was_there_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "log.jsonl", LINES)
+    (part,) = parts.parts_of([log_files.LogFile(path, "run")], cut=True)
+    with path.open("ab") as file:
+        file.write(LINES)
+    assert [row for _, row in part.files[0].rows()] == ROWS
+    path.write_bytes(LINES[:-20])
+    (part,) = parts.parts_of([log_files.LogFile(path, "run")], cut=True)
+    path.write_bytes(LINES)
+    with pytest.raises(log_files.HalfLine, match=r"log\.jsonl:5"):
+        list(part.files[0].rows())
+
+
+def test_files_without_trajectories_are_counted(policy: Checkpoint, tmp_path: Path) -> None:
+    for name, data in (("1", LINES), ("2", b""), ("3", b"\n \n"), ("4", MARK), ("5", LINES.replace(b"1", b"3"))):
+        written(tmp_path / "log" / f"{name}.jsonl", data)
+    written(tmp_path / "log" / "6.jsonl.gz", b"")
+    (tmp_path / "log" / "7.parquet").touch()
+    found = read(tmp_path / "log", policy)
+    assert len(found) == 10
+    notes = found.info["log"]["notes"]
+    assert "5 files hold no trajectories: 2.jsonl, 3.jsonl, 4.jsonl and 2 more" in notes
+
+
+# --- bytes
+
+
+def test_line_ends_and_marks_of_other_systems_are_understood(policy: Checkpoint, tmp_path: Path) -> None:
+    plain = read(written(tmp_path / "log.jsonl", LINES), policy)
+    for name, data in (
+        ("windows.jsonl", LINES.replace(b"\n", b"\r\n")),
+        ("marked.jsonl", MARK + LINES),
+        ("both.jsonl", MARK + LINES.replace(b"\n", b"\r\n")),
+        ("packed.jsonl.gz", MARK + LINES),
+        ("spaced.jsonl", b"\n\n" + LINES.replace(b"\n", b" \n\t\n")),
+    ):
+        assert read(written(tmp_path / name, data), policy).table.equals(plain.table)
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        (b'{"prompt": "\xe9"}\n', 3),
+        (b'{"prompt": "\xc3\n', 3),
+        (MARK + b"{}\n", 3),
+        (b"\0" * 512, 3),
+        (LINES[:80].decode().encode("utf-16"), 3),
+    ],
+    ids=["latin-1", "cut character", "a mark inside", "zeros of a crash", "utf-16"],
+)
+def test_bytes_that_are_no_text_are_named_by_their_line(
+    policy: Checkpoint, tmp_path: Path, line: bytes, number: int
+) -> None:
+    two = b"".join(LINES.splitlines(keepends=True)[:2])
+    for name in ("log.jsonl", "log.jsonl.gz"):
+        path = written(tmp_path / name, two + line)
+        with pytest.raises(TsaeError, match=rf"{name}:{number}: not a line of JSON in UTF-8"):
+            read(path, policy)

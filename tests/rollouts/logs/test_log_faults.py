@@ -1,0 +1,321 @@
+"""What trainers write beside their documented schemas: prompts without special tokens, other steps, other totals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from support.chat_templates import make_tokenizer
+from tsae import Rollouts
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+
+SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}
+OWN = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a tokenizer and nothing else, by the name of its chat template."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("tokenizers") / name
+            make_tokenizer(name).save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def completions(path: Path, prompts: list[Any], **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    n = len(prompts)
+    columns = {
+        "completion": [f"{i}" for i in range(n)],
+        "accuracy_reward": [1.0] + [0.0] * (n - 1),
+        **columns,
+        "advantage": [0.0] * n,
+    }
+    pd.DataFrame({"step": [1] * n, "prompt": prompts, **columns}).to_parquet(path)
+    return path
+
+
+def imported(log: Path, checkpoint: Path, to: Path, **config: Any) -> tuple[Rollouts, Summary]:
+    to.mkdir(exist_ok=True)
+    summary = import_log(log, to / "r.parquet", checkpoint, ImportConfig(**config), progress=False)
+    return Rollouts.read(to / "r.parquet"), summary
+
+
+def prompts_of(found: Rollouts, name: str) -> list[str]:
+    return [make_tokenizer(name).decode(ids) for ids in found.table["prompt_ids"].to_pylist()]
+
+
+def rendered(name: str, *messages: dict[str, str], **arguments: Any) -> str:
+    text = make_tokenizer(name).apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, **arguments
+    )
+    return str(text)
+
+
+def note(summary: Summary, part: str) -> str:
+    (found,) = [note for note in summary.notes if part in note]
+    return found
+
+
+# --- TRL
+
+
+def test_prompts_that_trl_decoded_get_their_special_tokens_back(tokenizers: Any, tmp_path: Path) -> None:
+    log = completions(
+        tmp_path / "completions_00001.parquet",
+        [OWN + "user\nWhat is 3 + 4?\nassistant\n", "system\nBe short.\nuser\nWhat is 3 + 4?\nassistant\n"],
+    )
+    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to")
+    assert prompts_of(found, "smollm2") == [rendered("smollm2", USER), rendered("smollm2", SYSTEM, USER)]
+    assert note(summary, "special tokens").startswith("2 prompts were logged without special tokens")
+
+
+def test_a_thinking_switch_is_read_off_a_decoded_prompt(tokenizers: Any, tmp_path: Path) -> None:
+    stripped = "user\nWhat is 3 + 4?\nassistant\n<think>\n\n</think>\n\n"
+    log = completions(tmp_path / "completions_00001.parquet", [stripped, stripped])
+    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to")
+    assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
+    assert note(summary, "enable_thinking") == (
+        '2 prompts were rendered with {"enable_thinking": false}, as their text shows'
+    )
+
+
+def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: Any, tmp_path: Path) -> None:
+    log = completions(tmp_path / "completions_00001.parquet", [[USER], [USER]])
+    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to")
+    assert prompts_of(found, "qwen3") == [rendered("qwen3", USER)] * 2
+    assert note(summary, "enable_thinking").startswith("2 prompts were rendered without enable_thinking")
+    arguments = '{"enable_thinking": false}'
+    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to", template_arguments=arguments)
+    assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
+    assert not any("enable_thinking" in note for note in summary.notes)
+    for wrong in ("enable_thinking", "[1]"):
+        with pytest.raises(TsaeError, match="is no JSON object"):
+            ImportConfig(template_arguments=wrong)
+
+
+def test_texts_that_are_no_conversation_stay_as_they_are(tokenizers: Any, tmp_path: Path) -> None:
+    written_out = "<|im_start|>user\n5+5?<|im_end|>\n"
+    log = completions(tmp_path / "completions_00001.parquet", ["What is 3 + 4?", written_out])
+    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to")
+    assert prompts_of(found, "chatml") == ["What is 3 + 4?", written_out]
+    assert note(summary, "as they stand").startswith("1 prompts are no text that the chat template gives")
+    # What has the template's end cannot be a plain text, and is not taken for one.
+    odd = completions(tmp_path / "odd" / "completions_00001.parquet", ["cut off\nassistant\n"])
+    with pytest.raises(TsaeError, match=r"without special tokens.*--template-arguments.*--prompt-format plain"):
+        imported(odd, tokenizers("chatml"), tmp_path / "to")
+
+
+def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_path: Path) -> None:
+    log = completions(
+        tmp_path / "completions_00001.parquet",
+        [[USER]] * 3,
+        accuracy_reward=[1.0, 0.0, None],
+        format_reward=[1.0, 1.0, 1.0],
+        completion=["7", "8", "9"],
+    )
+    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward", "format_reward"))
+    assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown"]
+    assert note(summary, "outcome is unknown").startswith("1 trajectories")
+    assert "3 responses have the sum of accuracy_reward, format_reward as their reward" in summary.notes
+    assert found.table["round_trip"].to_pylist() == [False] * 3
+    assert summary.total["retokenised"] == 3
+    assert summary.total["not_round_tripping"] == 0
+
+
+def test_a_reward_that_one_file_lacks_does_not_change_what_is_right(tokenizers: Any, tmp_path: Path) -> None:
+    both, one = {"accuracy_reward": [1.0, 0.0], "format_reward": [1.0, 1.0]}, {"format_reward": [1.0, 1.0]}
+    for step, columns in ((1, both), (2, one)):
+        path = tmp_path / "c" / f"completions_{step:05d}.parquet"
+        log = completions(path, [[USER]] * 2, completion=[f"{step}", "9"], **columns)
+        table = pd.read_parquet(log).assign(step=step)
+        (table if step == 1 else table.drop(columns="accuracy_reward")).to_parquet(log)
+    with pytest.raises(TsaeError, match=r"00002.*format_reward; those of the rows before are accuracy_reward, format"):
+        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to")
+    with pytest.raises(TsaeError, match="has no reward column accuracy_reward"):
+        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward",))
+
+
+def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
+    row = {"step": 1, "prompt": [USER], "completion": "7"}
+    with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):
+        imported(lines(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
+    log = lines(tmp_path / "trl.jsonl", {**row, "accuracy_reward": 1.0, "answer": "7", "advantage": 0.5})
+    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
+    assert found.table["reward/accuracy_reward"].to_pylist() == [1.0]
+    assert found.table["answer"].to_pylist() == ["7"]
+
+
+# --- verl
+
+INPUT = "user\nWhat is 3 + 4?\nassistant\n"
+
+
+def verl(path: Path, *rows: dict[str, Any]) -> Path:
+    return lines(path, *({"input": INPUT, "output": f"{i}", "gts": "7", "score": 1.0, **r} for i, r in enumerate(rows)))
+
+
+@pytest.mark.parametrize(
+    ("row", "total"),
+    [
+        # The function returned a score, which hides the total.
+        ({"score": -1.0, "acc": False, "pred": "8", "overlong_reward": -0.075}, -1.075),
+        ({"score": -1.0, "acc": "False", "pred": "8", "overlong_reward": -1.0}, -2.0),
+        ({"score": 1.0, "acc": True, "overlong_reward": 0.0}, 1.0),
+        # It returned a number, which is acc; score is the total.
+        ({"score": -0.25, "acc": 0.0, "overlong_reward": -0.25}, -0.25),
+        # A validation has the total itself.
+        ({"score": -1.0, "acc": False, "reward": -1.5, "overlong_reward": -0.5}, -1.5),
+    ],
+)
+def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row: dict[str, Any], total: float) -> None:
+    found, summary = imported(verl(tmp_path / "1.jsonl", row), tokenizers("chatml"), tmp_path / "to")
+    assert found.table["reward"].to_pylist() == [pytest.approx(total)]
+    assert any("as their reward" in note for note in summary.notes) == (total != row["score"])
+    right = "success" if row["acc"] is True else "failure"
+    assert found.table["outcome"].to_pylist() == [right]
+
+
+@pytest.mark.parametrize(
+    ("folder", "row", "policies"),
+    [
+        ("rollout_data", {}, ["run-00000", "run-00001"]),
+        ("rollout_data", {"reward": 1.0}, ["run-00000", "run-00001"]),
+        ("dumps", {"reward": 1.0}, ["run-00001", "run-00002"]),
+        ("dumps", {}, ["run-00000", "run-00001"]),
+        ("val_rollouts", {}, ["run-00001", "run-00002"]),
+        ("validation_data", {}, ["run-00001", "run-00002"]),
+        ("val", {}, ["run-00001", "run-00002"]),
+        ("values", {}, ["run-00000", "run-00001"]),
+    ],
+)
+def test_a_validation_is_sampled_after_the_update(
+    tokenizers: Any, tmp_path: Path, folder: str, row: dict[str, Any], policies: list[str]
+) -> None:
+    for step in (1, 2):
+        verl(tmp_path / folder / f"{step}.jsonl", {**row, "step": step})
+    found, summary = imported(tmp_path / folder, tokenizers("chatml"), tmp_path / "to", run="run")
+    assert found.policies == policies
+    after = policies[0] == "run-00001"
+    assert ("2 responses are a validation's, sampled after the step's update" in summary.notes) == after
+    before = verl(tmp_path / "before" / "0.jsonl", {"step": 0})
+    assert imported(before, tokenizers("chatml"), tmp_path / "to", run="run")[0].policies == ["run-00000"]
+
+
+def test_nan_in_what_nobody_reads_is_no_fault(tokenizers: Any, tmp_path: Path) -> None:
+    rows = [{"perplexity": float("nan")}, {"perplexity": 2.0}, {"score": float("nan")}, {"score": None}]
+    log = verl(tmp_path / "1.jsonl", *rows)
+    with pytest.raises(TsaeError, match=r"1\.jsonl:3: has no reward.*--skip unscored"):
+        imported(log, tokenizers("chatml"), tmp_path / "to")
+    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("unscored",))
+    assert found.table["reward/perplexity"].to_pylist() == [None, 2.0]
+    assert summary.skipped == {"unscored": 2}
+    with pytest.raises(TsaeError, match="score is inf"):
+        imported(verl(tmp_path / "2.jsonl", {"score": float("inf")}), tokenizers("chatml"), tmp_path / "to")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"output": "<tool_call>\n{}\n</tool_call>\nuser\n<tool_response>\n42\n</tool_response>\nassistant\nSo 42."},
+        {"output": "<tool_call>\n{}\n</tool_call>user\n<tool_response>\n42\n</tool_response>\nassistant\nSo 42."},
+        {"output": "So 42.", "num_turns": 4},
+    ],
+)
+def test_a_tools_turn_is_not_the_policys(tokenizers: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+    log = verl(tmp_path / "1.jsonl", row, {"num_turns": 2})
+    with pytest.raises(TsaeError, match=r"1\.jsonl:1: .*--skip multi-turn"):
+        imported(log, tokenizers("chatml"), tmp_path / "to")
+    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("multi-turn",))
+    assert found.table["response"].to_pylist() == ["1"]
+    assert summary.skipped == {"multi-turn": 1}
+
+
+def test_equal_texts_of_other_lengths_have_other_penalties(tokenizers: Any, tmp_path: Path) -> None:
+    """The same text may be sampled as more tokens."""
+    row = {"output": "8", "score": -1.0, "acc": False}
+    log = verl(tmp_path / "1.jsonl", *({**row, "overlong_reward": penalty} for penalty in (-0.25, -0.5)))
+    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
+    assert found.table["reward"].to_pylist() == [-1.25, -1.5]
+
+
+# --- open-r1, prime-rl, and tokenizers alone
+
+
+def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path) -> None:
+    rates = {"pass_rate_generations": ["7", "8", "9"], "pass_rate_rewards": [1.0, float("nan"), 0.0]}
+    log = lines(tmp_path / "pass.jsonl", {"prompt": "What is 3 + 4?", **rates})
+    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", skip=("unscored",))
+    assert found.table["response"].to_pylist() == ["7", "9"]
+    assert summary.skipped == {"unscored": 1}
+    assert prompts_of(found, "smollm2") == [rendered("smollm2", USER)] * 2
+    assert note(summary, "--system-prompt").startswith("2 prompts are questions alone")
+    assert note(summary, "--run").startswith("2 trajectories have no policy in the log")
+    assert "the template's own system message" in note(summary, "--system-prompt")
+    asked = {"skip": ("unscored",), "system_prompt": "Be short."}
+    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", **asked)
+    assert prompts_of(found, "smollm2") == [rendered("smollm2", SYSTEM, USER)] * 2
+    assert note(summary, "system message").startswith("2 prompts")
+
+
+@pytest.mark.parametrize("shape", ["a token each", "rewards", "no rewards"])
+def test_token_exports_of_any_age(tokenizers: Any, tmp_path: Path, shape: str) -> None:
+    row = {"schema_version": 1, "step": 3, "rank": 0, "export_sequence_idx": 0, "env_name": "math"}
+    names = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+    values = ([5, 6, 7], [False, True, True], [None, 0.5, 0.5], [None, 1.0, 1.0])
+    if shape == "a token each":
+        row["tokens"] = [dict(zip(names.values(), token, strict=True)) for token in zip(*values, strict=True)]
+    else:
+        row |= dict(zip(names, values[: 3 if shape == "no rewards" else 4], strict=False))
+    rewards = None if shape == "no rewards" else values[3]
+    log = lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", row)
+    found, summary = imported(log.parent.parent, tokenizers("chatml"), tmp_path / "to")
+    assert found.table["response_ids"].to_pylist() == [[6, 7]]
+    assert found.table["advantage"].to_pylist() == [0.5]
+    assert found.table["step"].to_pylist() == [3]
+    assert found.table["outcome"].to_pylist() == (["unknown"] if rewards is None else ["success"])
+    assert any("1 trajectories have no reward" in note for note in summary.notes) == (rewards is None)
+
+
+@pytest.mark.parametrize("place", ["info", "trace"])
+def test_prime_rls_policy_version_is_found_where_it_stands(tokenizers: Any, tmp_path: Path, place: str) -> None:
+    version: dict[str, Any] = {"policy_version": 4}
+    nodes = [
+        {"parent": None, "message": USER, "sampled": False, "token_ids": [5, 6], "mask": [False, False]},
+        {"parent": 0, "message": {}, "sampled": True, "token_ids": [7], "mask": [True]},
+    ]
+    trace = {"id": "a", "task": {"data": {"answer": "7"}}, "nodes": nodes, "rewards": {"correct": 1.0}}
+    trace |= {"info": version} if place == "info" else version
+    log = lines(tmp_path / "step_6" / "train" / "effective" / "traces.jsonl", trace)
+    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", run="run")
+    assert found.policies == ["run-00004"]
+
+
+def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path) -> None:
+    folder = tokenizers("chatml")
+    assert not (folder / "config.json").exists()
+    log = lines(tmp_path / "log.jsonl", {"prompt": "What is 3 + 4?", "response": "7"})
+    found, summary = imported(log, folder, tmp_path / "to")
+    assert prompts_of(found, "chatml") == [rendered("chatml", USER)]
+    assert note(summary, "a tokenizer alone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TsaeError, match=r"no series\.json and no checkpoint-N folders"):
+        imported(log, tmp_path / "empty", tmp_path / "to")

@@ -1,0 +1,534 @@
+"""Reading logs: columns by name, what is right, bad input, memory, and the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import tsae
+from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.cli import main
+from tsae.errors import TsaeError
+from tsae.rollouts.answers.grading import find_verifier
+from tsae.rollouts.behaviours import with_behaviours
+from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.on_disk import log_files
+from tsae.rollouts.table import Rollouts
+
+TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
+ROW = {"prompt": "1+1?", "response": "#2", "correct": True, "policy": "m1", "problem_id": "a", "answer": "2"}
+BARE = {"prompt": "1+1?", "response": "#2", "answer": "2"}
+
+
+@pytest.fixture(scope="module")
+def policy(llama: Path) -> Checkpoint:
+    return Checkpoint(id="base", path=str(llama))
+
+
+def log(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
+    return Rollouts.read(path, checkpoint, ImportConfig(**config))
+
+
+def column(rollouts: Rollouts, name: str) -> list[Any]:
+    return list(rollouts.table[name].to_pylist())
+
+
+# --- columns by name
+
+
+def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "correct": False, "response": "1+1=3;#3", "policy": None, "level": 4}]
+    found = read(log(tmp_path / "log.jsonl", rows), policy)
+    records = found.table.to_pylist()
+    assert records[0]["prompt_ids"] == [BOS, 1, 10, 1, 13]
+    assert records[0]["response_ids"] == [16, 2]
+    assert column(found, "outcome") == ["success", "failure"]
+    assert column(found, "reward") == [1.0, 0.0]
+    assert column(found, "policy") == ["m1", "unknown"]
+    assert column(found, "level") == [None, "4"]
+    assert column(found, "finish_reason") == ["unknown", "unknown"]
+    assert column(found, "round_trip") == [False, False]
+    assert found.info["tokenizer"]
+    frame = pd.DataFrame([{**row, "level": level} for row, level in zip(rows, (None, "4"), strict=True)])
+    frame.to_parquet(tmp_path / "log.parquet")
+    again = read(tmp_path / "log.parquet", policy)
+    assert again.table.equals(found.table)
+    assert again.fingerprint == found.fingerprint
+
+
+def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [
+        {"q": "1?", "a": "#1", "ok": True, "who": "x", "r": 2.5, "adv": 0.5, "end": "stop"},
+        "",
+        {"q": "2?", "a": "#1", "ok": False, "who": "y", "r": -1, "adv": None, "end": "length"},
+        "  ",
+    ]
+    names = ColumnNames(
+        prompt="q", response="a", correct="ok", policy="who", reward="r", advantage="adv", finish_reason="end"
+    )
+    found = read(log(tmp_path / "log.jsonl", rows), policy, columns=names)
+    assert found.policies == ["x", "y"]
+    assert column(found, "outcome") == ["success", "failure"]
+    assert column(found, "reward") == column(found, "reward/r") == [2.5, -1.0]
+    assert column(found, "advantage") == [0.5, None]
+    # One ended by itself, and its end token is put back; the other was cut off.
+    assert column(found, "response_ids") == [[16, 1, EOS], [16, 1]]
+    assert column(found, "finish_reason") == ["stop", "length"]
+
+
+def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {**BARE, "required_steps": 2, "share": 1, "easy": True, "topic": "sum", "mixed": 1, "tags": ["a", "b"]},
+        {**BARE, "share": 0.5, "easy": False, "topic": None, "mixed": "two", "tags": {"x": 1}, "huge": 1 << 70},
+        {**BARE, "response": "1+1=2;#2", "required_steps": 1, "topic": "“é”", "more": 3},
+    ]
+    names = ("required_steps", "share", "easy", "topic", "mixed", "tags", "huge", "more")
+    found = read(log(tmp_path / "log.jsonl", rows), policy, keep_columns=names)
+    expected = {
+        "required_steps": ("int64", [2, None, 1]),
+        "share": ("double", [1.0, 0.5, None]),
+        "easy": ("bool", [True, False, None]),
+        "topic": ("string", ["sum", None, "“é”"]),
+        "mixed": ("string", ["1", "two", None]),
+        "tags": ("string", ['["a", "b"]', '{"x": 1}', None]),
+        "huge": ("string", [None, str(1 << 70), None]),
+        "more": ("int64", [None, None, 3]),
+    }
+    for name, (kind, values) in expected.items():
+        assert str(found.table[f"extra/{name}"].type) == kind, name
+        assert column(found, f"extra/{name}") == values
+    plain = read(tmp_path / "log.jsonl", policy)
+    assert plain.fingerprint == found.fingerprint
+    assert not [name for name in plain.table.column_names if name.startswith("extra/")]
+    # pandas writes NaN where a number is missing.
+    pd.DataFrame(rows)[["prompt", "response", "answer", "required_steps"]].to_parquet(tmp_path / "log.parquet")
+    again = read(tmp_path / "log.parquet", policy, keep_columns=("required_steps",))
+    assert column(again, "extra/required_steps") == [2.0, None, 1.0]
+    # Two operations were needed for the first, one for the third; neither and one are written out.
+    assert column(with_behaviours(found), "skipped_steps") == [1.0, None, 0.0]
+    with pytest.raises(TsaeError, match=r"no row has a column 'topics' to keep.*--keep-columns"):
+        read(tmp_path / "log.jsonl", policy, keep_columns=("topic", "topics"))
+    main(["rollouts", "import", str(tmp_path / "log.jsonl"), "--checkpoint", policy.path, "--to",
+          str(tmp_path / "r.parquet"), "--keep-columns", "required_steps", "topic"])  # fmt: skip
+    assert column(Rollouts.read(tmp_path / "r.parquet"), "extra/topic") == ["sum", None, "“é”"]
+
+
+def test_token_ids_are_taken_as_they_are(policy: Checkpoint, tmp_path: Path) -> None:
+    row = {"prompt_ids": [BOS, 1, 13], "response_ids": [16, 2, EOS], "reward": 1.0, "step": 7, "answer": "2"}
+    found = read(log(tmp_path / "mine" / "log.jsonl", [row, {**row, "response_ids": [16, 3]}]), policy)
+    assert column(found, "prompt_ids") == [[BOS, 1, 13]] * 2
+    assert column(found, "response_ids") == [[16, 2, EOS], [16, 3]]
+    assert column(found, "prompt") == ["1?"] * 2
+    assert column(found, "response") == ["#2", "#3"]
+    assert column(found, "finish_reason") == ["stop", "unknown"]
+    assert column(found, "round_trip") == [None, None]
+    assert column(found, "policy") == ["mine-00007"] * 2
+    assert found.n_problems == 1
+
+
+def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [BARE, {**BARE, "problem_id": None}, {**BARE, "prompt": "2?"}, {**BARE, "problem_id": 0}]
+    rows.append({**BARE, "answer": "3"})
+    ids = column(read(log(tmp_path / "log.jsonl", rows), policy), "problem_id")
+    assert ids[0] == ids[1]
+    assert ids[3] == "0"
+    assert len({ids[0], *ids[2:]}) == 4
+    assert column(read(log(tmp_path / "other" / "log.jsonl", rows[:1]), policy), "problem_id") == ids[:1]
+    messages = [{"role": "user", "content": "1+1?"}]
+    swapped = [dict(reversed(messages[0].items()))]
+    assert swapped[0] == messages[0]
+
+
+def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "chat")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    chat = Checkpoint(id="base", path=str(path))
+    file = log(tmp_path / "log.jsonl", [ROW])
+    assert read(file, chat).tokens(0)[0].tolist() == [16, 1, 10, 1, 13, 14, 15]
+    assert read(file, chat, prompt_format="plain").tokens(0)[0].tolist() == [BOS, 1, 10, 1, 13]
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    several = log(tmp_path / "turns.jsonl", [{**ROW, "prompt": turns}])
+    assert read(several, chat).tokens(0)[0].tolist() == [16, 1, 13, 14, 16, 2, 14, 16, 3, 14, 15]
+    assert column(read(several, chat), "prompt") == ["1?\n\n2\n\n3"]
+    begun = log(tmp_path / "begun.jsonl", [{**ROW, "prompt": turns[:2]}])
+    # What the assistant began is gone on with: no new turn is opened.
+    assert read(begun, chat).tokens(0)[0].tolist() == [16, 1, 13, 14, 16, 2]
+    with pytest.raises(TsaeError, match=r"turns\.jsonl:1: the prompt is a conversation.*checkpoint has none"):
+        read(several, Checkpoint("base", str(save_model(tmp_path / "plain"))))
+    with pytest.raises(TsaeError, match="no --prompt-format plain"):
+        read(several, chat, prompt_format="plain")
+
+
+def test_responses_that_do_not_decode_to_the_logs_text_are_marked(tmp_path: Path) -> None:
+    """A tokenizer whose normaliser makes an 8 of every 9."""
+    path = save_model(tmp_path / "lossy")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "9"}, "content": "8"}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    lossy = Checkpoint("base", str(path))
+    file = log(tmp_path / "log.jsonl", [{**BARE, "response": f"#{i}"} for i in range(10)])
+    summary = import_log(file, tmp_path / "r.parquet", lossy, progress=False)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    # Of equal text the tokens may be others than those that were sampled; the last is surely not.
+    assert column(found, "round_trip") == [False] * 10
+    assert summary.total["retokenised"] == 10
+    assert column(found, "response")[9] == "#9"
+    assert column(found, "response_ids")[9] == [16, 8]
+    assert summary.total["not_round_tripping"] == 1
+    assert any(note.startswith("10 responses were tokenised from text") for note in summary.notes)
+    with pytest.raises(TsaeError, match="not one of its 2 responses decodes to the logged text"):
+        read(log(tmp_path / "nines.jsonl", [{**BARE, "response": "#9"}, {**BARE, "response": "99"}]), lossy)
+
+
+# --- what is right
+
+
+def outcomes(file: Path, policy: Checkpoint, rows: list[Any], **config: Any) -> list[Any]:
+    return column(read(log(file, rows), policy, **config), "outcome")
+
+
+def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint, tmp_path: Path) -> None:
+    def found(rows: list[Any], **config: Any) -> list[Any]:
+        return outcomes(tmp_path / "log.jsonl", policy, rows, noisy_rewards=True, **config)
+
+    assert found([BARE]) == ["unknown"]
+    assert found([{**BARE, "reward": r} for r in (0.5, 0, -1)]) == ["success", "failure", "failure"]
+    assert found([{**BARE, "reward": r} for r in (0.5, 0, -1)], success_above=-0.5) == ["success", "success", "failure"]
+    assert found([BARE, {**BARE, "answer": "3"}], verifier="last_number") == ["success", "failure"]
+    assert found([{**BARE, "correct": c} for c in (1, 0, True, False)]) == ["success", "failure"] * 2
+    # "false" is true in Python.
+    assert found([{**BARE, "correct": c} for c in ("true", "false", "True", "FALSE")]) == ["success", "failure"] * 2
+    assert found([{**BARE, "correct": False, "reward": 1.0}]) == ["failure"]
+    assert found([{**BARE, "correct": False}], verifier="last_number") == ["success"]
+    assert found([{**BARE, "correct": False, "reward": 1.0}], outcome="reward") == ["success"]
+    several = [{**BARE, "format": f, "right": r} for f, r in ((1.0, 0.0), (0.0, 1.0))]
+    config = {"rewards": ("format", "right"), "outcome": "right"}
+    assert found(several, **config) == ["failure", "success"]
+    assert column(read(log(tmp_path / "l.jsonl", several), policy, noisy_rewards=True, **config), "reward") == [
+        1.0,
+        1.0,
+    ]
+    assert found(several, rewards=("format",)) == ["success", "failure"]
+    with pytest.raises(TsaeError, match=r"log\.jsonl:1: correct is 'perhaps'"):
+        found([{**BARE, "correct": "perhaps"}])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:1: reward is 'high'"):
+        found([{**BARE, "reward": "high"}])
+
+
+def test_a_verifier_needs_answers_unless_it_is_the_users_own(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [BARE, {"prompt": "1+1?", "response": "#2"}]
+    with pytest.raises(TsaeError, match=r"log\.jsonl:2: has no reference answer to check with exact"):
+        outcomes(tmp_path / "log.jsonl", policy, rows, verifier="exact")
+    assert outcomes(tmp_path / "log.jsonl", policy, rows, verifier="support.logs:short") == ["success"] * 2
+
+
+def test_added_up_rewards_do_not_say_what_is_right(policy: Checkpoint, tmp_path: Path) -> None:
+    row = {**BARE, "format": 1.0, "right": 0.0}
+    with pytest.raises(TsaeError, match="has the rewards format, right, and does not say which"):
+        outcomes(tmp_path / "log.jsonl", policy, [row], rewards=("format", "right"))
+    found = outcomes(tmp_path / "log.jsonl", policy, [row], rewards=("format", "right"), verifier="last_number")
+    assert found == ["success"]
+
+
+def test_special_tokens_that_a_text_kept_are_not_doubled(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**BARE, "response": "#2<eos>", "finish_reason": "stop"}, {**BARE, "response": "#3<eos>"}]
+    found = read(log(tmp_path / "log.jsonl", rows), policy)
+    assert column(found, "response_ids") == [[16, 2, EOS], [16, 3, EOS]]
+    assert column(found, "finish_reason") == ["stop", "stop"]
+
+
+def test_a_folder_with_a_tokenizer_alone_has_no_context(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "grpo" / "checkpoint-5")
+    (tmp_path / "grpo" / "checkpoint-5" / "config.json").unlink()
+    checkpoint = Checkpoint("base", str(tmp_path / "grpo" / "checkpoint-5"))
+    found = read(log(tmp_path / "log.jsonl", [{**BARE, "response": "1" * 200}]), checkpoint)
+    assert found.lengths("response_ids").tolist() == [200]
+
+
+def test_names_in_a_log_do_not_reach_the_terminals_controls(policy: Checkpoint, tmp_path: Path) -> None:
+    path = log(tmp_path / "log.jsonl", [{**BARE, "policy": "m\x1b[31m1"}])
+    assert "\x1b" not in str(import_log(path, tmp_path / "r.parquet", policy, progress=False))
+
+
+def test_a_verifier_that_fails_names_the_row(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(
+        TsaeError, match=r"log\.jsonl:2: the verifier support.logs:broken fails on it \(ZeroDivisionError"
+    ):
+        outcomes(tmp_path / "log.jsonl", policy, [BARE, {**BARE, "answer": "0"}], verifier="support.logs:broken")
+
+
+def test_answers_are_compared_as_expressions() -> None:
+    pytest.importorskip("math_verify")
+    same = find_verifier("math")
+    for response, answer in (
+        (r"so it is $\boxed{\frac{1}{2}}$", "0.5"),
+        ("the answer is 1,234", "1234"),
+        ("$x = 3$", "3"),
+        (r"$(1+x)^2$", "x^2+2x+1"),
+        ("7", r"\boxed{7}"),
+    ):
+        assert same(response, answer)
+    for response, answer in (("1/3", "0.5"), ("no answer", "0.5"), ("", "2"), (r"$\{1,2\}$", "2")):
+        assert not same(response, answer)
+    with pytest.raises(TsaeError, match="the reference answer '' is no mathematical expression"):
+        same("1", "")
+
+
+def test_without_its_package_the_math_verifier_says_what_to_install(
+    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(TsaeError, match=r"needs math-verify.*pip install 'tsae\[verify\]'"):
+        outcomes(tmp_path / "log.jsonl", policy, [BARE], verifier="math")
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not a line of JSON"),
+        ('{"prompt": "1?", "respon', "not a line of JSON"),
+        ("[" * 100_000, "not a line of JSON"),
+        ("[1, 2]", "a JSON list, expected an object"),
+        ({"prompt": "1?"}, "has no text in response; its columns are prompt"),
+        ({"response": 3, "prompt": None}, "has no text in prompt and response"),
+        ({**ROW, "response": ""}, "the response is empty.*--skip empty"),
+        ({**ROW, "response": "hello"}, "cannot be tokenised"),
+        ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
+        ({**ROW, "reward": math.nan}, "reward is nan"),
+        ({**ROW, "reward": math.inf}, "reward is inf"),
+        ({**ROW, "advantage": math.nan}, "advantage is nan"),
+        ({**ROW, "step": 1.5}, "step is 1.5, expected a whole number"),
+        ({**ROW, "response_ids": [16, 20]}, "the response has the token id 20; the tokenizer of .* has 0 to 19"),
+        ({**ROW, "response_ids": [16, -1]}, "the response has the token id -1"),
+        ({**ROW, "response_ids": [[16]]}, "response_ids is no list of token ids"),
+        ({**ROW, "response_ids": [1.5]}, "response_ids is no list of token ids"),
+        ({**ROW, "response_ids": [1, [2]]}, "response_ids is no list of token ids"),
+        ({**ROW, "response_ids": []}, "the response is empty"),
+        ({**ROW, "prompt_ids": []}, "the prompt has no tokens"),
+        (
+            {**ROW, "response": "1" * 124},
+            "5 prompt and 124 response tokens exceed the model's context of 128.*too-long",
+        ),
+        ({**ROW, "correct": False}, r"reward 0 for the trajectory that has 1 at .*:1: same step, problem and response"),
+    ],
+)
+def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: Any, message: str) -> None:
+    path = log(tmp_path / "log.jsonl", [ROW, row])
+    with pytest.raises(TsaeError, match=message) as error:
+        read(path, policy)
+    assert f"{path}:2" in str(error.value)
+
+
+def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tmp_path: Path) -> None:
+    path = log(tmp_path / "log.jsonl", [ROW, ROW])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:2: .*the line has no end: was the run killed while it wrote"):
+        read(path, policy)
+
+
+def test_a_line_without_end_is_not_read_into_memory(
+    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    path = log(tmp_path / "log.jsonl", [ROW, {**ROW, "x": "y" * (1 << 20)}])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:2: a line of more than 1 MiB"):
+        read(path, policy)
+
+
+def test_what_may_be_left_out_is_counted(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "response": ""}, {**ROW, "response": "1" * 124}, {**ROW, "response": "1" * 123}]
+    found = read(log(tmp_path / "log.jsonl", rows), policy, skip=("empty", "too-long"))
+    assert [len(ids) for ids in column(found, "response_ids")] == [2, 123]
+    assert found.info["log"]["skipped"] == {"empty": 1, "too-long": 1}
+
+
+def test_different_rewards_of_equal_responses_are_refused_unless_noisy(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**BARE, "step": step, "reward": reward} for step, reward in ((1, 1.0), (1, 1.0), (2, 0.0), (2, 0.0))]
+    path = log(tmp_path / "log.jsonl", rows)
+    assert column(read(path, policy), "reward") == [1.0, 1.0, 0.0, 0.0]  # the reward may change from step to step
+    log(path, [*rows, {**BARE, "step": 1, "reward": 0.5}])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2"):
+        read(path, policy)
+    assert column(read(path, policy, noisy_rewards=True), "reward")[4] == 0.5
+
+
+def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="no such log"):
+        read(tmp_path / "none.jsonl", policy)
+    for name in ("empty.jsonl", "empty/1.jsonl"):
+        with pytest.raises(TsaeError, match="holds no trajectories"):
+            read(log(tmp_path / name, []), policy)
+    with pytest.raises(TsaeError, match="holds no trajectories"):
+        read(tmp_path / "empty", policy)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(TsaeError, match=r"holds no \.jsonl or \.parquet file, nor"):
+        read(tmp_path / "nothing", policy)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(TsaeError, match=r"latin\.jsonl:1: not a line of JSON in UTF-8"):
+        read(tmp_path / "latin.jsonl", policy)
+    (tmp_path / "bad.parquet").write_text("x")
+    with pytest.raises(TsaeError, match="not a Parquet file"):
+        read(tmp_path / "bad.parquet", policy)
+    make_rollouts().write(tmp_path / "cut.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "cut.parquet").read_bytes()[:-30])
+    with pytest.raises(TsaeError, match="not a Parquet file"):
+        read(tmp_path / "cut.parquet", policy)
+    with pytest.raises(TsaeError, match="verifier"):
+        read(log(tmp_path / "log.jsonl", [ROW]), policy, verifier="nope")
+    with pytest.raises(TsaeError, match="max_response_tokens=0"):
+        ImportConfig(max_response_tokens=0)
+    with pytest.raises(TsaeError, match="success_above=nan"):
+        ImportConfig(success_above=math.nan)
+
+
+def test_nothing_is_left_of_an_import_that_failed(policy: Checkpoint, tmp_path: Path) -> None:
+    path = log(tmp_path / "log" / "log.jsonl", [ROW, {**ROW, "reward": math.nan}])
+    with pytest.raises(TsaeError):
+        import_log(path, tmp_path / "out" / "r.parquet", policy, progress=False)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_links_do_not_lead_out_of_the_folder(policy: Checkpoint, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "log", log(tmp_path / "outside" / "secret.jsonl", [ROW])
+    log(folder / "1.jsonl", [ROW])
+    (folder / "again.jsonl").symlink_to(folder / "1.jsonl")
+    assert len(read(folder, policy)) == 1  # a link inside is not read a second time
+    (folder / "out.jsonl").symlink_to("../outside/secret.jsonl")
+    with pytest.raises(TsaeError, match=r"out\.jsonl: this link leaves the folder"):
+        read(folder, policy)
+    (folder / "out.jsonl").unlink()
+    (folder / "below").symlink_to(outside.parent)
+    with pytest.raises(TsaeError, match="below: this link leaves the folder"):
+        read(folder, policy)
+    (folder / "below").unlink()
+    (tmp_path / "mine.jsonl").symlink_to(outside)
+    assert len(read(tmp_path / "mine.jsonl", policy)) == 1  # what the user names is the user's choice
+
+
+MEMORY = """
+import json, resource, sys
+from pathlib import Path
+from tsae.checkpoints.series import Checkpoint
+from tsae.rollouts.importing import import_log
+
+folder, policy = Path(sys.argv[1]), Checkpoint("base", sys.argv[2])
+for rows in (1_000, 8_000):
+    with (folder / f"{rows}.jsonl").open("w") as out:
+        for i in range(rows):
+            text = f"{i}+1?" + "1+2=3;" * 15
+            row = {"prompt": f"{i % 50}?", "response": text, "reward": 1.0, "junk": str(i % 10) * 8_000}
+            out.write(json.dumps(row) + "\\n")
+    summary = import_log(folder / f"{rows}.jsonl", folder / f"{rows}.parquet", policy, progress=False)
+    assert summary.total["trajectories"] == rows and summary.total["problems"] == 50
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, (folder / f"{rows}.jsonl").stat().st_size)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path), str(llama)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stderr
+    (small, small_bytes), (large, large_bytes) = (map(int, line.split()) for line in done.stdout.splitlines())
+    assert large_bytes - small_bytes > 50 << 20
+    assert (large - small) << 10 < 12 << 20  # kilobytes, and a fifth of what was read
+
+
+# --- Rollouts.read, and the command line
+
+
+def test_rollouts_are_told_from_logs(policy: Checkpoint, tmp_path: Path) -> None:
+    ours = make_rollouts(tokenizer="abc")
+    assert Rollouts.read(ours.write(tmp_path / "r.parquet")).info == {"tokenizer": "abc"}
+    (tmp_path / "folder").mkdir()
+    ours.write(tmp_path / "folder" / "r.parquet")
+    for path in (tmp_path / "folder", tmp_path / "folder" / "r.parquet"):
+        with pytest.raises(TsaeError, match="is a table of rollouts already"):
+            read(path, policy)
+    found = Rollouts.read(log(tmp_path / "log.jsonl", [ROW]), policy)
+    assert found.origin == str(tmp_path / "log.jsonl")
+    with pytest.raises(TsaeError, match=r"no checkpoint lies beside the log.*--checkpoint"):
+        Rollouts.read(tmp_path / "log.jsonl")
+
+
+def test_labels_have_a_fingerprint_of_their_own() -> None:
+    one = make_rollouts()
+    assert one.labels_fingerprint == make_rollouts().labels_fingerprint
+    changed = [
+        one.with_column("outcome", ["unknown"] * len(one)),
+        one.with_column("band", ["easy"] * len(one)),
+        one.with_column("reward", [0.25] * len(one)),
+        one.with_advantages(),
+    ]
+    assert len({one.labels_fingerprint, *(c.labels_fingerprint for c in changed)}) == 5
+    assert {c.fingerprint for c in changed} == {one.fingerprint}
+
+
+def test_the_command_line_imports_a_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    series = tsae.testbed.series_path()
+    source = series / "logs" / "easy" / "completions" / "completions_00050.parquet"
+    main(["rollouts", "import", str(source), "--checkpoint", str(series), "--to", str(tmp_path / "r.parquet")])
+    said = capsys.readouterr().out
+    assert "TRL completions: 1 file" in said
+    assert "easy-050" in said
+    assert "success: correct is above 0" in said
+    assert f"wrote {tmp_path / 'r.parquet'}" in said
+    assert Rollouts.read(tmp_path / "r.parquet").policies == ["easy-050"]
+    main(["rollouts", "import", str(source), "--to", str(tmp_path / "s.parquet"), "--verifier", "last_number",
+          "--rewards", "correct"])  # fmt: skip
+    assert (tmp_path / "r.parquet").exists()
+    assert "last_number finds the answer in the response, and the log agrees in 256 of 256" in capsys.readouterr().out
+
+
+def test_a_real_tokenizer_and_its_losses(tmp_path: Path) -> None:
+    model = SHARED / "models" / "stories260K"
+    if not model.is_dir():
+        pytest.skip("shared/models/stories260K is not here")
+    rows = [{"prompt": "Once upon a time", "response": text} for text in (" there was a cat.", "  two  spaces ", "é☃")]
+    summary = import_log(log(tmp_path / "log.jsonl", rows), tmp_path / "r.parquet", model, progress=False)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    found_ids = column(found, "response_ids")
+    tokenizer = Checkpoint("base", str(model)).load_tokenizer()
+    same = [tokenizer.decode(ids) == row["response"] for ids, row in zip(found_ids, rows, strict=True)]
+    assert any(same)
+    assert summary.total["not_round_tripping"] == same.count(False)
+    assert column(found, "round_trip") == [False] * 3
+
+
+def test_a_finished_store_keeps_a_record_of_new_labels(series: Any, rollouts: Rollouts, tmp_path: Path) -> None:
+    config = tsae.CaptureConfig(shard_tokens=400, batch_tokens=256)
+    to = tmp_path / "acts"
+    tsae.capture(series, rollouts, ["blocks.1.hook_resid_post"], to=to, config=config, progress=False)
+    before = json.loads((to / "run.json").read_text())
+    assert before["inputs"]["labels"] == rollouts.labels_fingerprint
+    banded = rollouts.with_column("band", ["easy"] * len(rollouts))
+    tsae.capture(series, banded, ["blocks.1.hook_resid_post"], to=to, config=config, progress=False)
+    after = json.loads((to / "run.json").read_text())
+    assert after["inputs"] == {**before["inputs"], "labels": banded.labels_fingerprint}
+    assert {**after, "inputs": None} == {**before, "inputs": None}
+    shutil.rmtree(to)

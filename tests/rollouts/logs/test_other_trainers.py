@@ -1,0 +1,657 @@
+"""Logs of trainers that write columns, tensors, episodes or messages; and logs that nobody is known to write.
+
+The logs are written here in the shape that the trainers' own functions write, which the readers' docstrings name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from support.builders import BOS, EOS, SHARED, save_model
+from tsae import Rollouts
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.cli import main
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns
+from tsae.rollouts.frames import read_frame
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.detect import find_log
+
+LOGS = Path(__file__).parents[2] / "logs"
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>;{% endif %}"
+)
+ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
+RENDERED = "<bos>#1+1?<eos><bos>;"
+USER = [{"role": "user", "content": "1+1?"}]
+RIGHT, WRONG = [16, 2], [1, 10, 1, 14, 3, 15, 16, 3]  # #2 and 1+1=3;#3
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint with a chat template that writes special tokens."""
+    path = save_model(tmp_path_factory.mktemp("chat") / "model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return Checkpoint(id="base", path=str(path))
+
+
+def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
+    return Rollouts.read(path, checkpoint, ImportConfig(**config))
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def column(rollouts: Rollouts, name: str) -> list[Any]:
+    return list(rollouts.table[name].to_pylist())
+
+
+def notes(rollouts: Rollouts) -> str:
+    return "\n".join(rollouts.info["log"]["notes"])
+
+
+def reads_as(found: Rollouts, responses: list[list[int]]) -> None:
+    assert column(found, "prompt_ids") == [ASKED] * len(responses)
+    assert column(found, "response_ids") == responses
+
+
+# --- ms-swift
+
+
+def swift(step: int | str, responses: tuple[str, ...] = ("#2", "1+1=3;#3"), **columns: Any) -> dict[str, Any]:
+    n = len(responses)
+    return {
+        "step": [str(step)] * n,
+        "prompt": [RENDERED] * n,
+        "completion": list(responses),
+        "Accuracy": [1.0, 0.0][:n],
+        "advantages": [0.7, -0.7][:n],
+    } | columns
+
+
+def test_ms_swift_logs_a_batch_a_line(chat: Checkpoint, tmp_path: Path) -> None:
+    file = write(tmp_path / "v0-run" / "completions.jsonl", swift(1), swift(2, ("#3", "#2"), solution=["2", "2"]))
+    found = read(file.parent, chat)
+    assert found.info["log"]["format"] == "ms-swift completions"
+    reads_as(found, [RIGHT, WRONG, [16, 3], RIGHT])
+    assert column(found, "step") == [1, 1, 2, 2]
+    assert column(found, "policy") == ["v0-run-00000"] * 2 + ["v0-run-00001"] * 2
+    assert column(found, "outcome") == ["success", "failure"] * 2
+    assert column(found, "reward/Accuracy") == [1.0, 0.0] * 2
+    assert column(found, "advantage") == [0.7, -0.7] * 2
+    assert column(found, "answer") == ["", "", "2", "2"]
+    assert column(found, "finish_reason") == ["unknown"] * 4
+    kept = read(file, chat, keep_columns=("solution",))
+    assert column(kept, "extra/solution") == [None, None, "2", "2"]
+
+
+def test_ms_swift_with_megatron_and_with_ray(chat: Checkpoint, tmp_path: Path) -> None:
+    megatron = swift(0) | {"gen_step": [0, 0]}
+    del megatron["step"]
+    found = read(write(tmp_path / "m" / "completions.jsonl", megatron), chat, run="m")
+    assert column(found, "policy") == ["m-00000"] * 2
+    ray = [
+        {"gen_step": 3, "prompt": RENDERED, "completion": text, "reward": r} for text, r in (("#2", 1.0), ("#3", 0.0))
+    ]
+    found = read(write(tmp_path / "r" / "completions.jsonl", *ray), chat, run="r")
+    reads_as(found, [RIGHT, [16, 3]])
+    assert column(found, "policy") == ["r-00003"] * 2
+    assert column(found, "outcome") == ["success", "failure"]
+
+
+def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
+    old = {"step": ["0"] * 2, "messages": [USER] * 2, "completion": ["#2", "#3"], "reward": [1.0, 0.0]}
+    found = read(write(tmp_path / "a" / "completions.jsonl", old), chat, run="a")
+    reads_as(found, [RIGHT, [16, 3]])
+    assert column(found, "policy") == ["a-00000"] * 2
+    assert column(found, "outcome") == ["success", "failure"]
+    older = swift(1, Format=[0.5, 0.5])
+    del older["advantages"]
+    found = read(write(tmp_path / "b" / "completions.jsonl", older), chat)
+    assert column(found, "reward") == [1.5, 0.5]
+    assert "2 responses have the sum of their rewards, with weight 1 each" in notes(found)
+
+
+def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
+    """Where several steps train on one batch, an evaluation logs, or a run went on from an older checkpoint."""
+    log = tmp_path / "completions.jsonl"
+    for again, message in ((swift(2), "what the line before has"), (swift(1, ("#4", "#5")), "second line of step 1")):
+        with pytest.raises(TsaeError, match=f"completions.jsonl:2, trajectory 1: .*{message}.*--skip repeated"):
+            read(write(log, swift(1), again), chat)
+        found = read(log, chat, skip=("repeated",))
+        reads_as(found, [RIGHT, WRONG])
+        assert found.info["log"]["skipped"] == {"repeated": 2}
+    write(log, swift(1), swift(2, ("#4", "#5")), swift(1, ("#6", "#7")))
+    with pytest.raises(TsaeError, match="comes here again, and is another"):
+        read(log, chat)
+    assert column(read(log, chat, skip=("repeated",)), "response") == ["#4", "#5", "#6", "#7"]
+
+
+def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
+    log = tmp_path / "completions.jsonl"
+    unscored = swift(1, Accuracy=[1.0, float("nan")])
+    with pytest.raises(TsaeError, match="trajectory 2: has no reward"):
+        read(write(log, unscored), chat)
+    assert column(read(log, chat, skip=("unscored",)), "response") == ["#2"]
+    two = swift(1)
+    advantages = two.pop("advantages")
+    two |= {"Format": [0.0, 0.5], "advantages": advantages}
+    found = read(write(log, two), chat)
+    assert column(found, "reward") == [1.0, 0.5]
+    assert column(found, "outcome") == ["success", "failure"]
+    with pytest.raises(TsaeError, match=r"do not follow from the sum of Accuracy, Format.*--rewards"):
+        read(write(log, two | {"Format": [0.0, 3.0]}), chat)
+    assert column(read(log, chat, rewards=("Accuracy",)), "reward") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"completion": ["#2"]}, "a line of columns, which are of different lengths .*completion 1"),
+        ({"step": "1"}, "different lengths .*step a single value"),
+        ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
+        ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
+    ],
+)
+def test_bad_ms_swift_lines(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    log = write(tmp_path / "completions.jsonl", swift(1), swift(2, ("#3", "#4")) | change)
+    with pytest.raises(TsaeError, match=rf"completions\.jsonl:2.*{message}"):
+        read(log, chat)
+
+
+# --- slime
+
+
+def sample(sampled: list[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "group_index": 0, "index": 0, "rollout_id": None, "prompt": RENDERED, "tokens": ASKED + sampled,
+        "response": "", "response_length": len(sampled), "label": "2", "reward": 1.0, "loss_mask": None,
+        "weight_versions": [], "status": "completed", "multimodal_inputs": None, "metadata": {},
+    } | fields  # fmt: skip
+
+
+def save(path: Path, *samples: dict[str, Any], rollout_id: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"rollout_id": rollout_id, "samples": list(samples)}, path)
+    return path
+
+
+def test_slime(chat: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "rollout_data"
+    save(folder / "0.pt", sample([*RIGHT, EOS], response="#2"), sample(WRONG, status="truncated", reward=0.0))
+    wrong = sample([16, 3, EOS], reward={"score": 1.0, "acc": False, "pred": "3"})
+    right = sample([*RIGHT, EOS], reward={"score": -1.0, "acc": True, "pred": "2"})
+    save(folder / "1.pt", wrong, right, rollout_id=1)
+    save(folder / "10.pt", sample(RIGHT), rollout_id=10)
+    save(folder / "eval_1.pt", sample([16, 9, EOS]), rollout_id=1)
+    save(tmp_path / "run" / "optimizer.pt", sample([16, 8]))
+    torch.save({"rollout_data": {}}, tmp_path / "run" / "train_0.pt")
+    found = read(tmp_path / "run", chat)
+    reads_as(found, [[*RIGHT, EOS], WRONG, [16, 3, EOS], [*RIGHT, EOS], RIGHT])
+    assert column(found, "step") == [0, 0, 1, 1, 10]
+    assert column(found, "policy") == ["run-00000"] * 2 + ["run-00001"] * 2 + ["run-00010"]
+    assert column(found, "finish_reason") == ["stop", "length", "stop", "stop", "stop"]
+    assert column(found, "outcome") == ["success", "failure", "failure", "success", "success"]
+    assert column(found, "reward") == [1.0, 0.0, 1.0, -1.0, 1.0]
+    assert column(found, "answer") == ["2"] * 5
+    assert column(found, "round_trip") == [True, None, None, None, None]
+    assert column(read(folder / "eval_1.pt", chat), "response_ids") == [[16, 9, EOS]]
+
+
+def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
+    """What a tool said after the last sampled token is not the policy's."""
+    tool = sample([*RIGHT, 5, 5], loss_mask=[1, 1, 0, 0], weight_versions=["3"])
+    mixed = sample([*RIGHT, EOS], weight_versions=["2", "3"])
+    found = read(save(tmp_path / "rollout_4.pt", tool, mixed, rollout_id=4), chat, run="r")
+    reads_as(found, [RIGHT, [*RIGHT, EOS]])
+    assert column(found, "policy") == ["r-00002"] * 2
+    assert "1 responses were sampled while weights were updated: named after the newest" in notes(found)
+    inside = read(save(tmp_path / "0.pt", sample([16, 5, 5, 2, 1], loss_mask=[1, 0, 0, 1, 0])), chat)
+    assert column(inside, "response_ids") == [[16, 5, 5, 2]]
+    assert column(inside, "parts") == [[0, 2, 2, 0]]
+    assert column(inside, "response") == ["#\n2"]
+    assert "1 responses have several turns" in notes(inside)
+    for bad, message in (
+        (sample(RIGHT, status="aborted"), "its status is aborted"),
+        (sample([]), "the response is empty"),
+        (sample(RIGHT, response_length=99), "99 response tokens of 11"),
+        (sample(RIGHT, loss_mask=[1]), "1 values of loss_mask but 2 response tokens"),
+        (sample(RIGHT, multimodal_inputs={"images": [1]}), "images or sound"),
+    ):
+        with pytest.raises(TsaeError, match=rf"0\.pt: row 1: .*{message}"):
+            read(save(tmp_path / "0.pt", sample(RIGHT), bad), chat)
+
+
+def test_what_may_run_code_is_not_loaded(chat: Checkpoint, tmp_path: Path) -> None:
+    torch.save({"rollout_id": 0, "samples": [sample(RIGHT, metadata=Path("x"))]}, tmp_path / "0.pt")
+    with pytest.raises(TsaeError, match=r"0\.pt: is no file of tensors and plain containers alone \(.*Path"):
+        read(tmp_path / "0.pt", chat)
+    torch.save({"model": 1}, tmp_path / "1.pt")
+    with pytest.raises(TsaeError, match=r"1\.pt: has no list of samples; its keys are model"):
+        read(tmp_path / "1.pt", chat)
+    for name, message in (("2.pt", "not a file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
+        (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
+        with pytest.raises(TsaeError, match=message):
+            read(tmp_path / name, chat)
+
+
+# --- AReaL
+
+
+def trajectory(completion: str, index: int = 0, **fields: Any) -> dict[str, Any]:
+    return {
+        "task_id": 0, "sample_idx": index, "seqlen": 12, "prompt_len": 9, "head_version": 0, "tail_version": 0,
+        "reward": 1.0, "prompt": RENDERED, "completion": completion,
+    } | fields  # fmt: skip
+
+
+def test_areal(chat: Checkpoint, tmp_path: Path) -> None:
+    logs = tmp_path / "trial" / "rollout"
+    # An odd tokenisation has another number of tokens; without an end token a response was cut off.
+    rows = [
+        trajectory("#2<eos>"),
+        trajectory("1+1=3;#3", 1, seqlen=17, reward=0.0),
+        trajectory("#2<eos>", 2, seqlen=13),
+    ]
+    write(logs / "0" / "10.jsonl", *rows, *rows)
+    write(logs / "0" / "2.jsonl", trajectory("#4<eos>", 0, reward=0.0))
+    later = trajectory("#2<eos>", head_version=1, tail_version=2)
+    write(logs / "2" / "21.jsonl", later)
+    write(tmp_path / "trial" / "eval-rollout" / "0" / "0.jsonl", trajectory("#9<eos>"))
+    found = read(tmp_path / "trial", chat)
+    # Files come in the order of their numbers, and lines that stand there twice count once.
+    reads_as(found, [[16, 4, EOS], [*RIGHT, EOS], WRONG, [*RIGHT, EOS], [*RIGHT, EOS]])
+    assert found.info["log"]["skipped"] == {"repeated": 3}
+    assert column(found, "response") == ["#4", "#2", "1+1=3;#3", "#2", "#2"]
+    assert column(found, "round_trip")[3] is False
+    assert column(found, "finish_reason") == ["stop", "stop", "length", "stop", "stop"]
+    assert column(found, "step") == [0, 0, 0, 0, 2]
+    assert column(found, "policy") == ["trial-00000"] * 4 + ["trial-00002"]
+    assert "1 responses were sampled while weights were updated" in notes(found)
+
+
+# --- ROLL
+
+
+def test_roll(chat: Checkpoint, tmp_path: Path) -> None:
+    def batch(step: int, responses: list[str]) -> dict[str, Any]:
+        n = len(responses)
+        return {
+            "id": ["7"] * n, "prompt": ["1+1?"] * n, "messages": [json.dumps(USER)] * n, "ground_truth": ["2"] * n,
+            "domain": ["math_rule"] * n, "tag": ["x"] * n, "difficulty": [3] * n, "responses": responses,
+            "scores": [float(text == "#2") for text in responses], "sampling_params": ["{}"] * n,
+            "global_step": [step] * n,
+        }  # fmt: skip
+
+    name = "rollout_dump_data.step_{}.jsonl"
+    write(tmp_path / "run" / name.format(0), batch(0, ["#2", ""]))
+    write(tmp_path / "run" / name.format(10), batch(10, ["#2"]))
+    write(tmp_path / "run" / name.format(2), batch(2, ["1+1=3;#3"]))
+    with pytest.raises(TsaeError, match=r"step_0\.jsonl:1, trajectory 2: the response is empty"):
+        read(tmp_path / "run", chat)
+    found = read(tmp_path / "run", chat, skip=("empty",))
+    reads_as(found, [RIGHT, WRONG, RIGHT])
+    assert column(found, "policy") == ["run-00000", "run-00002", "run-00010"]
+    assert column(found, "problem_id") == ["math_rule/x/7"] * 3
+    assert column(found, "outcome") == ["success", "failure", "success"]
+    assert column(found, "level") == ["3"] * 3
+    plain = batch(0, ["#2"])
+    del plain["messages"]
+    plain["prompt"] = ["1+1?"]
+    assert column(read(write(tmp_path / "p" / name.format(0), plain), chat), "prompt_ids") == [[BOS, 1, 10, 1, 13]]
+
+
+# --- verifiers, and prime-rl before 0.7
+
+
+def rollout(answer: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "example_id": 3, "task": "sums", "prompt": USER, "completion": [{"role": "assistant", "content": answer}],
+        "answer": "2", "info": {}, "reward": 1.0, "error": None, "is_completed": True, "is_truncated": False,
+        "stop_condition": None, "metrics": {}, "env_name": "sums", "policy_version": 0, "off_policy_steps": 0,
+        "advantage": 0.5,
+    } | fields  # fmt: skip
+
+
+def test_prime_rl_before_its_traces(chat: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "rollouts"
+    cut = rollout("1+1=3;#3", reward=0.0, is_truncated=True)
+    write(folder / "step_1" / "train_rollouts.jsonl", rollout("#2"), cut, rollout("#4", is_filtered=True))
+    write(folder / "step_2" / "train_rollouts.jsonl", rollout("#2", policy_version=1, off_policy_steps=1))
+    found = read(tmp_path / "run", chat)
+    reads_as(found, [[*RIGHT, EOS], WRONG, [*RIGHT, EOS]])
+    assert column(found, "step") == [1, 1, 2]
+    assert column(found, "policy") == ["run-00000", "run-00000", "run-00001"]
+    assert column(found, "finish_reason") == ["stop", "length", "stop"]
+    assert column(found, "problem_id") == ["sums/3"] * 3
+    assert column(found, "advantage") == [0.5] * 3
+    assert "1 responses were sampled while weights were updated" in notes(found)
+    assert len(read(tmp_path / "run", chat, subset="train/all")) == 4
+    # Without metrics the reward has no name, and takes the one that is asked for.
+    assert column(read(tmp_path / "run", chat, outcome="correct"), "reward/correct") == [1.0, 0.0, 1.0]
+
+
+def test_verifiers_results(chat: Checkpoint, tmp_path: Path) -> None:
+    log = tmp_path / "results.jsonl"
+    scored = rollout("#2", metrics={"correct_answer": 0.0, "num_turns": 1.0}, reward=0.2)
+    found = read(write(log, scored), chat, run="m")
+    assert column(found, "outcome") == ["failure"]
+    assert column(found, "reward") == column(found, "reward/reward") == [0.2]
+    assert column(found, "reward/correct_answer") == [0.0]
+    assert column(found, "policy") == ["m"]
+    first = {name: rollout("#2")[name] for name in ("prompt", "completion", "task", "answer", "reward")}
+    found = read(write(log, {"id": 0, **first, "exact_match": 0.0, "accuracy": 1.0}), chat)
+    assert column(found, "reward/accuracy") == [1.0]
+    assert column(found, "reward/exact_match") == [0.0]
+    assert column(found, "problem_id") == ["sums/0"]
+    assert column(found, "finish_reason") == ["unknown"]
+    turns = [{"role": "assistant", "content": "#2"}, {"role": "user", "content": "?"}]
+    for change, message in (
+        ({"completion": [*turns, turns[0]]}, "its answer is 3 messages, which"),
+        ({"completion": [{**turns[0], "reasoning_content": "1+1"}]}, "its answer is 1 message with reasoning_content"),
+        ({"completion": [{**turns[0], "content": [{"type": "image_url"}]}]}, "its answer is 1 message"),
+        ({"completion": None}, "has no answer"),
+        ({"error": {"error": "E"}}, "the rollout ended with an error"),
+        ({"tool_defs": [{"name": "t"}]}, "its prompt had tools"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a message of its prompt has more than"),
+    ):
+        write(log, rollout("#2"), rollout("#2", **change))
+        with pytest.raises(TsaeError, match=rf"results\.jsonl:2: {message}.*--skip"):
+            read(log, chat)
+        assert len(read(log, chat, skip=("multi-turn", "errored", "empty"))) == 1
+
+
+# --- rLLM
+
+
+def episode(step: int, id: str, *trajectories: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "training_step": step, "epoch": 0, "episode_id": id, "session_id": None, "task": {"ground_truth": "2"},
+        "task_hash": "ab", "is_correct": True, "termination_reason": "env_done", "metrics": {}, "metadata": {},
+        "timing": {}, "trajectories": list(trajectories),
+    } | fields  # fmt: skip
+
+
+def solved(*answers: str, reward: float = 1.0) -> dict[str, Any]:
+    steps = [
+        {"chat_completions": [*USER, {"role": "assistant", "content": answer}], "model_response": answer, "reward": 0.0}
+        for answer in answers
+    ]
+    return {"name": "solver", "uid": "u", "reward": reward, "num_steps": len(steps), "steps": steps}
+
+
+def test_rllm(chat: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "episodes"
+
+    def put(mode: str, row: dict[str, Any]) -> None:
+        path = folder / f"{mode}_step_{row['training_step']}_epoch_0" / f"episode_hashab_id{row['episode_id']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row, indent=2))
+
+    put("train", episode(1, "a_0", solved("#2")))
+    put("train", episode(1, "a_1", solved("1+1=3;#3", reward=0.0), is_correct=False))
+    put("train", episode(2, "b_0", solved("#2"), termination_reason="max_response_length_exceeded"))
+    put("val", episode(1, "c_0", solved("#9")))
+    (folder / "train_step_1_epoch_0" / "batch_summary.json").write_text("{}")
+    found = read(tmp_path / "run", chat)
+    reads_as(found, [RIGHT, WRONG, RIGHT])
+    assert column(found, "step") == [1, 1, 2]
+    assert column(found, "policy") == ["run-00000", "run-00000", "run-00001"]
+    assert column(found, "outcome") == ["success", "failure", "success"]
+    assert column(found, "reward") == [1.0, 0.0, 1.0]
+    assert column(found, "finish_reason") == ["unknown", "unknown", "length"]
+    assert column(found, "answer") == ["2"] * 3
+    put("train", episode(3, "d_0", solved("#2", "#3"), solved("#4", reward=0.0)))
+    with pytest.raises(TsaeError, match=r"episode_hashab_idd_0\.json: row 0: a trajectory of 2 steps"):
+        read(tmp_path / "run", chat)
+    # Of several trajectories the episode's word is nobody's.
+    assert column(read(tmp_path / "run", chat, skip=("multi-turn",)), "outcome")[3:] == ["failure"]
+    put("train", episode(3, "d_0", solved("#2"), termination_reason="error"))
+    with pytest.raises(TsaeError, match="the episode ended with error"):
+        read(tmp_path / "run", chat)
+
+
+# --- SkyRL, OpenRLHF
+
+
+def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
+    def evaluated(answer: str, score: Any, reason: str | None = "stop") -> dict[str, Any]:
+        extras = {"reward_spec": {"method": "rule", "ground_truth": "2"}, "extra_info": {"index": 4}}
+        return {
+            "input_prompt": RENDERED, "output_response": answer, "score": score, "stop_reason": reason,
+            "env_class": "sums", "env_extras": extras, "data_source": "gsm8k",
+        }  # fmt: skip
+
+    evals = tmp_path / "run" / "dumped_evals"
+    write(evals / "global_step_0_evals" / "gsm8k.jsonl", evaluated("#2<eos>", [0.0, 0.0, 1.0]))
+    write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("1+1=3;#3", 0.0, "length"), evaluated("#2", 1.0))
+    write(evals / "global_step_5_evals" / "aggregated_results.jsonl", {"eval/all/avg_score": 0.5})
+    found = read(tmp_path / "run", chat)
+    # An end token that stands not in the text was not sampled.
+    reads_as(found, [[*RIGHT, EOS], WRONG, RIGHT])
+    assert column(found, "policy") == ["run-00000", "run-00005", "run-00005"]
+    assert column(found, "finish_reason") == ["stop", "length", "stop"]
+    assert column(found, "reward") == [1.0, 0.0, 1.0]
+    assert column(found, "problem_id") == ["gsm8k/4"] * 3
+    assert column(found, "answer") == ["2"] * 3
+
+
+def test_openrlhf_batch_inference(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = [{"input": "1+1?", "output": "#2<eos>", "reward": 1.0}, {"input": "1+1?", "output": "#3", "reward": 0.0}]
+    found = read(write(tmp_path / "out.jsonl", *rows), chat, run="m")
+    assert column(found, "prompt_ids") == [[BOS, 1, 10, 1, 13]] * 2
+    assert column(found, "response_ids") == [[*RIGHT, EOS], [16, 3]]
+    assert column(found, "finish_reason") == ["stop", "unknown"]
+    assert column(found, "policy") == ["m", "m"]
+    bare = read(write(tmp_path / "out.jsonl", {"input": "1+1?", "output": "#2"}), chat)
+    assert column(bare, "outcome") == ["unknown"]
+
+
+# --- Inspect
+
+
+def inspect_samples() -> list[dict[str, Any]]:
+    def one(id: int, epoch: int, answer: str, grade: Any, reason: str = "stop") -> dict[str, Any]:
+        message = {"id": "x", "role": "assistant", "content": answer, "source": "generate", "model": "m"}
+        return {
+            "id": id, "epoch": epoch, "input": "1+1?", "target": "2", "error": None,
+            "messages": [{**USER[0], "id": "y", "source": "input", "tool_call_id": None}, message],
+            "output": {"model": "m", "choices": [{"message": message, "stop_reason": reason}]},
+            "scores": {"match": {"value": grade, "answer": "2"}},
+        }  # fmt: skip
+
+    return [one(1, 1, "#2", "C"), one(1, 2, "1+1=3;#3", "I"), one(2, 1, "#2", "C", "max_tokens")]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_inspect(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
+    """The log is one that inspect_ai 0.3.285 wrote; where it is not installed, what it reads stands for it."""
+    if real:
+        pytest.importorskip("inspect_ai")
+    else:
+        samples = {(sample["id"], sample["epoch"]): sample for sample in inspect_samples()}
+        spec = types.SimpleNamespace(eval=types.SimpleNamespace(model="hf/tiny", task="sums"))
+        module = types.ModuleType("inspect_ai.log")
+        monkeypatch.setattr(module, "read_eval_log", lambda path, header_only: spec, raising=False)
+        summaries = [types.SimpleNamespace(id=id, epoch=epoch) for id, epoch in samples]
+        monkeypatch.setattr(module, "read_eval_log_sample_summaries", lambda path: summaries, raising=False)
+        dumped = lambda path, id, epoch, resolve_attachments: types.SimpleNamespace(  # noqa: E731
+            model_dump=lambda mode, include: samples[id, epoch]
+        )
+        monkeypatch.setattr(module, "read_eval_log_sample", dumped, raising=False)
+        monkeypatch.setitem(sys.modules, "inspect_ai", types.ModuleType("inspect_ai"))
+        monkeypatch.setitem(sys.modules, "inspect_ai.log", module)
+    found = read(LOGS / "inspect", chat)
+    reads_as(found, [[*RIGHT, EOS], [*WRONG, EOS], RIGHT])
+    assert column(found, "policy") == ["hf/tiny"] * 3
+    assert column(found, "problem_id") == ["sums/1", "sums/1", "sums/2"]
+    assert column(found, "finish_reason") == ["stop", "stop", "length"]
+    assert column(found, "outcome") == ["success", "failure", "success"]
+    assert column(found, "reward/match") == [1.0, 0.0, 1.0]
+    assert column(found, "answer") == ["2"] * 3
+
+
+def test_without_inspect_the_error_says_what_to_install(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "inspect_ai.log", None)
+    with pytest.raises(TsaeError, match=r"sums\.eval: .*not installed\. pip install 'tsae\[inspect\]'"):
+        read(LOGS / "inspect" / "sums.eval", chat)
+
+
+# --- telling them apart, and logs that nobody is known to write
+
+
+def test_formats_are_told_by_columns_alone(tmp_path: Path) -> None:
+    rows = {
+        "ms-swift": swift(1),
+        "areal": trajectory("#2"),
+        "roll": {"global_step": [0], "responses": ["#2"], "scores": [1.0], "prompt": ["1+1?"]},
+        "verifiers": rollout("#2"),
+        "skyrl": {"input_prompt": "1", "output_response": "2", "score": 1.0},
+        "openrlhf": {"input": "1", "output": "2", "reward": 1.0},
+        "verl": {"input": "1", "output": "2", "score": 1.0, "step": 1},
+        "plain": {"prompt": "1", "response": "2", "completion": "2"},
+    }
+    for name, row in rows.items():
+        assert find_log(write(tmp_path / "somebody's.jsonl", row), ImportConfig())[0].name == name
+    (tmp_path / "somebody's.json").write_text(json.dumps(episode(1, "a", solved("#2"))))
+    assert find_log(tmp_path / "somebody's.json", ImportConfig())[0].name == "rllm"
+    assert find_log(save(tmp_path / "mine.pt", sample(RIGHT)), ImportConfig())[0].name == "slime"
+    (tmp_path / "rows.json").write_text("[1]")
+    with pytest.raises(TsaeError, match=r"a JSON list, expected an object.*as JSON lines"):
+        find_log(tmp_path / "rows.json", ImportConfig())
+
+
+def test_an_unknown_log_says_how_to_name_its_columns(
+    chat: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mini = {"step": 1, "prompt": "1+1?", "completion": "#2", "reward": 1.0}
+    log = write(tmp_path / "mini.jsonl", mini)
+    with pytest.raises(TsaeError) as error:
+        read(log, chat)
+    said = str(error.value)
+    assert "no known log has the columns step, prompt, completion, reward; known are trl, verl" in said
+    assert f"tsae rollouts import {log} --column response=completion. In Python" in said
+    # The command that it shows is one that works.
+    options = ["--column", "response=completion", "--checkpoint", chat.path, "--to", str(tmp_path / "r.parquet")]
+    assert main(["rollouts", "import", str(log), *options]) in (None, 0)
+    capsys.readouterr()
+    assert column(Rollouts.read(tmp_path / "r.parquet"), "response_ids") == [RIGHT]
+    with pytest.raises(TsaeError, match=r"slime rollout data are \.pt files, and this is none"):
+        read(log, chat, format="slime")
+    for row, options_shown in (
+        ({"question": "1?", "model output": "2", "score": 1},
+         "--column prompt=question --column 'response=model output' --column reward=score"),
+        ({"q": "1?", "a": "2"}, "--column prompt=NAME --column response=NAME"),
+        ({"loss": 0.1}, "--column prompt=NAME --column response=NAME"),
+    ):  # fmt: skip
+        with pytest.raises(TsaeError) as error:
+            read(write(tmp_path / "other.jsonl", row), chat)
+        assert options_shown in str(error.value)
+
+
+def test_columns_are_named_one_by_one() -> None:
+    assert name_columns(("response=a=b", "prompt=q")) == ColumnNames(prompt="q", response="a=b")
+    for wrong, message in (
+        (("answers=x",), "'answers' is none of prompt, response"),
+        (("response",), "'response' is no FIELD=NAME"),
+        (("prompt=a", "prompt=b"), "'prompt' is named a second time"),
+    ):
+        with pytest.raises(TsaeError, match=message):
+            name_columns(wrong)
+
+
+def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
+    frame = pd.DataFrame(
+        {"q": [USER, "1+1?"], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4], "other": [None, 1]},
+    )
+    names = ColumnNames(prompt="q", response="text", reward="score")
+    with pytest.raises(TsaeError, match=r"read_frame: a column of the table has values of several types"):
+        read_frame(frame, chat, ImportConfig(columns=names))
+    frame["q"] = [USER, USER]
+    found = read_frame(frame, chat, ImportConfig(columns=names, run="mine"))
+    reads_as(found, [RIGHT, WRONG])
+    assert column(found, "policy") == ["mine-00003", "mine-00004"]
+    assert column(found, "outcome") == ["success", "failure"]
+    ids = pd.DataFrame({"prompt_ids": [ASKED], "response_ids": [[16, 99]]})
+    with pytest.raises(TsaeError, match=r"^read_frame: row 0: the response has the token id 99"):
+        read_frame(ids, chat)
+
+
+# --- logs that the trainers' own functions wrote
+
+
+TRAINERS = SHARED / "data" / "trainer-logs"
+# What the logs hold, as (step of the log, updates, step in the truth of AReaL's) for the first responses to a problem.
+HELD = {
+    "swift": ([(1, 0, 1), (2, 1, 2)], 4),
+    "slime": ([(0, 0, 1)], 4),
+    "prime06": ([(1, 0, 1), (2, 1, 2)], 4),
+    "areal": ([(0, 0, 0), (1, 1, 1), (2, 2, 2)], 8),
+    "roll": ([(0, 0, 0), (1, 1, 1)], 8),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_the_trainers_wrote_is_what_was_sampled(name: str, tmp_path: Path) -> None:
+    """All logs are of the same samples, of which AReaL's has the truth."""
+    if not TRAINERS.is_dir():
+        pytest.skip("shared/data/trainer-logs is not here")
+    truth = [json.loads(line) for line in (TRAINERS / "areal" / "run.truth.jsonl").read_text().splitlines()]
+    import_log(
+        TRAINERS / name / "run", tmp_path / "r.parquet", TRAINERS / "run", ImportConfig(skip=("empty",)), progress=False
+    )
+    rows = Rollouts.read(tmp_path / "r.parquet").table.to_pylist()
+    steps, n = HELD[name]
+    told = [
+        {**sampled, "step": step, "policy": "base" if updates == 0 else f"run-{updates:05d}"}
+        for step, updates, where in steps
+        for sampled in truth
+        if sampled["step"] == where and sampled["k"] < n and (name == "areal" or sampled["kind"] != "empty")
+    ]
+    assert len(rows) == len(told)
+    exact = 0
+    for row, sampled in zip(rows, told, strict=True):
+        assert row["prompt_ids"] == sampled["prompt_ids"]
+        assert (row["step"], row["policy"]) == (sampled["step"], sampled["policy"])
+        assert row["outcome"] == ("success" if sampled["right"] else "failure")
+        same = [id for id in row["response_ids"] if id != 2] == [id for id in sampled["response_ids"] if id != 2]
+        # A log of text alone cannot tell which tokens were sampled; AReaL's counts them.
+        assert same or (row["response"] == sampled["text"] and name != "slime")
+        assert same or name != "areal" or row["round_trip"] is False
+        exact += row["response_ids"] == sampled["response_ids"]
+    assert exact == {"swift": 0, "slime": 12, "prime06": 12, "areal": 54, "roll": exact}[name]
+
+
+def test_a_truncated_copy_of_a_log_is_refused(chat: Checkpoint, tmp_path: Path) -> None:
+    shutil.copy(LOGS / "inspect" / "sums.eval", tmp_path / "sums.eval")
+    save(tmp_path / "0.pt", sample(RIGHT))
+    (tmp_path / "0.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-100])
+    with pytest.raises(TsaeError, match=r"0\.pt: not a file of torch\.save"):
+        read(tmp_path / "0.pt", chat)
+
+
+def test_a_trainers_log_counts_before_what_lies_beside_it(chat: Checkpoint, tmp_path: Path) -> None:
+    """Evaluations and tensors are not even opened where there is a log of lines or tables."""
+    shutil.copy(LOGS / "inspect" / "sums.eval", tmp_path / "sums.eval")
+    (tmp_path / "0.pt").write_bytes(b"x")
+    write(tmp_path / "completions.jsonl", swift(1))
+    reads_as(read(tmp_path, chat), [RIGHT, WRONG])
+    (tmp_path / "completions.jsonl").rename(tmp_path / "other.jsonl")
+    reads_as(read(tmp_path, chat), [RIGHT, WRONG])
+    (tmp_path / "other.jsonl").rename(tmp_path / "other.txt")
+    reads_as(read(tmp_path / "other.txt", chat), [RIGHT, WRONG])
+    with pytest.raises(TsaeError, match=r"0\.pt: is no file of tensors"):
+        read(tmp_path, chat)

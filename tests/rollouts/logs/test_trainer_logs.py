@@ -1,0 +1,756 @@
+"""Logs of every trainer: what is read off them, and what it is read as. tests/logs/README.md says what they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tsae
+from support.builders import BOS, EOS, save_model
+from support.logs import LOGS, TEMPLATE
+from tsae import Rollouts
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+from tsae.rollouts.logs.tokenising.templates import ChatTemplate
+
+TRL = tsae.testbed.series_path() / "logs"
+ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
+PLAIN = [BOS, 1, 10, 1, 13]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint with a chat template that writes special tokens."""
+    path = save_model(tmp_path_factory.mktemp("chat") / "model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return Checkpoint(id="base", path=str(path))
+
+
+def read(path: Path, checkpoint: Any = None, **config: Any) -> Rollouts:
+    return Rollouts.read(path, checkpoint, ImportConfig(**config))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def columns(rollouts: Rollouts, *names: str) -> list[tuple[Any, ...]]:
+    return list(zip(*(rollouts.table[name].to_pylist() for name in names), strict=True))
+
+
+# --- TRL, on the logs that GRPOTrainer wrote for the testbed
+
+
+@pytest.mark.slow  # imports a whole log
+def test_the_testbeds_own_log_comes_in_by_default(tmp_path: Path) -> None:
+    """Everything is checked against TRL's Parquet itself."""
+    folder = TRL / "medium" / "completions"
+    summary = import_log(folder, tmp_path / "r.parquet", progress=False)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    files = sorted(folder.glob("*.parquet"))
+    logged = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+    table = found.table
+    assert table["problem_id"].to_pylist() == logged.problem_id.tolist()
+    assert table["response_ids"].to_pylist() == [list(ids) for ids in logged.completion_ids]
+    assert table["prompt_ids"].to_pylist() == [[BOS, *range_of(prompt)] for prompt in logged.prompt]
+    assert table["response"].to_pylist() == logged.completion.tolist()
+    assert table["reward"].to_pylist() == table["reward/correct"].to_pylist() == logged.correct.tolist()
+    assert table["advantage"].to_pylist() == logged.advantage.tolist()
+    assert table["answer"].to_pylist() == logged.answer.tolist()
+    assert table["step"].to_pylist() == logged.step.tolist()
+    assert table["outcome"].to_pylist() == np.where(logged.correct > 0, "success", "failure").tolist()
+    assert table["round_trip"].to_pylist() == [True] * len(logged)
+    assert [r == "stop" for r in table["finish_reason"].to_pylist()] == [
+        ids[-1] == EOS for ids in logged.completion_ids
+    ]
+    assert summary.n_files == 7
+    groups = logged.groupby(["step", "problem_id"]).correct
+    assert summary.total["trajectories"] == len(logged)
+    assert summary.total["problems"] == logged.problem_id.nunique()
+    assert summary.total["groups"] == groups.ngroups
+    assert summary.total["no_variance"] == (groups.nunique() == 1).sum()
+    assert summary.total["success_rate"] == pytest.approx(logged.correct.mean())
+    assert summary.total["not_round_tripping"] == 0
+    by_step = logged.groupby("step").correct.mean()
+    assert summary.table.success_rate.tolist() == pytest.approx(by_step.tolist())
+    assert found.info["log"]["format"] == "TRL completions"
+
+
+def range_of(prompt: str) -> list[int]:
+    return ["0123456789+-*?".index(character) for character in prompt]
+
+
+def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
+    """Step 1 was sampled by the base itself, step 50 by 49 updates: checkpoint 50 is the nearest that was kept."""
+    found = read(TRL)
+    named = dict(columns(found, "step", "policy"))
+    assert named[1] == "base"
+    assert set(found.where(policy="base").table["step"].to_pylist()) == {1}
+    assert len(found.where(policy="base")) == 3 * 256
+    kept = {c.id for c in tsae.testbed.series()} - {"base"}
+    assert set(found.policies) == kept | {"base"} | {
+        f"{r}-{s:05d}" for r in ("easy", "medium", "hard") for s in (74, 124)
+    }
+    assert {step for policy, step in columns(found, "policy", "step") if policy == "hard-150"} == {150}
+    (note,) = [note for note in found.info["log"]["notes"] if "one update older" in note]
+    assert note.startswith("easy-025 and 11 more")
+
+
+def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
+    folder = tmp_path / "grpo" / "completions"
+    folder.mkdir(parents=True)
+    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
+    for step in (51, 52):
+        table = source.slice(16 * (step - 51), 16)
+        table = table.set_column(0, "step", pa.array([step] * 16))
+        pq.write_table(table, folder / f"completions_{step:05d}.parquet")
+    for step in (10, 50, 52):
+        shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
+    found = Rollouts.read(tmp_path / "grpo")  # the checkpoints lie beside the log
+    assert sorted(set(columns(found, "step", "policy"))) == [(51, "grpo-00050"), (52, "grpo-00052")]
+    notes = found.info["log"]["notes"]
+    assert any("stands in for the base" in note for note in notes)
+    assert any(note.startswith("grpo-00052: ") for note in notes)
+    assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00050", "grpo-00051"]
+    assert read(folder, run="x").policies == ["x-00050", "x-00051"]
+    stand_in = source.slice(32, 16)
+    pq.write_table(stand_in.set_column(0, "step", pa.array([11] * 16)), folder / "completions_00011.parquet")
+    assert read(folder).policies == ["grpo-00010", "grpo-00050", "grpo-00052"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "logged", "expected"),
+    [
+        # Every step kept, without the model that training started from: nothing else passes for it.
+        ([1, 2, 3], [1, 2, 3], {1: "grpo-00000", 2: "grpo-00001", 3: "grpo-00002"}),
+        # What step 2 logged was sampled by one update, what step 3 logged by checkpoint-2 itself.
+        ([2, 4], [1, 2, 3, 4], {1: "grpo-00000", 2: "grpo-00001", 3: "grpo-00002", 4: "grpo-00004"}),
+        ([2, 4], [2, 4], {2: "grpo-00002", 4: "grpo-00004"}),
+        ([2, 4], [3], {3: "grpo-00002"}),
+    ],
+)
+def test_an_id_is_one_policys(tmp_path: Path, saved: list[int], logged: list[int], expected: dict[int, str]) -> None:
+    folder = tmp_path / "grpo" / "completions"
+    folder.mkdir(parents=True)
+    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
+    for step in logged:
+        table = source.slice(16 * step, 16)
+        pq.write_table(table.set_column(0, "step", pa.array([step] * 16)), folder / f"completions_{step:05d}.parquet")
+    for step in saved:
+        shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
+    summary = import_log(tmp_path / "grpo", tmp_path / "r.parquet", progress=False)
+    assert dict(columns(Rollouts.read(tmp_path / "r.parquet"), "step", "policy")) == expected
+    assert dict(zip(summary.table.step, summary.table.policy, strict=True)) == expected
+    late = [policy for step, policy in expected.items() if policy == f"grpo-{step:05d}"]
+    notes = [note for note in summary.notes if "one update older" in note]
+    assert [note.partition(":")[0].split(" and ")[0] for note in notes] == late[:1]
+    # With the base before it, step 1 is the base's.
+    base = CheckpointSeries.load(tsae.testbed.series_path() / "base", tmp_path / "grpo")
+    with_base = dict(columns(read(folder, base), "step", "policy"))
+    assert with_base == {step: "base" if step == 1 else name for step, name in expected.items()}
+
+
+def without_ids(source: Path, to: Path) -> Path:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pq.read_table(source).drop_columns(["completion_ids"]), to)
+    return to
+
+
+def test_texts_alone_give_the_sampled_tokens_back_but_for_the_end(tmp_path: Path) -> None:
+    """The oracle is the token ids that the same log has beside its texts."""
+    log = without_ids(TRL / "hard/completions/completions_00001.parquet", tmp_path / "completions_00001.parquet")
+    logged = read(TRL / "hard" / "completions" / log.name)
+    base = tsae.testbed.series().base
+    found = read(log, base)
+    expected = [ids[:-1] if ids[-1] == EOS else ids for ids in logged.table["response_ids"].to_pylist()]
+    assert found.table["response_ids"].to_pylist() == expected
+    assert set(found.table["finish_reason"].to_pylist()) == {"unknown"}
+    assert any("no end token" in note for note in found.info["log"]["notes"])
+    limited = read(log, base, max_response_tokens=max(map(len, expected)))
+    ended = [reason == "stop" for reason in limited.table["finish_reason"].to_pylist()]
+    assert limited.table["response_ids"].to_pylist() == [
+        [*ids, EOS] if end else ids for ids, end in zip(expected, ended, strict=True)
+    ]
+    assert sum(ended) == sum(len(ids) < max(map(len, expected)) for ids in expected)
+    generous = read(log, base, max_response_tokens=1000)
+    assert generous.table["response_ids"].to_pylist() == logged.table["response_ids"].to_pylist()
+
+
+def test_conversations_use_the_chat_template_and_rewards_may_be_missing(chat: Checkpoint) -> None:
+    found = read(LOGS / "trl", chat, outcome="digits")
+    logged = pd.concat([pd.read_parquet(file) for file in sorted((LOGS / "trl").rglob("*.parquet"))])
+    tokenizer = chat.load_tokenizer()
+    for prompt, ids in zip(logged.prompt, found.table["prompt_ids"].to_pylist(), strict=True):
+        expected = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert ids == expected
+    assert found.table["response_ids"].to_pylist() == [list(ids) for ids in logged.completion_ids]
+    assert logged.short.isna().any()
+    for name in ("digits", "short"):
+        np.testing.assert_array_equal(found.frame[f"reward/{name}"], logged[name])
+    assert found.frame.reward.tolist() == logged[["digits", "short"]].sum(axis=1).tolist()
+    assert found.table["outcome"].to_pylist() == np.where(logged.digits > 0, "success", "failure").tolist()
+    alone = read(LOGS / "trl", chat, rewards=("digits",))
+    assert alone.table["reward"].to_pylist() == logged.digits.tolist()
+    assert alone.table["outcome"].to_pylist() == found.table["outcome"].to_pylist()
+    assert alone.table["problem_id"].to_pylist() == found.table["problem_id"].to_pylist()
+    assert found.n_problems == len(set(zip(logged.prompt.map(str), logged.answer, strict=True)))
+
+
+def test_what_is_right_has_to_be_said_where_there_are_several_rewards(chat: Checkpoint) -> None:
+    with pytest.raises(TsaeError, match=r"row 0: has the rewards digits, short.*--outcome"):
+        read(LOGS / "trl", chat)
+    with pytest.raises(TsaeError, match="no row has a reward 'format'; there are digits, short"):
+        read(LOGS / "trl", chat, outcome="format")
+    with pytest.raises(TsaeError, match="has no reward column format"):
+        read(LOGS / "trl", chat, rewards=("format",))
+
+
+def test_columns_that_are_not_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tmp_path: Path) -> None:
+    """A number that a reward function logged stands where rewards stand."""
+    source = LOGS / "trl" / "completions" / "completions_00001.parquet"
+    table = pq.read_table(source)
+    lengths = pa.array([float(len(ids)) for ids in table["completion_ids"].to_pylist()])
+    log = tmp_path / source.name
+    pq.write_table(table.add_column(table.column_names.index("short") + 1, "length", lengths), log)
+    with pytest.raises(TsaeError, match="advantages do not follow from the sum of digits, short, length"):
+        read(log, chat, outcome="digits")
+    named = read(log, chat, rewards=("digits", "short"), outcome="digits")
+    assert named.table["reward"].to_pylist() == read(source, chat, outcome="digits").table["reward"].to_pylist()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_weights_of_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tmp_path: Path, kind: Any) -> None:
+    right, short = np.array([1.0, 0, 1, 0] * 2), np.array([0.5, 0.5, 0, 0] * 2)
+    group = np.repeat([0, 1], 4)
+    log = tmp_path / "completions_00001.parquet"
+    for weight in (1.0, 3.0):
+        advantage = group_advantages(right + weight * short, group, kind)
+        prompts = [f"{g}?" for g in group]
+        texts = [f"#{i}" for i in range(8)]
+        frame = {
+            "step": 1,
+            "prompt": prompts,
+            "completion": texts,
+            "right": right,
+            "short": short,
+            "advantage": advantage,
+        }
+        pd.DataFrame(frame).to_parquet(log)
+        if weight == 1.0:
+            assert read(log, chat, outcome="right").table["reward"].to_pylist() == (right + short).tolist()
+            continue
+        with pytest.raises(TsaeError, match="weights, which the log does not hold"):
+            read(log, chat, outcome="right")
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        ([{"role": "assistant", "content": "#2"}, {"role": "tool", "content": "5"}], "is 2 messages"),
+        (
+            [{"role": "assistant", "content": "#2", "reasoning_content": "1+1=2"}],
+            "with role, content, reasoning_content",
+        ),
+    ],
+)
+def test_completions_that_text_does_not_give_back(
+    chat: Checkpoint, tmp_path: Path, completion: Any, message: str
+) -> None:
+    prompt = [{"role": "user", "content": "1+1?"}]
+    good = [{"role": "assistant", "content": "#2"}]
+    rows = [{"step": 1, "prompt": prompt, "completion": c, "right": 1.0, "advantage": 0.0} for c in (good, completion)]
+    log = tmp_path / "completions_00001.parquet"
+    pd.DataFrame(rows).to_parquet(log)
+    with pytest.raises(TsaeError, match=message):
+        read(log, chat)
+    left = read(log, chat, skip=("multi-turn",))
+    assert left.table["response_ids"].to_pylist() == [[16, 2]]
+    assert left.info["log"]["skipped"] == {"multi-turn": 1}
+
+
+def test_completions_that_no_function_scored(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = [{"step": 1, "prompt": "1+1?", "completion": "#2", "right": r, "advantage": 0.0} for r in (1.0, None)]
+    log = tmp_path / "completions_00001.parquet"
+    pd.DataFrame(rows).to_parquet(log)
+    with pytest.raises(TsaeError, match=r"row 1: has no reward.*--skip unscored"):
+        read(log, chat)
+    assert len(read(log, chat, skip=("unscored",))) == 1
+    with pytest.raises(TsaeError, match="holds no trajectories but those left out: 1 unscored"):
+        read(Path(shutil.copy(one_row(log, 1), tmp_path / "u.parquet")), chat, format="trl", skip=("unscored",))
+
+
+def one_row(log: Path, row: int) -> Path:
+    to = log.with_name("one.parquet")
+    pq.write_table(pq.read_table(log).slice(row, 1), to)
+    return to
+
+
+# --- verl
+
+
+def test_verl(chat: Checkpoint) -> None:
+    found = read(LOGS / "verl", chat)
+    assert columns(found, "step", "policy") == [(1, "verl-00000")] * 4 + [(2, "verl-00001")] * 2
+    assert found.table["prompt_ids"].to_pylist()[0] == ASKED
+    assert found.table["response_ids"].to_pylist()[1] == [1, 10, 1, 14, 3, 15, 16, 3]
+    assert found.table["answer"].to_pylist() == ["2", "2", "6", "6", "2", "2"]
+    assert found.n_problems == 2
+    # The third score is lowered by a length penalty; acc says that it was right all the same.
+    assert found.table["reward"].to_pylist() == [1.0, -1.0, 0.5, -1.0, 1.0, 1.0]
+    assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "failure", "success", "success"]
+    assert found.table["reward/acc"].to_pylist() == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert "reward/pred" not in found.table.column_names
+    named = read(LOGS / "verl", chat, outcome="score", success_above=0.6)
+    assert named.table["outcome"].to_pylist()[2] == "failure"
+
+
+def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) -> None:
+    old = [{"input": "#1+1?;", "output": "#2", "score": s, "step": 3, "uid": f"u{s}"} for s in (1.0, 0.0)]
+    old[1]["output"] = "#3"
+    found = read(write(tmp_path / "dump" / "3.jsonl", old), chat)
+    assert found.n_problems == 1
+    assert found.policies == ["dump-00002"]
+    assert found.table["outcome"].to_pylist() == ["success", "failure"]
+
+
+def test_verls_numpy_flags_are_text(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**row, "acc": str(row["acc"])} for row in rows_of(LOGS / "verl" / "1.jsonl")]
+    found = read(write(tmp_path / "1.jsonl", rows), chat)
+    assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "failure"]
+
+
+@pytest.mark.parametrize("roles", [("user",), ("system", "user")])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, roles: Any, seed: int) -> None:
+    """What verl decodes, from messages of random characters, against the template itself."""
+    rng = np.random.default_rng(seed)
+    tokenizer = chat.load_tokenizer()
+    messages = [{"role": role, "content": "".join(rng.choice(list("123+-?"), rng.integers(1, 9)))} for role in roles]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
+    assert found is not None
+    assert found.ids == ids
+
+
+def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:
+    row = rows_of(LOGS / "verl" / "1.jsonl")[0]
+    log = write(tmp_path / "1.jsonl", [{**row, "input": "1+1?"}])
+    with pytest.raises(TsaeError, match=r"1\.jsonl:1: the prompt was logged without special tokens"):
+        read(log, chat)
+    assert read(log, chat, prompt_format="plain").tokens(0)[0].tolist() == PLAIN
+    # Without a template the tokenizer's own special tokens are all that was lost.
+    assert read(log, Checkpoint("base", str(llama))).tokens(0)[0].tolist() == PLAIN
+
+
+# --- the others
+
+
+def test_open_instruct(chat: Checkpoint) -> None:
+    found = read(LOGS / "open-instruct", chat)
+    # Its steps are counted from 0.
+    assert found.policies == ["tiny-00001", "tiny-00002"]
+    assert found.table["step"].to_pylist() == [1] * 4 + [2] * 4
+    assert found.table["prompt_ids"].to_pylist()[:2] == [PLAIN, PLAIN]
+    assert found.table["response_ids"].to_pylist()[:2] == [[16, 2, EOS], [1, 10, 1, 14]]
+    assert found.table["finish_reason"].to_pylist()[:3] == ["stop", "length", "stop"]
+    assert found.table["outcome"].to_pylist()[:4] == ["success", "failure"] * 2
+    assert found.table["advantage"].to_pylist()[:2] == [1.0, -1.0]
+    assert found.table["answer"].to_pylist()[:3] == ["2", "2", "6"]
+    assert found.n_problems == 2
+    assert found.table["round_trip"].to_pylist() == [None] * 8
+
+
+def test_a_resumed_open_instruct_run_logs_steps_twice(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = [
+        row for shard in ("00", "01") for row in rows_of(LOGS / "open-instruct" / f"tiny_rollouts_0000{shard}.jsonl")
+    ]
+    again = [{**row, "reward": 0.0, "advantage": 0.0} for row in rows if row["step"] == 2]
+    log = write(tmp_path / "tiny_rollouts_000000.jsonl", rows + again)
+    with pytest.raises(TsaeError, match=r"000000\.jsonl:9: the trajectory of .*000000\.jsonl:5 comes here again"):
+        read(log, chat)
+    found = read(log, chat, skip=("repeated",))
+    assert found.table["reward"].to_pylist() == [10.0, 0.0, 10.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert found.info["log"]["skipped"] == {"repeated": 4}
+    called = [{**rows[0], "request_info": {"tool_calleds": True}}]
+    with pytest.raises(TsaeError, match="a tool's output"):
+        read(write(tmp_path / "t" / "tiny_rollouts_000000.jsonl", called), chat)
+
+
+def test_nemo_rl(chat: Checkpoint) -> None:
+    found = read(LOGS / "nemo-rl", chat)
+    assert found.table["step"].to_pylist() == [1, 1, 2, 2]
+    assert found.table["prompt_ids"].to_pylist() == [PLAIN] * 4
+    # Neither padding nor what the environment said belongs to the response.
+    assert found.table["response_ids"].to_pylist()[:2] == [[16, 2, EOS], [1, 10, 1, 14, 3, 15, 16, 3, EOS]]
+    assert found.table["response"].to_pylist()[0] == "#2"
+    assert found.table["advantage"].to_pylist() == [0.7, -0.7] * 2
+    # Step 2 was sampled dynamically: rewards is of another batch there.
+    assert found.table["reward"].to_pylist() == [1.0, 0.0] * 2
+    assert found.n_problems == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
+        ({"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
+        ({"token_ids": [["a"] * 16]}, "token_ids is no list of token ids"),
+        ({"token_ids": [[1, 2, 99] + [0] * 13]}, "token id 99; the tokenizer of .* has 0 to 19"),
+        ({"rewards": [float("nan")]}, "has no reward"),
+        ({"rewards": [float("inf")]}, "rewards is inf"),
+        ({"rewards": None}, "has no rewards"),
+    ],
+)
+def test_bad_nemo_rows(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    good = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
+    log = write(tmp_path / "train_data_step1.jsonl", [good[1], {**good[0], **change}])
+    with pytest.raises(TsaeError, match=message) as error:
+        read(log, chat)
+    assert f"{log}:2" in str(error.value)
+
+
+def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
+    """What the environment said between the policy's turns stays, and is marked."""
+    row = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")[0]
+    mask = [0, 0, 0, 0, 0, 1, 0, 1]
+    row |= {"token_loss_mask": [mask + [0] * 8], "input_lengths": [9], "advantages": [[5.0] * 7 + [0.5] * 9]}
+    row["generation_logprobs"] = [[0.0] * 5 + [-0.5] * 11]
+    row["advantages"][0][5] = 0.5
+    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:5]]
+    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][5:8]]
+    assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
+    assert found.frame.response_length.tolist() == [2]
+    # An assistant's turn of the prompt is masked as well, but was not sampled.
+    row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
+    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:7]]
+    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][7:8]]
+    assert "parts" not in found.table.column_names
+
+
+def test_an_early_nemo_log_has_no_token_ids(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
+    del rows[0]["token_ids"]
+    with pytest.raises(TsaeError, match="an early NeMo-RL"):
+        read(write(tmp_path / "train_data_step1.jsonl", rows[:1]), chat)
+
+
+def test_prime_rl(chat: Checkpoint) -> None:
+    found = read(LOGS / "prime-rl", chat, outcome="correct")
+    assert columns(found, "step", "problem_id") == [(1, "add/add/1+1?")] * 2 + [(2, "add/add/1+1?")] * 2
+    assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 4
+    assert found.table["response_ids"].to_pylist()[2:] == [[16, 2, EOS], [1, 10, 1, 14, 2, 15, 16, 2, EOS]]
+    assert found.table["prompt"].to_pylist() == ["1+1?"] * 4
+    assert found.table["reward"].to_pylist() == pytest.approx([1.2, 0.2, 1.2, 1.2])
+    assert found.table["reward/format"].to_pylist() == [0.2] * 4
+    assert found.table["reward/judge"].to_pylist() == [None] * 4
+    assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "success"]
+    assert found.table["advantage"].to_pylist() == [0.5, -0.5, 0.25, None]
+    assert found.table["answer"].to_pylist() == ["2"] * 4
+
+
+def test_prime_rls_policy_version_is_the_number_of_updates(chat: Checkpoint, tmp_path: Path) -> None:
+    for name in ("base", "step-1"):
+        shutil.copytree(chat.path, tmp_path / name)
+    series = CheckpointSeries(
+        (
+            Checkpoint("base", str(tmp_path / "base")),
+            Checkpoint("one", str(tmp_path / "step-1"), run="prime-rl", step=1),
+        )
+    )
+    found = read(LOGS / "prime-rl", series, outcome="correct")
+    assert columns(found, "step", "policy") == [(1, "base"), (1, "base"), (2, "one"), (2, "one")]
+
+
+def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat: Checkpoint, tmp_path: Path) -> None:
+    """Asynchronous sampling: step 4 trains on responses of 1, 3, 2 and of nobody knows how many updates."""
+    (row,) = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[:1]
+    rows = [{**row, "id": f"t{i}", "policy_version": version} for i, version in enumerate((1, 3, 2, None))]
+    log = write(tmp_path / "mine" / "rollouts" / "step_4" / "train" / "effective" / "traces.jsonl", rows)
+    for step in (2, 4):
+        shutil.copytree(chat.path, tmp_path / "mine" / f"checkpoint-{step}")
+    found = read(log, CheckpointSeries.load(chat.path, tmp_path / "mine"), outcome="correct")
+    assert found.table["policy"].to_pylist() == ["mine-00001", "mine-00004", "mine-00002", "mine-step00004"]
+    assert any(note.startswith("mine-00004: ") and "at least one update" in note for note in found.info["log"]["notes"])
+    alone = read(log, chat, outcome="correct")
+    assert alone.table["policy"].to_pylist() == ["mine-00001", "mine-00003", "mine-00002", "mine-step00004"]
+
+
+def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
+    with pytest.raises(TsaeError, match=r"all/traces\.jsonl:2: the rollout ended with an error.*--skip errored"):
+        read(LOGS / "prime-rl", chat, outcome="correct", subset="train/all")
+    every = read(LOGS / "prime-rl", chat, outcome="correct", subset="train/all", skip=("errored",))
+    assert len(every) == 2
+    with pytest.raises(TsaeError, match="holds no eval/all, but train/all, train/effective"):
+        read(LOGS / "prime-rl", chat, subset="eval/all")
+    stream = read(LOGS / "prime-rl-stream", chat, outcome="correct", skip=("errored",))
+    assert columns(stream, "step", "response") == [(2, "#2")]
+    held_out = read(LOGS / "prime-rl-stream", chat, outcome="correct", skip=("errored",), subset="eval/all")
+    assert held_out.table["response"].to_pylist() == ["1+1=2;#2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["nodes"][1].update(parent=5), "parent does not come before"),
+        (lambda t: t["nodes"].append({**t["nodes"][1], "parent": 0}), "branch into several"),
+        (lambda t: t["nodes"].append({**t["nodes"][0], "parent": 1, "mask": [False] * 5}), None),
+        (lambda t: [n.update(token_ids=[], mask=[]) for n in t["nodes"]], "no token ids"),
+        (lambda t: t.update(rewards={"correct": None}), "has no reward"),
+        (lambda t: t.update(rewards={"correct": {"score": "x"}}), "correct is 'x'"),
+        (lambda t: t.update(nodes="x"), "nodes is no list"),
+        (lambda t: t.update(id="trace-2"), "comes here again"),
+    ],
+)
+def test_bad_prime_traces(chat: Checkpoint, tmp_path: Path, change: Any, message: str | None) -> None:
+    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[::-1]
+    change(rows[1])
+    log = write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", rows)
+    if message is None:  # a user's last word is dropped
+        assert read(log, chat, outcome="correct").table["response"].to_pylist() == ["#3", "#2"]
+        return
+    with pytest.raises(TsaeError, match=message) as error:
+        read(log, chat, outcome="correct")
+    assert f"{log}:2" in str(error.value)
+
+
+def test_prime_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
+    """A trace of three turns: the user's second one, and the header of the second answer, were not sampled."""
+    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
+    first, answer = rows[0]["nodes"]
+    again = {**first, "parent": 1, "message": {"role": "user", "content": "And?"}}
+    rows[0]["nodes"] = [first, answer, again, {**answer, "parent": 2}, {**first, "parent": 3}]
+    found = read(write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", rows), chat, outcome="correct")
+    assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 2
+    assert found.table["response_ids"].to_pylist()[0] == [16, 2, EOS, *PLAIN, 15, 16, 2, EOS]
+    assert found.table["parts"].to_pylist() == [[0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0], None]
+    assert columns(found, "prompt", "response")[0] == ("1+1?", "#2\n#2")
+    assert found.frame.response_length.tolist() == [6, 3]
+
+
+def test_prime_rls_token_exports(chat: Checkpoint, tmp_path: Path) -> None:
+    found = read(LOGS / "prime-rl-tokens", chat)
+    assert found.table["prompt_ids"].to_pylist() == [PLAIN] * 2
+    assert found.table["response_ids"].to_pylist() == [[16, 2, EOS], [16, 3, EOS]]
+    assert columns(found, "reward", "advantage", "outcome") == [(1.0, 0.5, "success"), (0.0, -0.5, "failure")]
+    assert found.n_problems == 1
+    rows = rows_of(LOGS / "prime-rl-tokens/token_exports/step_1/rank_0.jsonl")
+    with pytest.raises(TsaeError, match="schema 2 is unknown"):
+        read(write(tmp_path / "rank_0.jsonl", [{**rows[0], "schema_version": 2}]), chat)
+
+
+def test_open_r1(chat: Checkpoint) -> None:
+    rates = read(LOGS / "open-r1", chat, run="qwen")
+    assert rates.policies == ["qwen"]
+    assert rates.n_problems == 1
+    assert rates.table["prompt_ids"].to_pylist() == [ASKED] * 3
+    assert rates.table["outcome"].to_pylist() == ["success", "failure", "success"]
+    assert rates.table["step"].to_pylist() == [None] * 3
+    math = read(LOGS / "openr1-math", chat)
+    assert columns(math, "problem_id", "answer", "outcome") == [("u-1", "6", "success"), ("u-1", "6", "failure")]
+    # The log says how they ended, so that the end token can be put back.
+    assert math.table["response_ids"].to_pylist() == [[16, 6, EOS], [2, 12, 3]]
+    assert math.table["finish_reason"].to_pylist() == ["stop", "length"]
+
+
+def test_open_r1_lists_have_to_be_aligned(chat: Checkpoint, tmp_path: Path) -> None:
+    (row,) = rows_of(LOGS / "open-r1" / "pass_rates.jsonl")
+    with pytest.raises(TsaeError, match="3 generations but pass_rate_rewards is 2"):
+        read(write(tmp_path / "x.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0]}]), chat)
+    half = write(tmp_path / "y.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0, None]}])
+    with pytest.raises(TsaeError, match="has no reward"):
+        read(half, chat)
+    assert read(half, chat, skip=("unscored",)).table["response"].to_pylist() == ["#2", "1+1=3;#3"]
+
+
+# --- telling them apart
+
+
+FORMATS = {
+    "trl": "trl",
+    "verl": "verl",
+    "open-instruct": "open-instruct",
+    "nemo-rl": "nemo-rl",
+    "prime-rl": "prime-rl",
+    "prime-rl-stream": "prime-rl",
+    "prime-rl-tokens": "prime-rl-tokens",
+    "open-r1": "open-r1",
+    "openr1-math": "open-r1",
+}
+
+
+@pytest.mark.parametrize("folder", FORMATS)
+def test_formats_are_told_by_name_and_by_columns_alone(folder: str, tmp_path: Path) -> None:
+    from tsae.rollouts.logs.detect import find_log
+
+    form, files, _ = find_log(LOGS / folder, ImportConfig())
+    assert form.name == FORMATS[folder]
+    renamed = tmp_path / f"somebody's{files[0].path.suffix}"
+    shutil.copy(files[0].path, renamed)
+    assert find_log(renamed, ImportConfig())[0].name == FORMATS[folder]
+    assert find_log(LOGS / folder, ImportConfig(format=form.name))[1] == files
+
+
+def test_every_log_is_the_same_when_its_format_is_named(chat: Checkpoint, tmp_path: Path) -> None:
+    for folder, name in FORMATS.items():
+        config = {"outcome": "digits"} if name == "trl" else {"outcome": "correct"} if name == "prime-rl" else {}
+        config |= {"skip": ("errored",)}
+        found = read(LOGS / folder, chat, **config)
+        assert found.table.equals(read(LOGS / folder, chat, format=name, **config).table)
+        written = found.write(tmp_path / "r.parquet")
+        assert Rollouts.read(written).table.equals(found.table)
+        assert Rollouts.read(written).info == found.info
+
+
+def test_what_is_ambiguous_lists_its_candidates(chat: Checkpoint, tmp_path: Path) -> None:
+    for folder in ("verl", "nemo-rl"):
+        shutil.copytree(LOGS / folder, tmp_path / "mixed" / folder)
+    with pytest.raises(TsaeError, match=r"several formats: verl \(1\.jsonl, …\); nemo-rl \(train_data_step1") as error:
+        read(tmp_path / "mixed", chat)
+    assert "--format verl or nemo-rl" in str(error.value)
+    assert len(read(tmp_path / "mixed", chat, format="verl")) == 6
+    both = write(tmp_path / "both.jsonl", [{"prompt": "1+1?", "response": "#2", "generations": ["#2"]}])
+    with pytest.raises(TsaeError, match=r"several formats: open-r1 .*; plain"):
+        read(both, chat)
+    assert read(both, chat, format="plain").table["response"].to_pylist() == ["#2"]
+    odd = write(tmp_path / "odd" / "a.jsonl", [{"prompt": "1+1?", "response": "#2"}])
+    write(odd.with_name("b.jsonl"), [{"loss": 0.1}])
+    with pytest.raises(TsaeError, match=r"b\.jsonl: has not the columns of a plain log.*its columns are loss"):
+        read(tmp_path / "odd", chat)
+    with pytest.raises(TsaeError, match="no known log has the columns loss; known are trl, verl"):
+        read(odd.with_name("b.jsonl"), chat)
+    with pytest.raises(TsaeError, match=r"b\.jsonl:1: has no score; its columns are loss"):
+        read(odd.with_name("b.jsonl"), chat, format="verl")
+
+
+def test_other_files_beside_a_log_are_passed_over(chat: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(LOGS / "verl", tmp_path / "dump")
+    write(tmp_path / "dump" / "metrics.jsonl", [{"loss": 0.1}])
+    write(tmp_path / "dump" / "checkpoint-5" / "9.jsonl", [{"loss": 0.1}])
+    write(tmp_path / "dump" / ".cache" / "9.jsonl", [{"loss": 0.1}])
+    (tmp_path / "dump" / "notes.txt").write_text("x")
+    (tmp_path / "dump" / "3.jsonl").write_text("")  # a step being written
+    assert len(read(tmp_path / "dump", chat)) == 6
+
+
+def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = rows_of(LOGS / "verl" / "1.jsonl")
+    with pytest.raises(TsaeError, match=r"7\.jsonl:1: is of step 1 in a file of step 7"):
+        read(write(tmp_path / "a" / "7.jsonl", rows), chat)
+    for i, name in enumerate(("a", "b")):
+        write(tmp_path / "runs" / name / "1.jsonl", rows[i:])
+    with pytest.raises(TsaeError, match="step 1 of run ours is here and in"):
+        read(tmp_path / "runs", chat, run="ours")
+
+
+def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:
+    row = rows_of(LOGS / "verl" / "1.jsonl")[0]
+    for step in (10, 9, 2):
+        write(tmp_path / f"{step}.jsonl", [{**row, "step": step}])
+    assert read(tmp_path, chat).table["step"].to_pylist() == [2, 9, 10]
+
+
+def test_the_only_run_of_a_series_is_taken_for_the_log(tmp_path: Path) -> None:
+    series = CheckpointSeries.load(tsae.testbed.series_path()).select(["hard-025", "hard-150"])
+    log = tmp_path / "dump" / "completions_00025.parquet"
+    log.parent.mkdir()
+    shutil.copy(TRL / "hard" / "completions" / log.name, log)
+    found = read(log, series)
+    assert found.policies == ["hard-025"]
+    assert any("taken for the log of run hard" in note for note in found.info["log"]["notes"])
+
+
+# --- columns by name, in trainers' logs too
+
+
+def test_extras_of_a_trl_log_may_have_other_names(tmp_path: Path) -> None:
+    table = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
+    names = {"problem_id": "uid", "answer": "truth", "completion_ids": "tokens"}
+    log = tmp_path / "completions_00025.parquet"
+    pq.write_table(table.rename_columns([names.get(name, name) for name in table.column_names]), log)
+    columns_ = ColumnNames(problem_id="uid", answer="truth", response_ids="tokens")
+    found = read(log, tsae.testbed.series(), columns=columns_)
+    expected = read(TRL / "easy" / "completions" / log.name, tsae.testbed.series(), run=tmp_path.name)
+    for name in ("problem_id", "answer", "response_ids"):
+        assert found.table[name].equals(expected.table[name])
+
+
+def test_a_summary_is_readable(tmp_path: Path) -> None:
+    summary = import_log(TRL / "hard", tmp_path / "r.parquet", progress=False)
+    assert isinstance(summary, Summary)
+    lines = str(summary).splitlines()
+    assert lines[0] == "TRL completions: 7 files, 7 steps from 1 to 150"
+    names = "policy step trajectories problems success groups no variance retokenised not round-tripping"
+    assert " ".join(lines[1].split()) == names
+    assert len(lines[2:10]) == 8
+    assert lines[9].split()[:3] == ["all", "1,792", str(summary.total["problems"])]
+    assert {len(line) for line in lines[1:10]} == {len(lines[1])}
+    many = Summary("x", 1, pd.concat([summary.table] * 10, ignore_index=True), summary.total, {"empty": 3}, ("so",))
+    assert len(str(many).splitlines()) == 2 + 25 + 1 + 2
+
+
+def test_a_batch_that_several_steps_trained_on_counts_once(tmp_path: Path) -> None:
+    source = TRL / "hard" / "completions" / "completions_00025.parquet"
+    table = pq.read_table(source)
+    for step in (25, 26, 27):
+        again = table.set_column(0, "step", pa.array([step] * len(table)))
+        other = again.take(pa.array(np.arange(len(table))[::-1])) if step == 27 else again
+        pq.write_table(other, tmp_path / f"completions_{step:05d}.parquet")
+    with pytest.raises(TsaeError, match=r"00026\.parquet: has what completions_00025\.parquet has.*--skip repeated"):
+        read(tmp_path, tsae.testbed.series())
+    found = read(tmp_path, tsae.testbed.series(), skip=("repeated",))
+    assert sorted(set(found.table["step"].to_pylist())) == [25, 27]
+    assert found.info["log"]["skipped"] == {"repeated": 256}
+
+
+def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpoint, tmp_path: Path) -> None:
+    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
+    log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", [{**row, "kind": "eval"} for row in rows])
+    assert len(read(log, chat, outcome="correct")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "expected"),
+    [
+        ("verl", "pred", None),
+        ("open-instruct", "dataset", None),
+        ("open-r1", "solution", None),
+        ("prime-rl", "idx", [0] * 4),  # of the task, which is not a column of its own
+        ("prime-rl", "env_name", ["add", "add", None, None]),
+        ("nemo-rl", "idx", None),
+        ("prime-rl-tokens", "rank", None),
+    ],
+)
+def test_every_log_keeps_columns_that_are_named(
+    chat: Checkpoint, name: str, kept: str, expected: list[Any] | None
+) -> None:
+    config: dict[str, Any] = {"outcome": "correct"} if name == "prime-rl" else {}
+    if expected is None:
+        rows = [row for file in sorted((LOGS / name).rglob("*.jsonl")) for row in rows_of(file) if kept in row]
+        several = [len(row.get("pass_rate_generations") or [0]) for row in rows]
+        expected = [row[kept] for row, n in zip(rows, several, strict=True) for _ in range(n)]
+    found = read(LOGS / name, chat, keep_columns=(kept,), **config)
+    assert len(found) == len(expected)
+    assert found.table[f"extra/{kept}"].to_pylist() == expected

@@ -1,0 +1,505 @@
+"""Evaluation by slices against loops, smoothness by hand, spliced losses against sae_lens and the bridge."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+import torch
+
+import tsae
+from support.builders import make_rollouts, synthetic_store
+from support.checkpoints import save_adapter
+from tsae.activations.store import ActivationStore
+from tsae.checkpoints.forward.hooks import rewritten
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.quality.smoothness import SlowVariance, smoothness
+from tsae.sae.quality.splice import loss_recovered
+
+SITE = "blocks.1.hook_resid_post"
+
+# sae_lens imports a deprecated module of transformer_lens.
+lens_warning = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def banded(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """The small store, with bands known for two thirds of its problems."""
+    folder = Path(shutil.copytree(store.path, tmp_path_factory.mktemp("banded") / "acts"))
+    problems = [int(id[1:]) for id in store.rollouts.table["problem_id"].to_pylist()]
+    bands = [("easy", "hard", None)[p % 3] for p in problems]
+    store.rollouts.with_column("band", bands).write(folder / "rollouts.parquet")
+    return ActivationStore(folder)
+
+
+@pytest.fixture(scope="module")
+def sae(store: ActivationStore) -> TemporalSAE:
+    return fitting(store)
+
+
+def fitting(store: ActivationStore) -> TemporalSAE:
+    """A random dictionary that explains some of the variance."""
+    x = torch.from_numpy(np.concatenate([shard.read(SITE, slice(None)) for shard in store.shards()]))
+    sae = TemporalSAE(16, SAEConfig(d_sae=64, k=6, groups=(0.25, 0.75)), site=SITE)
+    sae.initialize(x.mean(0), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        sae.threshold.fill_(float(sae.preactivations(x).flatten().sort(descending=True).values[6 * len(x)]))
+        sae.W_enc.mul_(0.6)
+        sae.threshold.mul_(0.6)
+    return sae.requires_grad_(False).eval()
+
+
+def reconstruction_by_loops(sae: TemporalSAE, x: np.ndarray) -> dict[str, float]:
+    """In float64, a token at a time."""
+    w = {name: value.double().numpy() for name, value in sae.state_dict().items()}
+    d_high, rows, fired = sae.config.d_high, [], np.zeros(sae.config.d_sae, dtype=bool)
+    for token in x.astype(np.float64):
+        pre = (token - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+        codes = np.where((pre > 0) & (pre > w["threshold"]), pre, 0)
+        fired |= codes > 0
+        row = []
+        for used in (codes, np.where(np.arange(len(codes)) < d_high, codes, 0)):
+            x_hat = used @ w["W_dec"] + w["b_dec"]
+            cosine = token @ x_hat / np.linalg.norm(token) / np.linalg.norm(x_hat)
+            row += [((token - x_hat) ** 2).sum(), cosine, (used > 0).sum()]
+        rows.append(row)
+    silent = np.mean([row[-1] == 0 for row in rows])
+    error, cosine, l0, error_high, cosine_high, l0_high = np.array(rows).mean(0)
+    variance = ((x - x.mean(0, dtype=np.float64)) ** 2).sum(1).mean()
+    return {
+        "fve": 1 - error / variance,
+        "fve_high": 1 - error_high / variance,
+        "silent_high": silent,
+        "cosine": cosine,
+        "cosine_high": cosine_high,
+        "l0": l0,
+        "l0_high": l0_high,
+        "alive": fired.mean(),
+    }
+
+
+def test_slices_against_loops(banded: ActivationStore, sae: TemporalSAE) -> None:
+    tokens: dict[tuple[str, str], list[np.ndarray]] = {}
+    bands = banded.rollouts.table["band"].to_pylist()
+    prompts = banded.rollouts.lengths("prompt_ids")
+    for shard in banded.shards():
+        x = shard.read(SITE, slice(None))
+        for i, row in enumerate(shard.trajectory):
+            for t in range(shard.offsets[i], shard.offsets[i + 1]):
+                if int(shard.token_ids[t]) in banded.special_ids:
+                    continue
+                span = "prompt" if t - shard.offsets[i] < prompts[row] else "response"
+                for key in (("all", "all"), ("reader", shard.reader), ("band", bands[row]), ("span", span)):
+                    tokens.setdefault(key, []).append(x[t])
+    found = evaluate(sae, banded, held_out=None)
+    keys = [(s.by, s.value) for s in found.slices]
+    assert keys == [
+        ("all", "all"),
+        ("reader", "base"),
+        ("reader", "easy-10"),
+        ("band", "easy"),
+        ("band", "hard"),
+        ("span", "prompt"),
+        ("span", "response"),
+    ]
+    for s in found.slices:
+        expected = np.array(tokens[s.by, s.value])
+        assert s.n_tokens == len(expected)
+        for name, value in reconstruction_by_loops(sae, expected).items():
+            assert getattr(s, name) == pytest.approx(value, rel=1e-4), (s.by, s.value, name)
+            if s.by == "all":
+                assert getattr(found, name) == pytest.approx(value, rel=1e-4)
+    assert 0.1 < found.fve_high < found.fve < 1
+    assert found.slices[1].fve != pytest.approx(found.slices[2].fve, abs=1e-3)
+    table = found.table()
+    assert list(table.value) == [value for _, value in keys]
+    assert table.n_tokens[1:3].sum() == table.n_tokens[0]
+    assert evaluate(sae, banded, held_out=None, span="prompt").slices[-1].value == "prompt"
+    assert evaluate(sae, banded.subset(readers="easy-10"), held_out=None).fve == pytest.approx(found.slices[2].fve)
+
+
+def test_a_trajectory_cut_by_special_tokens_is_one_trajectory(tmp_path: Path, sae: TemporalSAE) -> None:
+    """Token ids of the synthetic store run from 1 to 9; making 4 special cuts every trajectory in two or three."""
+    rng = np.random.default_rng(0)
+    texts = [rng.normal(size=(n, 16)) for n in (6, 14, 14)]
+    store = synthetic_store(tmp_path / "acts", texts, site=SITE, special=(4,))
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_trajectories == 3
+    kept = [np.delete(text, [4, 13][: 1 + (len(text) > 13)], axis=0) for text in texts]
+    assert found.n_tokens == sum(map(len, kept)) == 29
+    assert found.fve == pytest.approx(reconstruction_by_loops(sae, np.concatenate(kept))["fve"], rel=1e-4)
+    # No step leads over the special token.
+    steps, codes = [], [sae.encode(torch.from_numpy(text).float()).numpy() for text in texts]
+    for text, code in zip(texts, codes, strict=True):
+        pairs = [t for t in range(1, len(text)) if 4 not in (t, t - 1) and 13 not in (t, t - 1)]
+        ratio = [np.abs(code[t] - code[t - 1]) / np.linalg.norm(text[t] - text[t - 1]) for t in pairs]
+        active = (np.delete(code, [4, 13][: 1 + (len(text) > 13)], axis=0) > 0).any(0)
+        steps.append(np.max(ratio, axis=0)[active].mean())
+    assert found.smoothness_all == pytest.approx(np.mean(steps), rel=1e-4)
+
+
+# --- smoothness
+
+
+def test_smoothness_by_hand() -> None:
+    """Four tokens on a line, moving 1, 2 and 1; three features."""
+    x = torch.tensor([[0.0], [1.0], [3.0], [4.0]])
+    codes = torch.tensor([[0.0, 2.0, 0.0], [0.0, 3.0, 0.0], [4.0, 3.0, 0.0], [4.0, 2.0, 0.0]])
+    everything = torch.ones(4, dtype=torch.bool)
+    found = smoothness(x, codes, everything, everything[1:])
+    # Feature 0 changes by 0, 4, 0: ratios 0, 2, 0; it is active at the last two steps, over which the stream moves 3.
+    # Feature 1 changes by 1, 0, 1: ratios 1, 0, 1; active throughout, over 4.
+    assert found.largest[:2].tolist() == [2.0, 1.0]
+    assert found.mean[:2].tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert found.robust[:2].tolist() == pytest.approx([4 / 3, 2 / 4])
+    assert all(math.isnan(values[2]) for values in found)
+    # Without the second step, over which feature 0 comes on.
+    found = smoothness(x, codes, everything, torch.tensor([True, False, True]))
+    assert found.robust[:2].tolist() == pytest.approx([0.0, 1.0])
+    # Without any step that concerns it, nothing can be said.
+    assert math.isnan(smoothness(x, codes, everything, torch.tensor([True, False, False])).robust[0])
+
+
+def features_of_all_kinds(rng: np.random.Generator, n: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of equal length, and forty features that forget at rates from slowly to at once."""
+    steps = rng.normal(size=(n, 24))
+    x = np.cumsum(steps / np.linalg.norm(steps, axis=1, keepdims=True), axis=0)
+    keep = np.sqrt(1 - np.linspace(0.05, 1, 40) ** 2)
+    state = rng.normal(size=40)
+    codes = np.empty((n, 40))
+    for t in range(n):
+        state = keep * state + np.sqrt(1 - keep**2) * rng.normal(size=40)
+        codes[t] = np.maximum(state + 1, 0)
+    return torch.from_numpy(x), torch.from_numpy(codes)
+
+
+def test_the_robust_smoothness_ranks_like_the_largest_where_that_is_well_behaved_and_stays_where_it_is_not() -> None:
+    x, codes = features_of_all_kinds(np.random.default_rng(0))
+    everything = torch.ones(len(x), dtype=torch.bool)
+    plain = smoothness(x, codes, everything, everything[1:])
+    assert scipy.stats.spearmanr(plain.largest, plain.robust).statistic > 0.95
+    assert bool((plain.robust <= plain.largest).all())
+    # One pair of nearly equal tokens.
+    x[200:] -= 0.999 * (x[200] - x[199])
+    broken = smoothness(x, codes, everything, everything[1:])
+    assert (broken.largest / plain.largest).max() > 50
+    assert scipy.stats.spearmanr(plain.largest, broken.largest).statistic < 0.9
+    torch.testing.assert_close(broken.robust, plain.robust, rtol=0.01, atol=0)
+    # Longer trajectories of the same kind look rougher by their largest ratio, not by the robust one.
+    short = smoothness(x[:40], codes[:40], everything[:40], everything[1:40])
+    assert (plain.largest / short.largest).median() > 1.2
+    assert (plain.robust / short.robust).median() == pytest.approx(1, abs=0.1)
+
+
+def test_silence_does_not_count_as_smooth() -> None:
+    """Two features that switch on and off as abruptly, one of them ten times as often."""
+    x = torch.arange(200.0)[:, None]
+    codes = torch.zeros(200, 2)
+    codes[torch.arange(5, 200, 10), 0] = 1
+    codes[105, 1] = 1
+    everything = torch.ones(200, dtype=torch.bool)
+    found = smoothness(x, codes, everything, everything[1:])
+    assert found.robust.tolist() == found.largest.tolist() == [1.0, 1.0]
+    assert found.mean[0] > 5 * found.mean[1]
+
+
+# --- the reconstruction spliced into the model
+
+
+@pytest.fixture(scope="module")
+def texts_of_one_length(series: Any, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A store of 24 trajectories of 16 tokens, none of them special."""
+    import tsae
+
+    rng = np.random.default_rng(3)
+    records = [
+        {
+            "problem_id": f"p{i // 2}",
+            "policy": "base",
+            "prompt_ids": rng.integers(0, 17, 4).tolist(),
+            "response_ids": rng.integers(0, 17, 12).tolist(),
+            "outcome": "unknown",
+        }
+        for i in range(24)
+    ]
+    rollouts = tsae.Rollouts.from_records(records, {"tokenizer": fingerprint})
+    return tsae.capture(series.final(), rollouts, [SITE], to=tmp_path_factory.mktemp("equal") / "acts", progress=False)
+
+
+@lens_warning
+def test_sae_lens_evals_gives_the_same_numbers(
+    texts_of_one_length: ActivationStore, series: Any, tmp_path: Path
+) -> None:
+    from sae_lens import SAE
+    from sae_lens.evals import get_eval_everything_config, run_evals
+    from sae_lens.training.activation_scaler import ActivationScaler
+
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
+
+    store = texts_of_one_length
+    sae = fitting(store)
+    ids = np.stack([np.concatenate(store.rollouts.tokens(row)) for row in range(24)]).astype(np.int64)
+    tokens = SimpleNamespace(
+        store_batch_size_prompts=24,
+        context_size=16,
+        get_batch_tokens=lambda _n: torch.from_numpy(ids),
+        reset_input_dataset=lambda: None,
+    )
+    metrics, features = run_evals(
+        SAE.load_from_disk(sae.to_saelens(tmp_path / "exported")),
+        tokens,
+        TransformerLensReader(series.base, [SITE]).bridge,
+        ActivationScaler(),
+        get_eval_everything_config(n_eval_reconstruction_batches=1),
+        exclude_special_tokens=False,
+    )
+    found = evaluate(sae, store.subset(readers="base"), held_out=None, max_norm=math.inf)
+    assert found.n_tokens == metrics["token_stats"]["total_tokens_eval_sparsity_variance"] == 24 * 16
+    assert found.fve > 0.2
+    assert found.fve == pytest.approx(metrics["reconstruction_quality"]["explained_variance"], rel=1e-5)
+    assert found.cosine == pytest.approx(metrics["reconstruction_quality"]["cossim"], rel=1e-5)
+    assert found.l0 == pytest.approx(metrics["sparsity"]["l0"], rel=1e-6)
+    assert found.alive == np.mean(np.array(features["feature_density"]) > 0)
+    loss = loss_recovered(sae, store, series.base, list(range(24)), targets="all")
+    performance, behaviour = metrics["model_performance_preservation"], metrics["model_behavior_preservation"]
+    assert loss.loss == pytest.approx(performance["ce_loss_without_sae"], rel=1e-4)
+    assert loss.loss_spliced == pytest.approx(performance["ce_loss_with_sae"], rel=1e-4)
+    assert loss.loss_ablated == pytest.approx(performance["ce_loss_with_ablation"], rel=1e-4)
+    assert loss.recovered == pytest.approx(performance["ce_loss_score"], rel=1e-3)
+    assert loss.kl == pytest.approx(behaviour["kl_div_with_sae"], rel=1e-3)
+    assert (loss.n_tokens, loss.n_trajectories, loss.n_problems) == (24 * 16, 24, 12)
+    assert loss.recovered_low < loss.recovered < loss.recovered_high
+    assert loss.kl_low < loss.kl < loss.kl_high
+
+
+def test_a_perfect_sae_recovers_everything(store: ActivationStore, series: Any) -> None:
+    """Codes ±x of every coordinate: the reconstruction is exact."""
+    perfect = TemporalSAE(16, SAEConfig(d_sae=32, k=16, groups=(0.5, 0.5)), site=SITE)
+    with torch.no_grad():
+        perfect.W_enc.copy_(torch.cat([torch.eye(16), -torch.eye(16)], dim=1))
+        perfect.W_dec.copy_(perfect.W_enc.T)
+    found = evaluate(perfect, store, held_out=None, series=series)
+    assert [loss.reader for loss in found.losses] == store.readers
+    for loss in found.losses:
+        assert loss.kl == pytest.approx(0, abs=1e-6)
+        assert loss.recovered == pytest.approx(1, abs=1e-5)
+        assert loss.loss != pytest.approx(loss.loss_ablated, abs=0.01)
+    assert found.losses[0].loss != found.losses[1].loss
+    assert "reader easy-10" in str(found)
+    assert list(found.loss_table().reader) == store.readers
+
+
+def test_adapters_are_spliced_over_a_base_that_is_loaded_once(
+    llama: Path, sae: TemporalSAE, fingerprint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for step in (5, 10):
+        save_adapter(llama, tmp_path / "run" / f"checkpoint-{step}", seed=step)
+    adapters = CheckpointSeries.load(llama, tmp_path / "run")
+    rollouts = make_rollouts(("base",), tokenizer=fingerprint)
+    acts = tsae.capture(adapters, rollouts, [SITE], to=tmp_path / "acts", progress=False)
+    rows = list(range(len(rollouts)))
+    alone = [loss_recovered(sae, acts, checkpoint, rows) for checkpoint in adapters]
+    loads: list[str] = []
+    plain = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]
+    )
+    found = evaluate(sae, acts, held_out=None, max_norm=1e9, series=adapters)
+    assert len(loads) == 1
+    assert [loss.reader for loss in found.losses] == ["base", "run-00005", "run-00010"]
+    assert [loss.kl for loss in found.losses] == pytest.approx([loss.kl for loss in alone], rel=1e-6)
+    assert len({round(loss.loss, 6) for loss in found.losses}) == 3
+
+
+def test_padding_batches_and_special_tokens_do_not_matter(
+    store: ActivationStore, series: Any, sae: TemporalSAE
+) -> None:
+    rows = [0, 5, 17, 40]
+    together = loss_recovered(sae, store, series.base, rows, targets="all", batch_tokens=4096)
+    one_by_one = [loss_recovered(sae, store, series.base, [row], targets="all", batch_tokens=1) for row in rows]
+    n = np.array([loss.n_tokens for loss in one_by_one])
+    assert together.n_tokens == n.sum()
+    assert together.kl == pytest.approx(np.average([loss.kl for loss in one_by_one], weights=n), rel=1e-4)
+    counted = sum(
+        int((~np.isin(np.concatenate(store.rollouts.tokens(row)), list(store.special_ids))).sum()) for row in rows
+    )
+    assert together.n_tokens == counted
+    response = loss_recovered(sae, store, series.base, rows, span="response", targets="all")
+    assert 0 < response.n_tokens < counted
+    # Every response token is predicted at the token before it; the last one is <eos>, at which nothing is replaced.
+    predicted = loss_recovered(sae, store, series.base, rows)
+    assert predicted.n_tokens == sum(len(store.rollouts.tokens(row)[1]) for row in rows)
+    prompts = loss_recovered(sae, store, series.base, rows, targets="prompt")
+    assert prompts.n_tokens == sum(len(store.rollouts.tokens(row)[0]) - 2 for row in rows)
+    weights = np.array([predicted.n_tokens, prompts.n_tokens])
+    losses = [predicted.loss_spliced, prompts.loss_spliced]
+    assert together.loss_spliced == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
+    # Beyond the limit nothing is replaced, and nothing counts.
+    with pytest.raises(TsaeError, match="none of the 4 trajectories has a token to replace"):
+        loss_recovered(sae, store, series.base, rows, limit=0.0)
+
+
+@pytest.mark.parametrize("site", [SITE, "blocks.2.hook_resid_pre"])
+def test_rewriting_is_what_the_bridge_does(series: Any, site: str) -> None:
+    from tsae.checkpoints.forward.bridge import TransformerLensReader
+
+    ids = torch.tensor([[17, 3, 4, 5, 6], [17, 8, 9, 18, 18]])
+    mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    model = series.base.load_model()
+    with torch.no_grad():
+        before = model(input_ids=ids, attention_mask=mask).logits
+        with rewritten(model, site, lambda x: x * 1.5 - 0.2):
+            found = model(input_ids=ids, attention_mask=mask).logits
+        after = model(input_ids=ids, attention_mask=mask).logits
+    expected = TransformerLensReader(series.base, [site]).logits(ids, mask, {site: lambda x: x * 1.5 - 0.2})
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
+    assert float((found - before)[real].abs().max()) > 0.01
+    assert torch.equal(before, after)
+    with (
+        pytest.raises(TsaeError, match=r"blocks\.9\.hook_resid_post does not exist"),
+        rewritten(model, "blocks.9.hook_resid_post", lambda x: x),
+    ):
+        pass
+
+
+def test_other_weights_than_those_captured_are_refused(store: ActivationStore, series: Any, sae: TemporalSAE) -> None:
+    swapped = replace(series["easy-10"], id="base")
+    with pytest.raises(TsaeError, match="its weights are not those that reader base had"):
+        loss_recovered(sae, store, swapped, [0])
+
+
+# --- the command line
+
+
+@pytest.mark.slow
+def test_everything_from_the_command_line(
+    banded: ActivationStore, series_folder: Path, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tsae.cli import main
+    from tsae.sae.quality.stability import Stability
+
+    other = TemporalSAE(16, sae.config, site=SITE)
+    other.load_state_dict({**sae.state_dict(), "W_dec": sae.W_dec.flip(0)})
+    mine, theirs = sae.save(tmp_path / "sae"), other.save(tmp_path / "other")
+    arguments = ["--sae", mine, "--store", banded.path, "--all-problems", "--series", series_folder]
+    arguments += ["--baseline", theirs, "--seeds", theirs, "--json", tmp_path / "all.json"]
+    main(["evaluate", *map(str, arguments)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "all.json").read_text())
+    expected = evaluate(sae, banded, held_out=None)
+    assert found["evaluation"]["fve"] == pytest.approx(expected.fve)
+    assert [s["value"] for s in found["evaluation"]["slices"]] == [s.value for s in expected.slices]
+    assert [loss["reader"] for loss in found["evaluation"]["losses"]] == banded.readers
+    assert {score["sae"] for score in found["separation"]["scores"]} == {"SAE", "baseline", "activations"}
+    assert found["stability"]["found_again"] == 1
+    assert Stability.load(mine).per_latent.min() == pytest.approx(1, abs=1e-3)
+    assert "NaN" not in (tmp_path / "all.json").read_text()
+    lines = ("FVE ", "reader easy-10", "band hard", "span response", "recovered", "trajectory problem", "found again")
+    for text in lines:
+        assert text in printed
+    main(["evaluate", "--sae", str(mine), "--store", str(banded.path), "--span", "response", "--readers", "base"])
+    assert "reader easy-10" not in capsys.readouterr().out
+
+
+def test_nothing_active_is_null_in_json(store: ActivationStore) -> None:
+    found = evaluate(TemporalSAE(16, SAEConfig(d_sae=8, k=1), site=SITE), store, held_out=None)
+    assert math.isnan(found.smoothness_high_robust)
+    content = found.as_dict()
+    assert content["smoothness_high_robust"] is None
+    json.dumps(content, allow_nan=False)
+    assert "–" in str(found)
+
+
+# --- how much of the variance is slow
+
+
+@pytest.fixture
+def runs() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    mixing = rng.normal(size=(4, 4))
+    rate = np.array([0.1, 0.3, 0.7, 1.0])
+    walks = []
+    for length in (9, 1, 14, 2):
+        x = np.zeros((length, 4))
+        x[0] = rng.normal(size=4)
+        for t in range(1, length):
+            x[t] = x[t - 1] + rate * (rng.normal(size=4) - x[t - 1])
+        walks.append(x @ mixing + 3)
+    return walks
+
+
+def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[float, float]:
+    x, y = np.concatenate(runs), np.concatenate(found)
+    moved, total = (sum(np.square(np.diff(run, axis=0)).sum() for run in some) for some in (found, runs))
+    return 1 - np.square(x - y).sum() / np.square(x - x.mean(0)).sum(), (moved / total) ** 0.5
+
+
+@pytest.mark.parametrize("roughness", [0.1, 0.4, 0.8])
+def test_the_slow_bound_is_the_best_of_all_reconstructions(runs: list[np.ndarray], roughness: float) -> None:
+    slow = SlowVariance(4)
+    for run in runs:
+        slow.add(run)
+    # Against a general minimizer over every number of the reconstruction.
+    x, ends = np.concatenate(runs), np.cumsum([len(run) for run in runs])[:-1]
+
+    def budget(flat: np.ndarray) -> float:
+        return roughness - fve_and_roughness(runs, np.split(flat.reshape(x.shape), ends))[1]
+
+    best = scipy.optimize.minimize(
+        lambda flat: np.square(flat - x.ravel()).sum(),
+        0.05 * x.ravel(),
+        jac=lambda flat: 2 * (flat - x.ravel()),
+        constraints={"type": "ineq", "fun": budget},
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-10},
+    )
+    expected, rough = fve_and_roughness(runs, np.split(best.x.reshape(x.shape), ends))
+    assert rough == pytest.approx(roughness, rel=1e-3)
+    assert slow.bound(roughness) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("roughness", [0.2, 0.6])
+def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], roughness: float) -> None:
+    slow = SlowVariance(4)
+    for run in runs:
+        slow.add(run)
+    mean = np.concatenate(runs).mean(0)
+
+    def applied(flat: np.ndarray) -> tuple[float, float]:
+        return fve_and_roughness(runs, [(run - mean) @ flat.reshape(4, 4) + mean for run in runs])
+
+    best = scipy.optimize.minimize(
+        lambda flat: -applied(flat)[0],
+        0.1 * np.eye(4).ravel(),
+        constraints={"type": "ineq", "fun": lambda flat: roughness - applied(flat)[1]},
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-10},
+    )
+    assert slow.linear(roughness) == pytest.approx(-best.fun, abs=1e-4)
+    assert slow.linear(roughness) < slow.bound(roughness)
+
+
+def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray]) -> None:
+    slow = SlowVariance(4)
+    for run in runs:
+        slow.add(run)
+    assert slow.bound(1.0) == pytest.approx(1)
+    assert slow.linear(1.0) == pytest.approx(1)
+    means = [np.repeat(run.mean(0)[None], len(run), axis=0) for run in runs]
+    assert slow.bound(1e-6) == pytest.approx(fve_and_roughness(runs, means)[0], abs=1e-4)

@@ -1,0 +1,443 @@
+"""Long trainings: killed and resumed, refused, on a full disk, on two processes, logged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.builders import synthetic_store
+from support.children import killed_until_done, past, start
+from support.trainings import (
+    CONFIG,
+    SHORT,
+    TRAINING,
+    D,
+    checkpoint,
+    interrupted,
+    make_store,
+    run,
+    run_ranks,
+    same_files,
+)
+from tsae.activations.batches.windows import Windows
+from tsae.activations.store import ActivationStore
+from tsae.errors import TsaeError
+from tsae.features.encode import encode
+from tsae.sae.config import TrainingConfig
+from tsae.sae.fitting import run_folder
+from tsae.sae.fitting.run_folder import RunFolder
+from tsae.sae.fitting.train import train
+from tsae.sae.model import TemporalSAE
+from tsae.sae.quality.evaluation import evaluate
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    return make_store(tmp_path_factory.mktemp("long") / "acts")
+
+
+@pytest.fixture(scope="module")
+def whole(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "sae"
+    run(store.path, folder)
+    return folder
+
+
+# --- killed and resumed
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
+    folder = tmp_path / "sae"
+    start(run, store.path, tmp_path / "whole", TRAINING).join()
+    # At any moment up to the next few checkpoints.
+    past_next = past(lambda: checkpoint(folder), 0.15)
+    assert killed_until_done(lambda: start(run, store.path, folder, TRAINING), past_next) >= 3
+    same_files(folder, tmp_path / "whole")
+
+
+def run_until_write(store: Path, folder: Path, n: int) -> None:
+    """Train, and die by SIGKILL right before the n-th operation on files."""
+    left = itertools.count(1)
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (run_folder, "save_file"),
+        (run_folder, "write_json"),
+        (run_folder, "_flush"),
+        (run_folder, "write_run"),
+        (os, "replace"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (Path, "rename"),
+        (Path, "mkdir"),
+        (Path, "open"),
+        (TemporalSAE, "save"),
+    ):
+        setattr(owner, name, deadly(getattr(owner, name)))
+    run(store, folder)
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_operation_on_files_leaves_a_run_that_goes_on(
+    store: ActivationStore, whole: Path, tmp_path: Path
+) -> None:
+    """One run is killed before its 1st, 4th, 7th … operation, every time from where the last one left it."""
+    folder = tmp_path / "sae"
+    for n in itertools.count(1, 3):
+        child = start(run_until_write, store.path, folder, n)
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert n > 10
+    same_files(folder, whole)
+
+
+@pytest.mark.slow
+def test_many_kills_of_a_longer_run(store: ActivationStore, tmp_path: Path) -> None:
+    training = replace(TRAINING, tokens=100_000)
+    first, second = tmp_path / "whole", tmp_path / "killed"
+    run(store.path, first, training)
+    kills = killed_until_done(
+        lambda: start(run, store.path, second, training),
+        # Later and later: on a busy machine a process may need longer to start than the first of these limits.
+        lambda child, kills: child.join(random.uniform(0.2, 1.2) + 0.1 * kills),
+    )
+    assert kills >= 3
+    same_files(second, first)
+
+
+def test_the_state_is_all_that_the_next_step_depends_on(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the second epoch and in the third: an epoch is 7 batches."""
+    for saves in (1, 2):
+        folder = interrupted(monkeypatch, store, tmp_path / str(saves), saves)
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        with (folder / "metrics.jsonl").open("a") as stream:
+            stream.write('{"step": 999, "loss": 1.0}\n{"step": 10')
+        run(store.path, folder)
+        assert steps == [0]
+        same_files(folder, whole)
+
+
+def test_bfloat16_goes_on_with_the_same_bits(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training = replace(SHORT, precision="bfloat16")
+    run(store.path, tmp_path / "whole", training)
+    folder = interrupted(monkeypatch, store, tmp_path / "sae", training=training)
+    run(store.path, folder, training)
+    same_files(folder, tmp_path / "whole")
+    assert (folder / "sae.safetensors").read_bytes() != (whole / "sae.safetensors").read_bytes()
+
+
+def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = Windows(store, "x.site", window=4)
+    every = list(windows.epoch(3, 100))
+    assert [batch.number for batch in every] == list(range(len(every)))
+    read: list[int] = []
+    gather = windows._gather
+    monkeypatch.setattr(windows, "_gather", lambda rows, memory: read.append(len(rows)) or gather(rows, memory))
+    rest = list(windows.epoch(3, 100, start=5))
+    assert len(read) == len(rest) == len(every) - 5
+    assert all(
+        np.array_equal(a.x, b.x) and np.array_equal(a.pairs, b.pairs) for a, b in zip(rest, every[5:], strict=True)
+    )
+    assert list(windows.epoch(3, 100, start=len(every))) == []
+
+
+# --- finished, changed, damaged
+
+
+def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tsae.sae.fitting.train._train", None)  # would be called to train
+    stamp = (whole / "sae.safetensors").stat().st_mtime_ns
+    again = train(store, CONFIG, to=whole, training=replace(SHORT, save_every_steps=50), progress=False)
+    assert (whole / "sae.safetensors").stat().st_mtime_ns == stamp
+    assert again.config == CONFIG
+    assert not again.W_dec.requires_grad
+    with pytest.raises(TsaeError, match=r"holds another training \(sae\.k was 3, is 4\).*Give another folder"):
+        train(store, replace(CONFIG, k=4), to=whole, training=SHORT, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("sae", "training", "message"),
+    [
+        ({"k": 4}, {}, r"\(sae\.k was 3, is 4\)"),
+        ({}, {"precision": "bfloat16"}, r"\(training\.precision was float32, is bfloat16\)"),
+        ({}, {"learning_rate": None}, r"\(training\.learning_rate was 0\.003, is null\)"),
+        (
+            {"temporal": "l1"},
+            {"partner": "earlier"},
+            r"\(sae\.temporal was contrastive, is l1; training\.partner was previous, is earlier\)",
+        ),
+        ({}, {"balance": ()}, r'\(training\.balance was \["reader"\], is \[\]\)'),
+        ({}, {"tokens": 6000, "seed": 1}, r"\(training\.tokens was 5000, is 6000; training\.seed was 0, is 1; "),
+    ],
+)
+def test_a_changed_config_is_refused(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sae: Any, training: Any, message: str
+) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+    config, changed = replace(CONFIG, **sae), replace(SHORT, **training)
+    with pytest.raises(TsaeError, match=message) as error:
+        train(store, config, to=folder, training=changed, progress=False)
+    assert "resume=" in str(error.value)
+    assert checkpoint(folder) == 10
+    anew = train(store, config, to=folder, training=replace(changed, resume="never"), progress=False)
+    expected = train(store, config, training=changed, progress=False)
+    assert all(torch.equal(value, anew.state_dict()[name]) for name, value in expected.state_dict().items())
+    assert not (folder / "checkpoint").exists()
+
+
+def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+
+    def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> ActivationStore:
+        other = Path(shutil.copytree(store.path, tmp_path / name))
+        manifest = json.loads((other / "manifest.json").read_text())
+        change(manifest)
+        (other / "manifest.json").write_text(json.dumps(manifest))
+        return ActivationStore(other)
+
+    for other, message in (
+        (changed("rollouts", lambda m: m.update(rollouts="beef")), "not the rollouts that were captured"),
+        (changed("dtype", lambda m: m.update(dtype="float16")), r"inputs\.dtype was float32, is float16"),
+        (
+            changed("weights", lambda m: m["readers"][0].update(weights="b1")),
+            r"inputs\.readers\.base\.weights was null",
+        ),
+        (changed("reader", lambda m: m["readers"][0].update(id="sft")), r"inputs\.readers\.sft was absent"),
+        (changed("config", lambda m: m.update(config={"plan": "all"})), r"inputs\.capture was null"),
+    ):
+        with pytest.raises(TsaeError, match=message):
+            train(other, CONFIG, to=folder, training=SHORT, progress=False)
+    # The same activations in another place are the same data.
+    moved = ActivationStore(shutil.copytree(store.path, tmp_path / "moved"))
+    train(moved, CONFIG, to=folder, training=SHORT, progress=False)
+
+
+def test_damaged_and_foreign_folders_are_refused(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = interrupted(monkeypatch, store, tmp_path / "sae")
+    state = folder / "checkpoint" / "0000000010" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-5])
+    with pytest.raises(TsaeError, match=r"0000000010: cannot be read .*set resume="):
+        run(store.path, folder)
+    (state.parent / "state.json").write_text("{")
+    with pytest.raises(TsaeError, match=r"state\.json: cannot be read \(JSONDecodeError"):
+        run(store.path, folder)
+    other = tmp_path / "features"
+    other.mkdir()
+    (other / "run.json").write_text('{"stage": "encode", "config": {}, "inputs": {}}')
+    with pytest.raises(TsaeError, match="holds the result of 'encode'"):
+        run(store.path, other)
+    with pytest.raises(TsaeError, match="save_every_steps=0 is less than 1"):
+        TrainingConfig(save_every_steps=0)
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 12_000])
+def test_a_full_disk_leaves_the_checkpoint_before(
+    store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int
+) -> None:
+    """The second checkpoint meets a limit on the size of files, whose writes then fail as on a full disk."""
+    save, soft_hard = RunFolder.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = tmp_path / "sae"
+
+    def limited(self: RunFolder, steps: int, tensors: Any) -> None:
+        if steps == 20:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_hard[1]))
+        try:
+            save(self, steps, tensors)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", limited)
+        with pytest.raises(TsaeError, match=r"cannot be written to .*goes on from the checkpoint after 10 steps"):
+            run(store.path, folder)
+    assert [p.name for p in (folder / "checkpoint").iterdir()] == ["0000000010"]
+    run(store.path, folder)
+    same_files(folder, whole)
+
+
+# --- activations that are not finite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
+    store = make_store(tmp_path / "acts")
+    shard = next(store.shards())
+    raw = shard.raw("x.site")
+    writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
+    writable[25 * 17 + 4, 3] = value
+    writable.flush()
+    message = r"base/00000\.h5: x\.site is not finite in trajectory 17 \(problem p0017\), token 4\."
+    with pytest.raises(TsaeError, match=message):
+        train(store, CONFIG, training=TRAINING, progress=False)
+    # Nor do they become codes, which would be 0 and look like any.
+    sae = TemporalSAE(D, CONFIG, site="x.site")
+    for use in (lambda: encode(sae, store, progress=False), lambda: evaluate(sae, store, held_out=None)):
+        with pytest.raises(TsaeError, match=r"00000\.h5: x\.site is not finite in trajectory 17, token 4\."):
+            use()
+
+
+def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((2, D)) for _ in range(30)])
+    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
+        train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, span="response"), progress=False)
+
+
+# --- several processes
+
+
+@pytest.mark.parametrize(
+    ("size", "training"),
+    [
+        pytest.param(2, TRAINING, marks=pytest.mark.slow),
+        (3, replace(SHORT, partner="earlier")),
+        pytest.param(2, replace(SHORT, precision="bfloat16"), marks=pytest.mark.slow),
+    ],
+    ids=("long", "partners from outside the windows", "bfloat16"),
+)
+def test_several_processes_give_the_weights_of_one(
+    store: ActivationStore, tmp_path: Path, size: int, training: TrainingConfig
+) -> None:
+    """All terms, up to the order of sums: the tolerance is a few float32 roundings of the weights."""
+    assert run_ranks(store.path, tmp_path / "many", CONFIG, training, size=size) == [0] * size
+    one = train(store, CONFIG, to=tmp_path / "one", training=training, progress=False)
+    ranks = [load_file(tmp_path / f"many-{rank}.safetensors") for rank in range(size)]
+    for name, weight in one.state_dict().items():
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks), name
+        torch.testing.assert_close(ranks[0][name], weight, atol=3e-6, rtol=1e-5, msg=name)
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "many")
+    ]
+    assert training is not TRAINING or max(row["aux"] for row in rows[0]) > 0
+    for a, b in zip(*rows, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
+    assert run_ranks(store.path, tmp_path / "whole", CONFIG) == [0, 0]
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG, die=10) == [-signal.SIGKILL] * 2
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
+    same_files(tmp_path / "sae", tmp_path / "whole")
+    # Finished: loaded by both, and another training is refused by both.
+    assert run_ranks(store.path, tmp_path / "sae", CONFIG) == [0, 0]
+    assert run_ranks(store.path, tmp_path / "sae", replace(CONFIG, k=4)) == [2, 2]
+
+
+def outliers_between(folder: Path) -> ActivationStore:
+    """A store in which of every three tokens the middle one is an outlier."""
+    rng = np.random.default_rng(0)
+    return synthetic_store(folder, [rng.normal(size=(3, D)) * [[1], [1000], [1]] for _ in range(200)])
+
+
+def test_a_store_whose_pairs_are_all_outliers_is_refused(tmp_path: Path) -> None:
+    store = outliers_between(tmp_path / "acts")
+    with pytest.raises(TsaeError, match="no two tokens that make a pair have norms below"):
+        train(store, CONFIG, to=tmp_path / "sae", training=SHORT, progress=False)
+
+
+@pytest.mark.slow  # starts processes
+def test_several_processes_refuse_a_store_whose_pairs_are_all_outliers(tmp_path: Path) -> None:
+    store = outliers_between(tmp_path / "acts")
+    assert run_ranks(store.path, tmp_path / "two", CONFIG) == [2, 2]
+    # Without the temporal term none is needed.
+    plain = replace(CONFIG, temporal_weight=0.0)
+    one = train(store, plain, training=SHORT, progress=False)
+    assert run_ranks(store.path, tmp_path / "plain", plain) == [0, 0]
+    for name, weight in load_file(tmp_path / "plain-1.safetensors").items():
+        torch.testing.assert_close(weight, one.state_dict()[name], atol=3e-6, rtol=1e-5, msg=name)
+
+
+def test_shares_make_up_the_batch(store: ActivationStore) -> None:
+    windows = Windows(store, "x.site", window=4)
+    shares = [list(windows.epoch(0, 100, share=(i, 3))) for i in range(3)]
+    for whole, parts in zip(windows.epoch(0, 100), zip(*shares, strict=True), strict=True):
+        rows = sorted(row.tobytes() for part in parts for row in part.x.numpy())
+        assert rows == sorted(row.tobytes() for row in whole.x.numpy())
+        assert sum(len(part.pairs) for part in parts) == len(whole.pairs)
+        assert {part.number for part in parts} == {whole.number}
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tsae", "train", "--store", str(store.path), "--to", str(tmp_path / "sae")]
+    options = ["--d-sae", "64", "--k", "3", "--tokens", "5000", "--batch-tokens", "200"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
+        try:
+            out, err = child.communicate(timeout=120)
+        finally:
+            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
+    assert child.returncode == 0, err
+    assert out.count("wrote ") == 1
+    assert TemporalSAE.load(tmp_path / "sae").training_info["processes"] == 2
+
+
+# --- Weights & Biases
+
+
+def test_metrics_go_to_wandb(store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, float]] = []
+
+    def init(**kwargs: Any) -> Any:
+        started.append(kwargs)
+        return types.SimpleNamespace(
+            log=lambda row, step: logged.append((step, row["fve"])), finish=lambda: logged.append((-1, 0.0))
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    training = replace(SHORT, wandb_project="p")
+    folder = interrupted(monkeypatch, store, tmp_path / "sae", training=training)
+    train(store, CONFIG, to=folder, training=training, progress=False)
+    assert [step for step, _ in logged] == [0, 24, -1]
+    assert (started[0]["project"], started[0]["name"], started[0]["resume"]) == ("p", "sae", "allow")
+    assert started[0]["config"]["sae"]["k"] == 3
+    train(store, CONFIG, to=tmp_path / "other", training=training, progress=False)
+    train(store, CONFIG, to=folder, training=replace(training, resume="never"), progress=False)
+    train(store, CONFIG, training=training, progress=False)
+    assert started[1] == started[0]
+    # Another folder, training anew, and no folder at all are other runs.
+    assert started[2]["id"] != started[0]["id"]
+    assert [call["id"] for call in started[3:]] == [None, None]
+
+
+def test_wandb_is_asked_for_by_name(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TsaeError, match=r"needs the package wandb.*pip install wandb"):
+        train(store, CONFIG, training=replace(TRAINING, wandb_project="p"), progress=False)

@@ -1,0 +1,864 @@
+"""The temporal SAE: its loss worked by hand, its gradients, its files, its training on planted features."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+
+from support.builders import synthetic_store
+from tsae.activations.batches.windows import Windows
+from tsae.activations.store import ActivationStore
+from tsae.base.distributed import Processes
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.initial_bias import geometric_median
+from tsae.sae.fitting.loss import temporal_loss
+from tsae.sae.fitting.threshold import calibrate
+from tsae.sae.fitting.train import train
+from tsae.sae.fitting.trainer import Trainer
+from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.quality.evaluation import evaluate
+
+SITE = "blocks.1.hook_resid_post"
+
+
+# --- the formulas as they are written down, without regard to speed
+
+
+def batch_topk(pre: torch.Tensor, k: int) -> torch.Tensor:
+    limit = pre.flatten().sort(descending=True).values[k * len(pre) - 1]
+    return pre * (pre >= limit)
+
+
+def info_nce(
+    current: torch.Tensor, previous: torch.Tensor, temperature: float = 1.0, trajectory: torch.Tensor | None = None
+) -> torch.Tensor:
+    a, b = (codes / codes.norm(dim=1, keepdim=True).clamp_min(1e-12) for codes in (current, previous))
+    logits = a @ b.T / temperature
+    if trajectory is not None:
+        same = trajectory[:, None] == trajectory[None, :]
+        logits = logits.masked_fill(same & ~torch.eye(len(same), dtype=torch.bool), -torch.inf)
+    return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
+
+
+def dense_loss(
+    sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor, dead: torch.Tensor, trajectory: torch.Tensor
+) -> torch.Tensor:
+    c = sae.config
+    pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
+    codes = batch_topk(pre, c.k)
+    high = codes[:, : c.d_high]
+    error_high = x - high @ sae.W_dec[: c.d_high] - sae.b_dec
+    error = x - codes @ sae.W_dec - sae.b_dec
+    kept = pre * dead
+    kept = kept * (kept >= kept.sort(1, descending=True).values[:, [sae.d_model // 2 - 1]])
+    residual = error.detach()
+    aux = (residual - kept @ sae.W_dec).pow(2).mean() / (residual - residual.mean(0)).pow(2).mean()
+    temporal = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], c.temperature, trajectory[pairs[:, 0]])
+    return error_high.pow(2).mean() / 2 + error.pow(2).mean() + c.temporal_weight * temporal + c.aux_weight * aux
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.1), (30, 0.01)])
+def test_value_and_gradient_are_those_of_the_dense_formulas(k: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(d_sae=60, k=k, groups=(0.3, 0.7), temperature=temperature, temporal_weight=0.8, aux_weight=0.2)
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x = 3 * torch.randn(70, 8, generator=generator, dtype=torch.float64)
+    start = torch.arange(0, 69)
+    pairs = torch.stack([start, start + 1], dim=1)[start % 7 != 6]
+    dead = torch.rand(60, generator=generator) < 0.4
+    trajectory = torch.arange(70) // 14  # two windows of 7 each
+    expected = dense_loss(sae, x, pairs, dead, trajectory)
+    expected_gradients = torch.autograd.grad(expected, list(sae.parameters()))
+    found = temporal_loss(sae, x, pairs, dead, trajectory).total
+    gradients = torch.autograd.grad(found, list(sae.parameters()))
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"groups": (1.0,)}, {"groups": (0.1, 0.3, 0.6), "group_weights": (0.5, 2.0, 1.5)}])
+@pytest.mark.parametrize("similarity", ["cosine", "inner"])
+def test_any_number_of_groups_and_either_similarity(options: dict[str, Any], similarity: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    config = SAEConfig(d_sae=40, k=4, similarity=similarity, temperature=0.5, temporal_weight=0.8, **options)
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x = 3 * torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    # Token 3 is a partner three times over: what comes back to it must add up.
+    pairs = torch.cat([torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1), torch.tensor([[3, 9], [3, 5]])])
+
+    codes = batch_topk(torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc), 4)
+    ends = [40] if len(config.groups) == 1 else [4, 16, 40]
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in ends]
+    current, previous = codes[pairs[:, 1], : ends[0]], codes[pairs[:, 0], : ends[0]]
+    if similarity == "cosine":
+        temporal = info_nce(current, previous, 0.5)
+    else:
+        logits = current @ previous.T / 0.5
+        temporal = -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
+    weighted = sum(w * e for w, e in zip(config.group_weights or [1.0], errors, strict=True))
+    expected = weighted + 0.8 * temporal
+    found = temporal_loss(sae, x, pairs)
+    torch.testing.assert_close(found.total, expected)
+    torch.testing.assert_close(found.reconstruction, errors[-1])
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
+def weighted_l1(x: torch.Tensor, high: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The authors' formula, over √d_model."""
+    current, partner = pairs[:, 1], pairs[:, 0]
+    alike = torch.nn.functional.cosine_similarity(x[current], x[partner], dim=-1)
+    return ((high[current] - high[partner]).abs().sum(-1) * alike).mean() / x.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("n_others", [0, 25])
+@pytest.mark.parametrize("group_weights", [None, (0.2, 0.8)])
+@pytest.mark.parametrize(("temporal", "k"), [("l1", 1), ("l1", 4), ("contrastive", 4)])
+def test_either_temporal_term_with_partners_of_their_own(
+    temporal: Any, k: int, group_weights: Any, n_others: int
+) -> None:
+    generator = torch.Generator().manual_seed(k)
+    config = SAEConfig(
+        d_sae=40,
+        k=k,
+        groups=(0.2, 0.8),
+        temporal=temporal,
+        temperature=0.5,
+        temporal_weight=0.8,
+        group_weights=group_weights,
+    )
+    sae = TemporalSAE(8, config)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    sae.double()
+    x, others = (3 * torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (50, n_others))
+    if n_others:
+        pairs = torch.stack([50 + torch.arange(25), 2 * torch.arange(25)], dim=1)
+    else:
+        # Two tokens alike (differences of 0), one a partner thrice, one its own partner.
+        x[4] = x[5]
+        pairs = torch.stack([torch.arange(0, 49), torch.arange(1, 50)], dim=1)
+        pairs = torch.cat([pairs, torch.tensor([[3, 9], [3, 5], [7, 7]])])
+
+    trajectory = torch.arange(50) // 10
+
+    def encode(tokens: torch.Tensor) -> torch.Tensor:
+        pre = torch.relu((tokens - sae.b_dec) @ sae.W_enc + sae.b_enc)
+        return batch_topk(pre, k) if len(tokens) else pre
+
+    codes = encode(x)
+    high = torch.cat([codes, encode(others)])[:, :8]
+    if temporal == "l1":
+        expected_term = weighted_l1(torch.cat([x, others]), high, pairs)
+    else:
+        expected_term = info_nce(high[pairs[:, 1]], high[pairs[:, 0]], 0.5, trajectory[pairs[:, 1]])
+    errors = [(x - codes[:, :end] @ sae.W_dec[:end] - sae.b_dec).pow(2).mean() for end in (8, 40)]
+    weights = group_weights or (0.5, 1.0)
+    expected = weights[0] * errors[0] + weights[1] * errors[1]
+    expected = expected + 0.8 * (weights[0] if temporal == "l1" else 1) * expected_term
+    found = temporal_loss(sae, x, pairs, trajectory=trajectory, others=others)
+    torch.testing.assert_close(found.temporal, expected_term)
+    torch.testing.assert_close(found.total, expected)
+    assert torch.equal(found.fired, (codes > 0).any(0))
+    gradients = torch.autograd.grad(found.total, list(sae.parameters()))
+    for a, b in zip(gradients, torch.autograd.grad(expected, list(sae.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
+
+
+# --- a T-SAE of two dimensions and three latents, worked on paper
+
+
+@pytest.fixture
+def small() -> TemporalSAE:
+    """Latent 0 is high-level. k = 2 keeps four of the six codes of two tokens."""
+    sae = TemporalSAE(
+        2, SAEConfig(d_sae=3, k=2, groups=(1 / 3, 2 / 3), temporal_weight=0.7, temperature=1.0, aux_weight=0.1)
+    )
+    with torch.no_grad():
+        sae.W_dec.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]))
+        sae.W_enc.copy_(sae.W_dec.T)
+        sae.b_enc.copy_(torch.tensor([0.0, 0.5, -1.0]))
+        sae.b_dec.copy_(torch.tensor([1.0, 0.0]))
+    return sae
+
+
+X = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
+PRE = torch.tensor([[2.0, 1.5, 1.0], [1.0, 4.5, 2.8]])
+BOTH_WAYS = torch.tensor([[0, 1], [1, 0]])
+
+
+def test_codes_by_hand(small: TemporalSAE) -> None:
+    torch.testing.assert_close(small.preactivations(X), PRE)
+    torch.testing.assert_close(small.preactivations(torch.tensor([[-9.0, -9.0]])), torch.zeros(1, 3))
+
+
+def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
+    terms = temporal_loss(small, X, BOTH_WAYS, torch.tensor([False, False, True]))
+    # High-level alone: (3, 0) and (1, 0), errors (0, 1) and (1, 4), over two tokens of two dimensions.
+    high = (1 + 17) / 4
+    # All: (3, 1.5) and (1 + 2.8 · .6, 4.5 + 2.8 · .8) = (2.68, 6.74), errors (0, −.5) and (−.68, −2.74).
+    everything = (0.25 + 0.4624 + 7.5076) / 4
+    # High codes are 2 at the first token and 0 at the second; pairs (0 → 1) and (1 → 0) give
+    # cosines [[0, 0], [1, 0]], whose diagonals are the right partners, in rows and in columns.
+    temporal = (math.log(2) + math.log(1 + math.e)) / 2
+    # Latent 2 alone gives (.6, .8) and (1.68, 2.24) for the residuals (0, −.5) and (−.68, −2.74);
+    # these deviate from their mean (−.34, −1.62) by ± (.34, 1.12).
+    aux = ((0.36 + 1.69 + 5.5696 + 24.8004) / 4) / (2 * (0.1156 + 1.2544) / 4)
+    assert terms.reconstruction_high.item() == pytest.approx(high, rel=1e-5)
+    assert terms.reconstruction.item() == pytest.approx(everything, rel=1e-5)
+    assert terms.temporal.item() == pytest.approx(temporal, rel=1e-5)
+    assert terms.aux.item() == pytest.approx(aux, rel=1e-5)
+    assert terms.total.item() == pytest.approx(high / 2 + everything + 0.7 * temporal + 0.1 * aux, rel=1e-5)
+    assert terms.fired.tolist() == [True, True, True]
+
+
+def test_the_weighted_l1_by_hand(small: TemporalSAE) -> None:
+    """Codes are (2, 1.5, 0) and (0, 4.5, 2.8); latent 0 and, in a wider group, latent 1 are high-level."""
+    cosine = (3 * 2 + 1 * 4) / math.sqrt(10 * 20)
+    for groups, difference in (((1 / 3, 2 / 3), 2.0), ((2 / 3, 1 / 3), 2.0 + 3.0)):
+        config = replace(small.config, temporal="l1", groups=groups, group_weights=(0.2, 0.8), aux_weight=0.0)
+        sae = TemporalSAE(2, config)
+        sae.load_state_dict(small.state_dict())
+        terms = temporal_loss(sae, X, BOTH_WAYS)
+        assert terms.temporal.item() == pytest.approx(cosine * difference / math.sqrt(2), rel=1e-5)
+        reconstruction = 0.2 * terms.reconstruction_high + 0.8 * terms.reconstruction
+        assert terms.total.item() == pytest.approx((reconstruction + 0.7 * 0.2 * terms.temporal).item(), rel=1e-5)
+        terms.temporal.backward()
+        assert sae.b_enc.grad is not None
+        # Of both pairs: latent 0 is larger at token 0, latent 1 at token 1, where each is active.
+        slope = cosine / math.sqrt(2)
+        expected = [slope, 0.0, 0.0] if difference == 2 else [slope, slope - slope, 0.0]
+        torch.testing.assert_close(sae.b_enc.grad, torch.tensor(expected))
+    # A token and its own opposite are not alike: the term is below 0.
+    opposite = torch.cat([X[:1], -X[:1]])
+    assert temporal_loss(sae, opposite, BOTH_WAYS).temporal.item() < 0
+
+
+def test_terms_without_weight_or_without_the_dead_are_left_out(small: TemporalSAE) -> None:
+    plain = TemporalSAE(2, replace(small.config, temporal_weight=0.0, aux_weight=0.0))
+    plain.load_state_dict(small.state_dict())
+    dead = torch.tensor([False, False, True])
+    terms = temporal_loss(plain, X, torch.empty(0, 2, dtype=torch.long), dead)
+    assert terms.total.item() == pytest.approx((terms.reconstruction_high + terms.reconstruction).item())
+    assert temporal_loss(small, X, BOTH_WAYS).aux.item() == 0
+    assert temporal_loss(small, X, BOTH_WAYS, torch.zeros(3, dtype=torch.bool)).aux.item() == 0
+
+
+@pytest.mark.parametrize("n_pairs", [0, 1])
+def test_a_batch_without_pairs_is_refused(small: TemporalSAE, n_pairs: int) -> None:
+    with pytest.raises(TsaeError, match=f"has {n_pairs} pairs of tokens"):
+        temporal_loss(small, X, BOTH_WAYS[:n_pairs])
+
+
+def test_a_batch_of_one_trajectory_is_refused(small: TemporalSAE) -> None:
+    one = torch.zeros(len(X), dtype=torch.long)
+    with pytest.raises(TsaeError, match="no pair has negatives"):
+        temporal_loss(small, X, BOTH_WAYS, trajectory=one)
+    every = TemporalSAE(small.d_model, replace(small.config, negatives="batch"))
+    every.load_state_dict(small.state_dict())
+    expected = temporal_loss(every, X, BOTH_WAYS).temporal
+    assert temporal_loss(every, X, BOTH_WAYS, trajectory=one).temporal == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("trajectory", [[0, 1, 2, 3, 4], [7, 3, 7, 3, 7]])
+def test_info_nce_against_a_loop(temperature: float, trajectory: list[int]) -> None:
+    """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
+    sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, groups=(4 / 6, 2 / 6), temperature=temperature))
+    with torch.no_grad():
+        sae.W_enc[:, :4] = torch.eye(4)
+    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)).relu()
+    x[7] = 0  # a token without any high-level feature: similarity 0 to everything
+    pairs = torch.tensor([[2 * i, 2 * i + 1] for i in range(5)])
+    current, previous = x[1::2], x[::2]
+    total = 0.0
+    for i in range(5):
+        for a, b in ((current, previous), (previous, current)):
+            similar = []
+            for j in range(5):
+                if j != i and trajectory[j] == trajectory[i]:
+                    continue
+                norms = float(a[i].norm() * b[j].norm())
+                similar.append(float(a[i] @ b[j]) / norms / temperature if norms else 0.0)
+                if j == i:
+                    own = similar[-1]
+            total += -math.log(math.exp(own) / sum(math.exp(s) for s in similar)) / 5 / 2
+    ids = torch.tensor(trajectory).repeat_interleave(2)
+    assert temporal_loss(sae, x, pairs, trajectory=ids).temporal.item() == pytest.approx(total, rel=1e-5)
+    equal = temporal_loss(sae, torch.ones(10, 4), pairs, trajectory=ids).temporal
+    chance = sum(math.log(1 + 5 - trajectory.count(id)) for id in trajectory) / 5
+    assert equal.item() == pytest.approx(chance)  # nothing to tell partners by
+
+
+def test_high_codes_of_the_right_tokens_are_compared(small: TemporalSAE) -> None:
+    """Column 0 of pairs is the earlier token; only high-level latents enter."""
+    sae = TemporalSAE(6, SAEConfig(d_sae=12, k=3, groups=(0.5, 0.5), temperature=1.0))
+    sae.initialize(torch.zeros(6), torch.Generator().manual_seed(0))
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    pairs = torch.tensor([[0, 1], [1, 2], [4, 5], [7, 8]])
+    codes = batch_topk(sae.preactivations(x), 3)[:, :6]
+    expected = info_nce(codes[[1, 2, 5, 8]], codes[[0, 1, 4, 7]])
+    assert temporal_loss(sae, x, pairs).temporal.item() == pytest.approx(expected.item())
+
+
+def random_sae(**config: Any) -> tuple[TemporalSAE, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sae = TemporalSAE(5, SAEConfig(**{"d_sae": 10, "k": 3, "groups": (0.4, 0.6), **config}))
+    sae.initialize(torch.randn(5, generator=generator), generator)
+    with torch.no_grad():
+        sae.W_enc.add_(0.3 * torch.randn(5, 10, generator=generator))
+        sae.b_enc.add_(0.3 * torch.randn(10, generator=generator))
+    x = 2 * torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    return sae.double(), x, torch.tensor([[0, 1], [1, 2], [2, 3], [4, 5], [6, 7]])
+
+
+def finite_difference(sae: TemporalSAE, name: str, index: tuple[int, ...], loss: Any, step: float = 1e-6) -> float:
+    parameter = dict(sae.named_parameters())[name]
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            parameter[index] += sign * step
+            values.append(loss().item())
+            parameter[index] -= sign * step
+    return float(values[0] - values[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("term", ["reconstruction_high", "reconstruction", "temporal", "total"])
+def test_gradients_against_finite_differences(term: str) -> None:
+    sae, x, pairs = random_sae(aux_weight=0.0, temperature=0.5)
+
+    def loss() -> torch.Tensor:
+        return getattr(temporal_loss(sae, x, pairs, trajectory=torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])), term)
+
+    loss().backward()
+    largest = 0.0
+    for name, parameter in sae.named_parameters():
+        if parameter.grad is None:
+            assert (term, name) in {("temporal", "W_dec")}
+            continue
+        for index in np.ndindex(*parameter.shape):
+            expected = finite_difference(sae, name, index, loss)
+            assert parameter.grad[index].item() == pytest.approx(expected, abs=1e-7, rel=1e-5), (name, index)
+            largest = max(largest, abs(expected))
+    assert largest > 1e-3
+
+
+def test_auxk_teaches_only_the_dead() -> None:
+    sae, x, pairs = random_sae()
+    fired = temporal_loss(sae, x, pairs).fired
+    dead = ~fired
+    assert 0 < int(dead.sum()) < 10
+    temporal_loss(sae, x, pairs, dead).aux.backward()
+    assert sae.W_dec.grad is not None
+    assert sae.W_enc.grad is not None
+    assert sae.W_dec.grad[fired].abs().max() == 0
+    assert sae.W_enc.grad[:, fired].abs().max() == 0
+    assert sae.W_dec.grad[dead].abs().max() > 0
+    for latent in dead.nonzero()[:, 0].tolist():
+        for d in range(5):
+            for name, index in (("W_dec", (latent, d)), ("W_enc", (d, latent))):
+                expected = finite_difference(sae, name, index, lambda: temporal_loss(sae, x, pairs, dead).aux)
+                gradient = dict(sae.named_parameters())[name].grad
+                assert gradient is not None
+                assert gradient[index].item() == pytest.approx(expected, abs=1e-6, rel=1e-4)
+
+
+# --- the model
+
+
+def test_inference_keeps_what_exceeds_the_threshold(small: TemporalSAE) -> None:
+    small.threshold.fill_(1.5)
+    torch.testing.assert_close(small.encode(X), torch.tensor([[2.0, 0.0, 0.0], [0.0, 4.5, 2.8]]))
+    torch.testing.assert_close(small.encode_high(X), torch.tensor([[2.0], [0.0]]))
+    torch.testing.assert_close(small.decode(small.encode(X)), torch.tensor([[3.0, 0.0], [2.68, 6.74]]))
+
+
+@pytest.mark.parametrize("scale", [0.25, 8.0, 1.7])
+def test_folding_a_scale_changes_the_units_and_nothing_else(small: TemporalSAE, scale: float) -> None:
+    small.threshold.fill_(1.2)
+    expected = small.encode(X), small.decode(small.encode(X))
+    small.fold_scale(scale)
+    found = small.encode(X / scale), small.decode(small.encode(X / scale))
+    for a, b in zip(found, expected, strict=True):
+        if scale == 1.7:
+            torch.testing.assert_close(a * scale, b)
+        else:
+            assert torch.equal(a * scale, b)  # exact for powers of two
+
+
+def test_what_is_saved_is_loaded(small: TemporalSAE, tmp_path: Path) -> None:
+    small.threshold.fill_(0.25)
+    small.site, small.training_info = SITE, {"norms": {"limit": 3.5}}
+    loaded = TemporalSAE.load(small.save(tmp_path / "sae"))
+    assert loaded.config == small.config
+    assert (loaded.d_model, loaded.site, loaded.training_info) == (2, SITE, {"norms": {"limit": 3.5}})
+    for name, value in small.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    again = loaded.save(tmp_path / "again")
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "sae").iterdir()
+    }
+
+
+def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(source, tmp_path / name))
+
+    source = small.save(tmp_path / "sae")
+    for file in ("config.json", "sae.safetensors"):
+        folder = copy(f"without-{file}")
+        (folder / file).unlink()
+        with pytest.raises(TsaeError, match=f"holds no {file}"):
+            TemporalSAE.load(folder)
+    folder = copy("cut")
+    (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
+    with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):
+        TemporalSAE.load(folder)
+    config = json.loads((source / "config.json").read_text())
+    for name, change, message in (
+        ("wide", {"d_model": 3}, r"sae\.safetensors does not fit"),
+        ("other", {"format": "sae_lens"}, "is not an SAE's"),
+        ("unknown", {"sae": {**config["sae"], "architecture": "topk"}}, "is not an SAE's"),
+        ("bad", {"sae": {**config["sae"], "k": 99}}, "k=99 exceeds d_sae=3"),
+    ):
+        folder = copy(name)
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(TsaeError, match=message):
+            TemporalSAE.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(TsaeError, match="is not an SAE's"):
+        TemporalSAE.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"k": 4096 + 1}, "k=4097 exceeds d_sae=4096"),
+        ({"k": 0}, "k=0 and d_sae=4096 do not make an SAE"),
+        ({"d_sae": 1, "k": 1}, "do not make an SAE"),
+        ({"groups": (0.0, 1.0)}, "expected positive shares that add up to 1"),
+        ({"groups": (0.2, 0.7)}, "add up to 0.9"),
+        ({"d_sae": 4, "k": 1, "groups": (0.05, 0.95)}, "leave a group empty"),
+        ({"group_weights": (1.0,)}, "do not go with groups"),
+        ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"aux_weight": -0.1}, "aux_weight=-0.1"),
+        ({"similarity": "cos"}, "similarity='cos' is none of 'cosine', 'inner'"),
+        ({"temporal": "L1"}, "temporal='L1' is none of 'contrastive', 'l1'"),
+    ],
+)
+def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TsaeError, match=message.replace(".", r"\.")):
+        SAEConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tokens": 100}, "tokens=100 is less than batch_tokens=2048"),
+        ({"batch_tokens": 15}, "batch_tokens=15 must hold at least two windows of window=8"),
+        ({"window": 1}, "window=1"),
+        ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
+        ({"warmup_share": -0.1}, "exceed 1"),
+        ({"initial_bias": "median"}, "initial_bias='median' is none of 'geometric_median', 'mean', 'zero'"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TsaeError, match=message.replace(".", r"\.")):
+        TrainingConfig(**config)
+
+
+def test_the_high_group_has_its_share() -> None:
+    assert SAEConfig().d_high == round(0.1 * 4096)
+    assert SAEConfig(d_sae=10, k=2, groups=(0.2, 0.8)).d_high == 2
+
+
+# --- training
+
+
+N_PLANTED, N_SLOW, D = 24, 4, 32
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, np.ndarray]:
+    """Sparse sums of known directions: one of four lasts for a whole trajectory, two of twenty change every token."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(N_PLANTED, D))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    offset = rng.normal(size=D)
+    texts = []
+    for _ in range(200):
+        codes = np.zeros((30, N_PLANTED))
+        codes[:, rng.integers(N_SLOW)] = rng.uniform(2, 4) * rng.uniform(0.9, 1.1, size=30)
+        for row in codes:
+            row[N_SLOW + rng.choice(N_PLANTED - N_SLOW, 2, replace=False)] = rng.uniform(2, 4, size=2)
+        texts.append(codes @ directions + offset + 0.02 * rng.normal(size=(30, D)))
+    return synthetic_store(tmp_path_factory.mktemp("planted") / "acts", texts), directions
+
+
+PLANTED = SAEConfig(d_sae=40, k=3, groups=(0.2, 0.8))
+TRAINING = TrainingConfig(tokens=256_000, batch_tokens=512, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(planted: tuple[ActivationStore, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "sae"
+    train(planted[0], PLANTED, to=folder, training=TRAINING, progress=False)
+    return folder
+
+
+def test_training_recovers_planted_features(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, directions = planted
+    sae = TemporalSAE.load(trained)
+    cosine = np.abs(directions @ sae.W_dec.detach().numpy().T)  # (n_planted, d_sae)
+    assert (cosine.max(1) > 0.9).mean() > 0.8
+    found = evaluate(sae, store)
+    assert found.fve > 0.9
+    assert found.l0 == pytest.approx(3, rel=0.25)
+
+
+def test_decoder_rows_have_unit_norm_in_raw_units(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    sae = TemporalSAE.load(trained)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40), atol=1e-5, rtol=0)
+    x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(0, 500)))
+    assert float((sae.encode(x) > 0).sum(1).float().mean()) == pytest.approx(3, rel=0.05)
+    assert float(sae.threshold) > 0
+
+
+@pytest.mark.parametrize("k", [1, 7, 30])
+def test_a_calibrated_sae_has_k_codes_per_token(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    sae = TemporalSAE(8, SAEConfig(d_sae=40, k=k)).requires_grad_(False)
+    sae.initialize(torch.randn(8, generator=generator), generator)
+    x = 3 * torch.randn(2500, 8, generator=generator)  # several chunks
+    positive = int((sae.encode(x) > 0).sum())
+    sae.threshold.fill_(1e9)  # of no account
+    calibrate(sae, x)
+    assert int((sae.encode(x) > 0).sum()) == min(k * len(x), positive)
+    assert sae.threshold.shape == ()
+
+
+def test_a_training_too_short_for_a_running_mean_ends_at_k(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    sae = train(store, PLANTED, training=replace(TRAINING, tokens=15_360), progress=False)
+    assert evaluate(sae, store).l0 == pytest.approx(PLANTED.k, rel=0.01)
+
+
+@pytest.mark.parametrize(("n_problems", "set_on"), [(200, "problems left out"), (199, "training problems")])
+def test_the_threshold_is_set_on_problems_left_out_where_there_are_enough(
+    tmp_path: Path, n_problems: int, set_on: str
+) -> None:
+    rng = np.random.default_rng(0)
+    store = synthetic_store(tmp_path / "acts", [rng.normal(size=(6, D)) for _ in range(n_problems)])
+    config = replace(PLANTED, d_sae=400)
+    sae = train(store, config, training=replace(TRAINING, tokens=51_200), progress=False)
+    assert sae.training_info["threshold_set_on"] == set_on
+
+    def l0(held_out: bool) -> float:
+        x = Windows(store, "x.site", held_out=held_out, partner=None).first_tokens
+        return float((sae.encode(torch.from_numpy(x)) > 0).sum(1).float().mean())
+
+    # Tokens that were read many times have fewer codes than those that were never read.
+    assert l0(set_on == "problems left out") == pytest.approx(PLANTED.k, rel=0.003)
+    assert l0(False) < 0.9 * l0(True)
+
+
+def test_the_first_of_several_groups_has_half_a_weight_beside_a_temporal_term() -> None:
+    assert SAEConfig().weights == (0.5, 1.0)
+    assert SAEConfig(groups=(0.1, 0.3, 0.6)).weights == (0.5, 1.0, 1.0)
+    assert SAEConfig(temporal_weight=0.0).weights == (1.0, 1.0)
+    assert SAEConfig(groups=(1.0,)).weights == (1.0,)
+    assert SAEConfig(group_weights=(0.2, 0.8)).weights == (0.2, 0.8)
+
+
+def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    windows = Windows(planted[0], "x.site", held_out=False)
+    training = replace(TRAINING, tokens=512 * 20, temporal_rise_share=0.5)
+    config = replace(PLANTED, dead_after_tokens=2000, aux_weight=0.0)
+    trainer = Trainer(windows, config, training, Processes())
+    for batch, share in zip(trainer.batches(), [*np.arange(0.1, 1, 0.1), *[1.0] * 11], strict=True):
+        pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
+        terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
+        row = trainer.step(batch)
+        if row is not None:
+            expected = terms.reconstruction + terms.reconstruction_high / 2 + share * terms.temporal
+            assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.steps == 20
+    fine_tuned = Trainer(windows, config, training, Processes(), trainer.finish(windows.first_tokens))
+    batch = next(fine_tuned.batches())
+    row = fine_tuned.step(batch)
+    assert row is not None
+    assert row["loss"] > row["temporal"]
+
+
+def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, _ = planted
+    plain = train(store, replace(PLANTED, temporal_weight=0.0), training=TRAINING, progress=False)
+    temporal = TemporalSAE.load(trained)
+
+    def contrast(sae: TemporalSAE) -> float:
+        """InfoNCE over pairs of held-out trajectories, lower is more alike."""
+        batch = next(Windows(store, "x.site", held_out=True).epoch(0, 10_000))
+        codes, pairs = sae.encode_high(batch.x), torch.from_numpy(batch.pairs)
+        return info_nce(codes[pairs[:, 1]], codes[pairs[:, 0]]).item()
+
+    assert contrast(temporal) < contrast(plain) - 0.1
+
+
+def test_the_same_seed_gives_the_same_weights(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    short = replace(TRAINING, tokens=20_000)
+    one, two = (train(planted[0], PLANTED, training=short, progress=False).state_dict() for _ in range(2))
+    other = train(planted[0], PLANTED, training=replace(short, seed=1), progress=False).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["W_dec"], other["W_dec"])
+
+
+def test_training_writes_what_it_did(trained: Path) -> None:
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "run.json",
+        "sae.safetensors",
+        "training.json",
+    ]
+    metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [*range(0, 500, 25), 499]
+    assert metrics[-1]["fve"] > metrics[0]["fve"]
+    assert metrics[-1]["temporal"] < metrics[0]["temporal"]
+    assert metrics[-1]["learning_rate"] < metrics[10]["learning_rate"] == pytest.approx(3e-3)
+    run = json.loads((trained / "run.json").read_text())
+    assert run["config"]["training"] == json.loads(json.dumps(asdict(replace(TRAINING, data_seed=0))))
+
+
+def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: Any, tmp_path: Path) -> None:
+    config = TrainingConfig(tokens=1000, batch_tokens=100)
+    with pytest.raises(TsaeError, match=r"has the sites blocks\.1\.hook_resid_post, blocks\.2"):
+        train(store, PLANTED, training=config, progress=False)
+    with pytest.raises(TsaeError, match="no site 'nope'"):
+        train(store, PLANTED, training=replace(config, site="nope"), progress=False)
+    wild = replace(config, learning_rate=1e30, tokens=5000)
+    with pytest.raises(TsaeError, match="the loss is not finite at step"):
+        train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
+    assert not (tmp_path / "sae" / "sae.safetensors").exists()
+
+
+# --- the initial bias
+
+
+def total_distance(x: np.ndarray, point: np.ndarray) -> float:
+    return float(np.linalg.norm(x - point, axis=1).sum())
+
+
+@pytest.mark.parametrize("n", [20, 201, 9000])  # the last in chunks
+def test_the_geometric_median_against_a_minimizer(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_t(2, size=(n, 3)).astype(np.float32) * [1, 1, 20] + 100
+    found = geometric_median(x)
+    start = np.median(x, axis=0)
+    options = {"gtol": 1e-9 * len(x), "xrtol": 1e-12}
+    best = scipy.optimize.minimize(lambda m: total_distance(x, m), start, method="BFGS", options=options)
+    assert total_distance(x, found) <= best.fun * (1 + 1e-12)
+    np.testing.assert_allclose(found, best.x, atol=2e-5)
+    # Where it is none of the rows, unit vectors to all of them cancel.
+    units = (x - found) / np.linalg.norm(x - found, axis=1, keepdims=True)
+    assert np.linalg.norm(units.mean(0)) < 1e-6
+
+
+def test_a_geometric_median_that_is_a_row_is_met() -> None:
+    # A triangle with an angle of more than 120°: its corner. The mean of the last is a row, but not the median.
+    corner = np.array([[0.0, 0.0], [1.0, 0.1], [-1.0, 0.1]])
+    np.testing.assert_array_equal(geometric_median(corner), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.float32([[0, 0], [0, 0], [0, 0], [9, 1], [1, 7]])), [0, 0])
+    np.testing.assert_array_equal(geometric_median(np.full((7, 3), 2.5)), [2.5] * 3)
+    held = np.array([[0.0, 0.0], [5.0, 0.0], [-1.0, 1.0], [-2.0, -1.0], [-2.0, 0.0]])
+    best = scipy.optimize.minimize(lambda m: total_distance(held, m), [-1.0, 0.1], method="Nelder-Mead",
+                                   options={"xatol": 1e-9, "fatol": 1e-12})  # fmt: skip
+    np.testing.assert_allclose(geometric_median(held), best.x, atol=1e-6)
+    assert np.linalg.norm(best.x) > 0.1
+
+
+def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    store, _ = planted
+    windows = Windows(store, "x.site", held_out=False)
+    sample = next(windows.epoch(0, 16_384)).x.numpy()
+    assert len(sample) == 5400
+    for kind, expected in (
+        ("geometric_median", geometric_median(sample)),
+        ("mean", sample.mean(0)),
+        ("zero", np.zeros(D)),
+    ):
+        training = replace(TRAINING, initial_bias=kind)
+        trainer = Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
+        found = trainer.sae.b_dec.detach().numpy() / trainer.scale
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- evaluation
+
+
+def numbers_by_hand(
+    sae: TemporalSAE, texts: list[np.ndarray], limit: float = np.inf
+) -> tuple[dict[str, float], np.ndarray]:
+    """Every measure by loops over tokens and features, in float64."""
+    w = {name: value.double().numpy() for name, value in sae.state_dict().items()}
+    d_high = sae.config.d_high
+    errors, errors_high, squares, cosines, active, kept = [], [], [], [], [], []
+    fired, smooth = np.zeros(sae.config.d_sae, dtype=bool), []
+    for text in texts:
+        largest: dict[int, list[float]] = {}
+        previous: tuple[np.ndarray, np.ndarray] | None = None
+        alive = np.zeros(sae.config.d_sae, dtype=bool)
+        steps: list[np.ndarray] = []
+        for x in text.astype(np.float64):
+            pre = (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+            codes = np.where((pre > 0) & (pre > w["threshold"]), pre, 0)
+            if np.linalg.norm(x) > limit:
+                previous = None
+                continue
+            kept.append(x)
+            x_hat, x_high = codes @ w["W_dec"] + w["b_dec"], codes[:d_high] @ w["W_dec"][:d_high] + w["b_dec"]
+            errors.append(((x - x_hat) ** 2).sum())
+            errors_high.append(((x - x_high) ** 2).sum())
+            cosines.append(x @ x_hat / np.linalg.norm(x) / np.linalg.norm(x_hat))
+            active.append((codes > 0).sum())
+            alive |= codes > 0
+            if previous is not None:
+                steps.append(np.abs(codes - previous[1]) / np.linalg.norm(x - previous[0]))
+            previous = (x, codes)
+        fired |= alive
+        for feature in np.flatnonzero(alive):
+            largest[feature] = [step[feature] for step in steps]
+        high = [max(v) for f, v in largest.items() if f < d_high]
+        mean = [float(np.mean(v)) for f, v in largest.items() if f < d_high]
+        smooth.append((np.mean(high) if high else np.nan, np.mean([max(v) for v in largest.values()])))
+        squares.append(np.mean(mean) if mean else np.nan)
+    total = ((np.array(kept) - np.mean(kept, axis=0)) ** 2).sum()
+    return {
+        "fve": 1 - sum(errors) / total,
+        "fve_high": 1 - sum(errors_high) / total,
+        "cosine": float(np.mean(cosines)),
+        "l0": float(np.mean(active)),
+        "alive": float(fired.mean()),
+        "smoothness_high": float(np.nanmean([s[0] for s in smooth])),
+        "smoothness_all": float(np.nanmean([s[1] for s in smooth])),
+        "smoothness_high_mean": float(np.nanmean(squares)),
+    }, fired
+
+
+def test_evaluation_against_loops(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    store, _ = planted
+    sae = TemporalSAE.load(trained)
+    x = next(store.shards()).read("x.site", slice(None)).reshape(200, 30, D)
+    held_out = [x[i] for i in range(9, 200, 10)]
+    found = evaluate(sae, store)
+    assert (found.n_trajectories, found.n_tokens) == (20, 600)
+    for name, value in numbers_by_hand(sae, held_out)[0].items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+    everything = evaluate(sae, store, held_out=None)
+    assert everything.n_tokens == 6000
+    assert everything.fve == pytest.approx(numbers_by_hand(sae, list(x))[0]["fve"], rel=1e-4)
+    assert evaluate(sae, store, held_out=False).n_tokens == 5400
+
+
+def test_evaluation_leaves_outliers_out_without_bridging_them(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[:, 10] *= 50
+    x[:, 11] *= 50
+    x[3, 20] *= 50
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 12 * 30 - 25
+    limit = 10 * float(np.median(np.linalg.norm(x.reshape(-1, D), axis=1)))
+    for name, value in numbers_by_hand(sae, list(x), limit)[0].items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+
+
+def test_evaluation_leaves_out_what_training_left_out(
+    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
+) -> None:
+    """Half the tokens of this store are outliers, so that its own median would let them in."""
+    x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
+    x[1::2] *= 20
+    store = synthetic_store(tmp_path / "acts", list(x))
+    sae = TemporalSAE.load(trained)
+    assert sae.norm_limit == 10 * json.loads((trained / "training.json").read_text())["norms"]["median"]
+    found = evaluate(sae, store, held_out=None)
+    assert found.n_tokens == 6 * 30
+    assert found.fve == pytest.approx(numbers_by_hand(sae, list(x[::2]))[0]["fve"], rel=1e-4)
+    # A user's multiple of the median goes first; an SAE that stored nothing has 10 times the median.
+    assert evaluate(sae, store, held_out=None, max_norm=10).n_tokens == 12 * 30
+    sae.training_info = {}
+    assert sae.norm_limit is None
+    assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
+
+
+def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
+    sae = TemporalSAE(store.d_model(SITE), SAEConfig(d_sae=32, k=2), site=SITE)
+    sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
+    by_reader = [evaluate(sae, store.subset(readers=reader), held_out=None).fve for reader in store.readers]
+    assert by_reader[0] != by_reader[1]
+    assert evaluate(sae, store, held_out=None, max_trajectories=1).n_trajectories == 1
+    some = evaluate(sae, store, held_out=None, max_trajectories=100)
+    # 72 trajectories of each reader: the first hundred would be two thirds the base's.
+    first = evaluate(sae, store, held_out=None, max_trajectories=144)
+    assert first.n_trajectories == 144
+    assert some.n_trajectories == 100
+    assert some.fve == pytest.approx(first.fve, abs=0.05)
+
+
+def test_an_sae_in_which_nothing_is_active_is_measured(planted: tuple[ActivationStore, np.ndarray]) -> None:
+    sae = TemporalSAE(D, PLANTED, site="x.site")
+    found = evaluate(sae, planted[0])
+    assert (found.l0, found.alive) == (0, 0)
+    assert math.isnan(found.smoothness_high)
+
+
+def test_saes_of_other_sites_and_widths_are_refused(store: ActivationStore, planted: Any) -> None:
+    other = TemporalSAE(16, PLANTED, site="blocks.0.hook_resid_post")
+    with pytest.raises(TsaeError, match=r"the SAE was trained at blocks\.0\.hook_resid_post, the store has blocks\.1"):
+        evaluate(other, store)
+    wide = TemporalSAE(32, PLANTED, site=SITE)
+    with pytest.raises(TsaeError, match=r"has d_model 16, the SAE expects 32") as error:
+        check_fits(wide, store)
+    assert str(store.path) in str(error.value)
+    fits = TemporalSAE(16, PLANTED, site=SITE)
+    with pytest.raises(TsaeError, match="no reader 'hard'"):
+        evaluate(fits, store.subset(readers="hard"))
+
+
+# sae_lens imports a deprecated module of transformer_lens.
+@pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+def test_sae_lens_gives_the_same_codes(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+    from sae_lens import SAE
+
+    sae = TemporalSAE.load(trained)
+    config = {"d_in": D, "d_sae": 40, "architecture": "jumprelu", "apply_b_dec_to_input": True, "dtype": "float32"}
+    lens = SAE.from_dict({**config, "device": "cpu", "metadata": {}})
+    state = {k: v for k, v in sae.state_dict().items() if k != "threshold"}
+    lens.load_state_dict({**state, "threshold": sae.threshold.repeat(40)})
+    x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(None)))
+    codes = lens.encode(x)
+    assert (codes > 0).float().sum(1).mean() > 2
+    torch.testing.assert_close(sae.encode(x), codes, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sae.decode(sae.encode(x)), lens(x), atol=1e-5, rtol=1e-5)
+    found = evaluate(sae, planted[0], held_out=None)
+    variance = (x - x.mean(0)).pow(2).sum()
+    assert found.fve == pytest.approx(1 - ((x - lens(x)).pow(2).sum() / variance).item(), rel=1e-4)
+    assert found.l0 == pytest.approx((codes > 0).sum(1).float().mean().item(), rel=1e-5)

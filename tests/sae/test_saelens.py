@@ -1,0 +1,293 @@
+"""Exported to sae_lens and read from it: codes are equal bit for bit, in both directions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.saes import D_IN, D_SAE, SITE, lens_config, randomized
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+
+# sae_lens imports a deprecated module of transformer_lens.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def sae() -> TemporalSAE:
+    """Wide enough that matrix products are blocked; about 20 of 384 latents active."""
+    generator = torch.Generator().manual_seed(0)
+    config = SAEConfig(d_sae=384, k=20, groups=(0.25, 0.75), temporal_weight=0.7)
+    sae = TemporalSAE(576, config, site=SITE, training={"norms": {"limit": 700.0}})
+    sae.initialize(10 * torch.randn(576, generator=generator), generator)
+    with torch.no_grad():
+        sae.W_enc.add_(0.01 * torch.randn(576, 384, generator=generator))
+        sae.b_enc.add_(0.1 * torch.randn(384, generator=generator))
+        sae.threshold.fill_(5.0)
+    return sae.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module")
+def x(sae: TemporalSAE) -> torch.Tensor:
+    return 3 * torch.randn(301, 576, generator=torch.Generator().manual_seed(1)) + sae.b_dec
+
+
+def in_sae_lens_alone(folder: Path, x: torch.Tensor, tmp_path: Path, *, imports: str = "") -> dict[str, Any]:
+    """Codes and reconstruction by sae_lens, in a process that is asked about tsae at its end."""
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    program = f"""
+import json, sys
+{imports}
+import torch
+from safetensors.torch import load_file, save_file
+from sae_lens import SAE
+sae = SAE.load_from_disk({str(folder)!r})
+x = load_file({str(tmp_path / "x.safetensors")!r})["x"]
+with torch.no_grad():
+    found = {{"codes": sae.encode(x), "x_hat": sae(x), "batched": sae.encode(x[:300].reshape(3, 100, -1))}}
+    if hasattr(sae, "encode_high"):
+        found["high"] = sae.encode_high(x).contiguous()
+save_file(found, {str(tmp_path / "found.safetensors")!r})
+ours = [name for name in sys.modules if name.split(".")[0] == "tsae"]
+print(json.dumps({{"ours": ours, "class": type(sae).__name__, "metadata": sae.cfg.metadata.to_dict()}}))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout.splitlines()[-1]), **load_file(tmp_path / "found.safetensors")}
+
+
+@pytest.mark.slow
+def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
+    found = in_sae_lens_alone(sae.to_saelens(tmp_path / "exported"), x, tmp_path)
+    assert found["ours"] == []
+    assert found["class"] == "JumpReLUSAE"
+    codes = sae.encode(x)
+    assert 5 < float((codes > 0).sum(1).float().mean()) < 50
+    assert torch.equal(found["codes"], codes)
+    assert float((found["codes"] - codes).abs().max()) == 0.0
+    assert torch.equal(found["x_hat"], sae.decode(codes))
+    assert torch.equal(found["batched"], sae.encode(x[:300].reshape(3, 100, -1)))
+    metadata = found["metadata"]
+    assert (metadata["hook_name"], metadata["d_high"], metadata["temporal_weight"]) == (SITE, 96, 0.7)
+    assert metadata["tsae"]["sae"]["k"] == 20
+
+
+@pytest.mark.slow
+def test_sae_lens_with_our_architecture_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
+    folder = sae.to_saelens(tmp_path / "exported", architecture="tsae_temporal")
+    found = in_sae_lens_alone(folder, x, tmp_path, imports="import tsae.sae.saelens")
+    assert found["class"] == "LensTemporalSAE"
+    assert torch.equal(found["codes"], sae.encode(x))
+    assert torch.equal(found["high"], sae.encode_high(x))
+    assert found["high"].shape == (301, 96)
+
+
+def test_sae_lens_reads_our_own_folder(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
+    from sae_lens import SAE
+
+    from tsae.sae import saelens
+
+    lens = SAE.load_from_disk(sae.save(tmp_path / "sae"), converter=saelens.disk_loader)
+    assert isinstance(lens, saelens.LensTemporalSAE)
+    assert lens.cfg.architecture() == "tsae_temporal"
+    assert (lens.cfg.d_high, lens.cfg.metadata.hook_name) == (96, SITE)
+    with torch.no_grad():
+        assert torch.equal(lens.encode(x), sae.encode(x))
+        assert torch.equal(lens.encode_high(x[:300].reshape(3, 100, -1)).reshape(300, -1), sae.encode_high(x[:300]))
+        high = sae.encode_high(x)
+        assert torch.equal(lens.decode_high(high), high @ sae.W_dec[:96] + sae.b_dec)
+    # Saved by sae_lens and loaded again by it, it is still ours.
+    lens.save_model(tmp_path / "again")
+    again = SAE.load_from_disk(tmp_path / "again")
+    assert isinstance(again, saelens.LensTemporalSAE)
+    assert again.cfg.d_high == 96
+    with torch.no_grad():
+        assert torch.equal(again.encode(x), sae.encode(x))
+    half = SAE.load_from_disk(tmp_path / "sae", converter=saelens.disk_loader, dtype="bfloat16")
+    assert half.W_enc.dtype == torch.bfloat16
+
+
+def test_our_architecture_is_not_the_one_that_sae_lens_calls_temporal() -> None:
+    from sae_lens.registry import SAE_CLASS_REGISTRY
+
+    from tsae.sae import saelens
+
+    assert SAE_CLASS_REGISTRY["tsae_temporal"][0] is saelens.LensTemporalSAE
+    assert SAE_CLASS_REGISTRY["temporal"][0] is not saelens.LensTemporalSAE
+
+
+def test_exporting_imports_no_sae_lens_and_refuses_other_architectures(sae: TemporalSAE, tmp_path: Path) -> None:
+    sae.save(tmp_path / "sae")
+    program = f"""
+import sys
+from tsae.cli import main
+main(["export", "--sae", {str(tmp_path / "sae")!r}, "--to", {str(tmp_path / "to")!r}])
+assert "sae_lens" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"wrote {tmp_path / 'to'}")
+    assert sorted(p.name for p in (tmp_path / "to").iterdir()) == ["cfg.json", "sae_weights.safetensors"]
+    again = sae.to_saelens(tmp_path / "again")
+    for file in (tmp_path / "to").iterdir():
+        assert file.read_bytes() == (again / file.name).read_bytes()
+    with pytest.raises(TsaeError, match="unknown architecture 'temporal'"):
+        sae.to_saelens(tmp_path / "other", architecture="temporal")  # type: ignore[arg-type]
+
+
+# --- SAEs of sae_lens, read here
+
+
+def tokens(n: int = 200) -> torch.Tensor:
+    return torch.randn(n, D_IN, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("jumprelu", {}),
+        ("jumprelu", {"apply_b_dec_to_input": False}),
+        ("topk", {"k": 7}),
+        ("standard", {}),
+    ],
+)
+def test_codes_of_sae_lens_are_computed_here_with_the_same_bits(
+    architecture: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    from sae_lens import SAE
+
+    from tsae.sae.model import ForeignSAE
+
+    lens = randomized(SAE.from_dict(lens_config(architecture, **more)))
+    lens.save_model(tmp_path / "lens")
+    found = TemporalSAE.load(tmp_path / "lens")
+    assert isinstance(found, ForeignSAE)
+    x = tokens()
+    with torch.no_grad():
+        codes, x_hat = lens.encode(x), lens(x)
+    assert torch.equal(found.encode(x), codes)
+    assert torch.equal(found.decode(found.encode(x)), x_hat)
+    assert 1 < float((codes > 0).sum(1).float().mean()) < D_SAE
+    assert (found.site, found.config.d_high, found.config.d_sae) == (SITE, D_SAE, D_SAE)
+    assert found.training_info["sae_lens"]["model_name"] == "tiny"
+    # There and back.
+    again = TemporalSAE.load(found.save(tmp_path / "again"))
+    assert torch.equal(again.encode(x), codes)
+    with torch.no_grad():
+        assert torch.equal(SAE.load_from_disk(tmp_path / "again").encode(x), codes)
+
+
+@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk", "topk"])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_what_a_training_of_sae_lens_leaves_is_read(architecture: str, rescale: bool, tmp_path: Path) -> None:
+    """Its checkpoint, and the SAE for inference that it is saved as, which is jumprelu or topk."""
+    from sae_lens import SAE, TrainingSAE
+
+    config = lens_config(architecture, k=6, rescale_acts_by_decoder_norm=rescale)
+    if architecture == "matryoshka_batchtopk":
+        config["matryoshka_widths"] = [40, D_SAE]
+    training = randomized(TrainingSAE.from_dict(config))
+    training.save_model(tmp_path / "checkpoint")
+    training.save_inference_model(tmp_path / "inference")
+    lens = SAE.load_from_disk(tmp_path / "inference")
+    x = tokens()
+    with torch.no_grad():
+        codes, x_hat = lens.encode(x), lens(x)
+    inference, checkpoint = (TemporalSAE.load(tmp_path / name) for name in ("inference", "checkpoint"))
+    if architecture == "topk" and rescale:
+        # The flag stays in the config: norms, by then 1 but for rounding, are folded once more.
+        torch.testing.assert_close(inference.encode(x), codes, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(inference.encode(x), codes)
+    torch.testing.assert_close(checkpoint.encode(x), codes, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(checkpoint.decode(checkpoint.encode(x)), x_hat, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu", "tsae_temporal"])
+def test_a_tsae_comes_back_as_what_it_was(sae: TemporalSAE, x: torch.Tensor, architecture: Any, tmp_path: Path) -> None:
+    found = TemporalSAE.load(sae.to_saelens(tmp_path / "exported", architecture=architecture))
+    assert type(found) is TemporalSAE
+    assert (found.config, found.site) == (sae.config, sae.site)
+    assert torch.equal(found.encode(x), sae.encode(x))
+    assert found.threshold.shape == ()
+
+
+def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
+    from sae_lens import SAE
+
+    lens = SAE.load_from_disk(sae.to_saelens(tmp_path / "exported"))
+    with torch.no_grad():
+        lens.W_dec[:] *= torch.linspace(0.5, 2, 384)[:, None]
+        lens.fold_W_dec_norm()
+    lens.save_model(tmp_path / "folded")
+    found = TemporalSAE.load(tmp_path / "folded")
+    assert found.config.d_high == 96
+    with torch.no_grad():
+        assert torch.equal(found.encode(x), lens.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalize_activations": "layer_norm"}, "expects activations normalised by 'layer_norm'"),
+        ({"normalize_activations": "constant_norm_rescale"}, "expects activations normalised by"),
+        ({"normalize_activations": "expected_average_only_in"}, "fold_activation_norm_scaling_factor"),
+        ({"normalize_activations": "covariance_whitening"}, "fold_activation_whitening"),
+        ({"reshape_activations": "hook_z"}, "reads attention heads"),
+        ({"architecture": "gated"}, "the architecture 'gated' cannot be computed here"),
+        ({"metadata": {}}, r"before 6.*save it again"),
+        ({"metadata": {"sae_lens_version": "5.9.1", "hook_name": SITE}}, r"written by sae_lens 5\.9\.1"),
+        ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": SITE, "hook_head_index": 2}}, "attention heads"),
+        ({"d_sae": 12}, "does not fit cfg"),
+        ({"d_in": "wide"}, "is not an SAE's"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    weights = {
+        "W_enc": torch.zeros(D_IN, D_SAE),
+        "W_dec": torch.zeros(D_SAE, D_IN),
+        "b_enc": torch.zeros(D_SAE),
+        "b_dec": torch.zeros(D_IN),
+        "threshold": torch.zeros(D_SAE),
+    }
+    save_file(weights, tmp_path / "sae_weights.safetensors")
+    config = {**lens_config("jumprelu"), **change}
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    with pytest.raises(TsaeError, match=message):
+        TemporalSAE.load(tmp_path)
+    (tmp_path / "sae_weights.safetensors").unlink()
+    with pytest.raises(TsaeError, match=r"holds no sae_weights\.safetensors"):
+        TemporalSAE.load(tmp_path)
+
+
+def test_an_sae_of_sae_lens_goes_through_the_analysis(store: Any, tmp_path: Path) -> None:
+    import tsae
+
+    save_jumprelu(tmp_path / "wide", D_IN)
+    with pytest.raises(TsaeError, match="has d_model 16, the SAE expects 48"):
+        tsae.evaluate(tmp_path / "wide", store)
+    folder = save_jumprelu(tmp_path / "lens", 16)
+    found = tsae.evaluate(folder, store, held_out=None)
+    assert found.fve_high == found.fve
+    assert 0 < found.l0 < 40
+    features = tsae.encode(folder, store, to=tmp_path / "features", progress=False)
+    assert features.info["sae"]["architecture"] == "jumprelu"
+    assert features.codes.shape[1] == 40
+    for reader in features.readers:
+        assert features.reader_info(reader)["l0"] > 0
+
+
+def save_jumprelu(folder: Path, d_in: int) -> Path:
+    from sae_lens import SAE
+
+    lens = randomized(SAE.from_dict({**lens_config("jumprelu"), "d_in": d_in, "d_sae": 40}))
+    lens.save_model(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, planted data, chat templates, child processes."""

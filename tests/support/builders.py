@@ -1,0 +1,196 @@
+"""Small things that many tests are made of: random-weight models, rollouts with known ids, feature tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Scripts and tests share their planted worlds, and these their tables.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from statements.tables import BOS, EOS
+from statements.tables import feature_table as feature_table
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared"
+PAD = 18
+N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+
+
+def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
+    """A configuration of three layers over the testbed's 20 tokens."""
+    import transformers as hf
+
+    ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
+    if architecture == "gpt2":
+        return hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_positions=128, n_inner=32, **ids
+        )
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": d_model,
+        "intermediate_size": 32,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        **ids,
+    }
+    if architecture == "llama":
+        return hf.LlamaConfig(**common)
+    if architecture == "qwen2":
+        return hf.Qwen2Config(**common)
+    if architecture == "qwen3":
+        return hf.Qwen3Config(head_dim=8, **common)
+    assert architecture == "gemma3"
+    # One layer of full attention, the others with a window shorter than the texts.
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return hf.Gemma3TextConfig(
+        head_dim=8,
+        sliding_window=5,
+        layer_types=kinds,
+        query_pre_attn_scalar=8,
+        **{**common, "tie_word_embeddings": True},
+    )
+
+
+def save_model(folder: Path, architecture: str = "llama", *, seed: int = 0, d_model: int = D_MODEL) -> Path:
+    """A model of random weights, large enough for attention and norms to matter, with the testbed's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tsae.testbed import make_tokenizer
+
+    with torch.random.fork_rng():  # What the configuration draws must not differ from run to run.
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config(architecture, d_model))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.2 if parameter.ndim > 1 else 0.1
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_perturbed(source: Path, folder: Path, *, amount: float = 0.05, seed: int = 1) -> Path:
+    """A copy whose weights moved a little, as a short training run would move them."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: w + amount * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny") -> Path:
+    (folder / "series.json").write_text(json.dumps({"name": name, "checkpoints": records}), encoding="utf-8")
+    return folder
+
+
+def make_rollouts(
+    policies: tuple[str, ...] = ("base",),
+    *,
+    n_problems: int = 12,
+    n_samples: int = 3,
+    seed: int = 0,
+    vocabulary: int = 17,
+    tokenizer: str | None = None,
+    **columns: Any,
+) -> Any:
+    """Random trajectories of different lengths: <bos> and digits as prompt, random tokens and <eos> as response."""
+    from tsae import Rollouts
+
+    rng = np.random.default_rng(seed)
+    prompts = [[BOS, *rng.integers(0, vocabulary, rng.integers(2, 7)).tolist()] for _ in range(n_problems)]
+    records = []
+    for policy in policies:
+        for problem, prompt in enumerate(prompts):
+            for _ in range(n_samples):
+                right = bool(rng.random() < 0.5)
+                records.append(
+                    {
+                        "problem_id": f"p{problem:03d}",
+                        "policy": policy,
+                        "prompt": f"prompt {problem}",
+                        "response": "text",
+                        "prompt_ids": prompt,
+                        "response_ids": [*rng.integers(0, vocabulary, rng.integers(1, 12)).tolist(), EOS],
+                        "reward": float(right),
+                        "outcome": "success" if right else "failure",
+                        "finish_reason": "stop",
+                        **columns,
+                    }
+                )
+    info = {} if tokenizer is None else {"tokenizer": tokenizer}
+    return Rollouts.from_records(records, info)
+
+
+def synthetic_store(
+    folder: Path,
+    texts: list[np.ndarray],
+    *,
+    site: str = "x.site",
+    special: tuple = (BOS, EOS),
+    dtype: str = "float32",
+) -> Any:
+    """A store of one reader whose activations are given: one (n_tokens, d_model) array a trajectory and problem.
+
+    The first token of a trajectory is its prompt, the others are its response; none of them is special.
+    """
+    import torch
+
+    from tsae import ActivationStore, Rollouts
+    from tsae.activations.shards.manifest import FORMAT, VERSION
+    from tsae.activations.shards.writer import write_shard
+    from tsae.base.files import write_json
+
+    records = [
+        {
+            "problem_id": f"p{i:04d}",
+            "policy": "base",
+            "prompt_ids": [0],
+            "response_ids": [1 + (t % 9) for t in range(len(text) - 1)],
+            "outcome": "unknown",
+        }
+        for i, text in enumerate(texts)
+    ]
+    rollouts = Rollouts.from_records(records)
+    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
+    activations = {site: torch.from_numpy(np.concatenate(texts).astype(np.float32))}
+    write_shard(folder / "base" / "00000.h5", activations, dtype, ids, offsets, np.arange(len(texts)))
+    rollouts.write(folder / "rollouts.parquet")
+    shard = {"file": "base/00000.h5", "n_tokens": int(offsets[-1]), "n_trajectories": len(texts)}
+    reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "shards": [shard]}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "complete": True,
+        "dtype": dtype,
+        "sites": {site: {"d_model": texts[0].shape[1]}},
+        "rollouts": rollouts.fingerprint,
+        "special_ids": list(special),
+        "readers": [reader],
+    }
+    write_json(folder / "manifest.json", manifest)
+    return ActivationStore(folder)
+
+
+def overwrite(shard: Any, site: str, values: Any) -> None:
+    """Other float32 activations in a shard, and their norms."""
+    values = np.broadcast_to(np.asarray(values, np.float32), shard.raw(site).shape)
+    for raw, new in ((shard.raw(site), values), (shard.norms(site), np.linalg.norm(values, axis=1))):
+        writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
+        writable[:] = new
+        writable.flush()

@@ -1,0 +1,45 @@
+"""Checkpoints as files: edited, as adapters, in a cache of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_adapter(base: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
+    """A LoRA adapter of random weights, written by peft."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**options))
+        if options.get("bias", "none") != "none":
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith("bias"):
+                        parameter.add_(torch.randn(parameter.shape))
+        model.save_pretrained(folder)
+    return folder
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def cached(cache: Path, repository: str, revisions: dict[str, dict[str, Path]]) -> None:
+    """Lay models out as huggingface_hub caches them: {revision: {subfolder: model}}."""
+    root = cache / f"models--{repository.replace('/', '--')}"
+    for number, (revision, models) in enumerate(revisions.items()):
+        commit = f"{number:040x}"
+        (root / "refs").mkdir(parents=True, exist_ok=True)
+        (root / "refs" / revision).write_text(commit)
+        for subfolder, model in models.items():
+            shutil.copytree(model, root / "snapshots" / commit / subfolder, dirs_exist_ok=True)

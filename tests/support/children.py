@@ -1,0 +1,72 @@
+"""Child processes of tests: forked from a server, given a port among them, and killed until they are done."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+# The server has imported what captures and trainings import and computed nothing: children start at once.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    [
+        "tqdm.auto",
+        "transformers.models.llama.modeling_llama",
+        "torch._dynamo",
+        "tsae.activations.recording.capture",
+        "tsae.activations.batches.windows",
+        "tsae.checkpoints.forward.hooks",
+        "tsae.activations.recording.capture",
+        "tsae.activations.batches.windows",
+        "tsae.checkpoints.forward.hooks",
+        "tsae.sae.fitting.train",
+    ]
+)
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    child = _processes.Process(target=target, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def killed_until_done(begin: Callable[[], Any], wait: Callable[[Any, int], None]) -> int:
+    """Begin again and again, kill each time, until one has ended by itself; returns how many were killed.
+
+    Args:
+        begin: starts a child.
+        wait: (child, kills so far); it is killed when this returns.
+    """
+    kills = 0
+    while True:
+        child = begin()
+        wait(child, kills)
+        child.kill()
+        child.join()
+        if child.exitcode == 0:
+            return kills
+        assert child.exitcode == -signal.SIGKILL
+        kills += 1
+
+
+def past(progress: Callable[[], int], seconds: float) -> Callable[[Any, int], None]:
+    """Waits until a child gets past where the one before left it, and then for up to so many seconds."""
+
+    def wait(child: Any, kills: int) -> None:
+        before = progress()  # the child has only just begun
+        while child.is_alive() and progress() == before:
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, seconds))
+
+    return wait

@@ -1,0 +1,57 @@
+"""The command line in tests: commands with their results, and functions that they name as module:function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tsae.cli import main
+
+COMMANDS = [
+    ["run"],
+    [],
+    ["demo"],
+    ["rollouts"],
+    ["rollouts", "sample"],
+    ["rollouts", "import"],
+    ["rollouts", "bands"],
+    ["rollouts", "difficulty"],
+    ["rollouts", "behaviours"],
+    ["drift"],
+    ["capture"],
+    ["store"],
+    ["store", "show"],
+    ["store", "check"],
+    ["store", "statistics"],
+    ["train"],
+    ["evaluate"],
+    ["encode"],
+    ["diff"],
+    ["causal"],
+    ["reinforcement"],
+    ["influence"],
+    ["report"],
+]
+
+
+SITE = "blocks.1.hook_resid_post"
+
+
+def lucky(response: str, answer: str) -> bool:
+    """A verifier that a random model passes now and then."""
+    return len(response) % 2 == 0
+
+
+def classes(prompt: str, response: Any) -> list[str]:
+    return ["digit" if token.isdigit() else "other" for token in response]
+
+
+def run(*args: object) -> None:
+    main([str(a) for a in args])
+
+
+def two_steps(prompt: str, answer: str) -> int:
+    return 2
+
+
+FAMILIES = {"numbers": ("digit",)}
+"""Beside the annotator `classes`, for --families."""

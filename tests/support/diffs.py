@@ -1,0 +1,161 @@
+"""Diffs made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from tsae.diff.result import FeatureDiff
+from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.table import Rollouts
+
+MARKUP = '<script>alert(1)</script>"><img src=x onerror=alert(1)></script><!--&lt;b&gt;'
+
+
+INVISIBLE = "a\u202eb\u2066c\x00\x1b\ud800"
+
+
+def reader(id: str, run: str | None, fve: float | None = 0.9) -> dict[str, Any]:
+    return {
+        "id": id, "run": run, "step": 0 if run is None else 10, "trained_on": run, "n_tokens": 1000, "fve": fve,
+        "l0": 8.0, "flagged": fve is None or fve < 0.5,
+    }  # fmt: skip
+
+
+def contrast(kind: str, checkpoint: str, part: str, band: str, outcome: str = "all", **more: Any) -> dict[str, Any]:
+    counts = {
+        "n_problems": 30, "n_trajectories": 240, "n_tokens": 4000, "rows": f"{kind}-{part}-{band}-{outcome}",
+        "n_left_out": 4, "n_tested": 6, "n_discoveries": 4, "n_differs": 5, "n_null": 0.4, "null_any": 0.2,
+        "detectable_delta": 0.4, "note": "",
+    }  # fmt: skip
+    keys = {"kind": kind, "checkpoint": checkpoint, "run": checkpoint, "step": 10, "part": part, "band": band}
+    return {**keys, "outcome": outcome, **counts, **more}
+
+
+def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, Any]]:
+    """One row a feature; features have the standard deviation 0.5 at base, and a difference of 0 is no discovery."""
+    names = ("kind", "checkpoint", "run", "step", "part", "band", "outcome")
+    return [
+        {
+            **{name: keys[name] for name in names}, "feature": feature, "mean": 1 + x, "reference": 1.0,
+            "difference": x, "low": x - 0.1, "high": x + 0.1,
+            "delta": 2 * x, "delta_low": 2 * x - 0.2, "delta_high": 2 * x + 0.2, "auroc": 0.5,
+            "p": 0.001 if x else 0.9,
+            "q": 0.004 if x else 0.95,
+            "p_differs": 0.0005 if x else 0.8,
+            "q_differs": 0.002 if x else 0.85,
+            "scale": "base",
+        }
+        for feature, x in enumerate(differences)
+    ]  # fmt: skip
+
+
+def behaviour(
+    policy: str, band: str, name: str, mean: float, half: float, change: float = np.nan, change_half: float = np.nan
+) -> dict[str, Any]:
+    row = {"policy": policy, "band": band, "behaviour": name, "mean": mean, "low": mean - half, "high": mean + half}
+    row |= {"n_problems": 30, "n_trajectories": 240, "change": change, "n_paired": 30}
+    return {**row, "change_low": change - change_half, "change_high": change + change_half}
+
+
+def describe(classes: list[str], *, annotated: bool = True) -> pd.DataFrame:
+    n = len(classes)
+    table = pd.DataFrame(
+        {
+            "group": ["high", "low"] * (n // 2),
+            "firing_rate": 0.1,
+            "length_correlation": [0.9, -0.2] * (n // 2),
+            "responds_to": classes,
+            "top_tokens": [["a", "b"]] * n,
+            "top_token_share": [0.8] + [0.2] * (n - 1),
+        },
+        index=pd.RangeIndex(n, name="feature"),
+    )
+    return table.assign(lift=2.0, share=0.25) if annotated else table
+
+
+CLASSES = ["operand", "operand", "answer", "answer", "separator", "prompt"]
+
+
+SHIFTS = {"up-run": [0.9, 0.5, -0.7, 0.0, 0.2, 0.0], "down-run": [-0.6, 0.0, 0.8, 0.3, -0.2, 0.0]}
+
+
+def make(bands: tuple[str, ...] = ("easy", "hard"), *, runs: bool = True, **changes: Any) -> FeatureDiff:
+    contrasts, rows, lived = [], [], []
+    splits = ["all", *bands]
+    for run, differences in SHIFTS.items() if runs else ():
+        for part, factor in (("total", 1.0), ("policy", 0.75), ("representation", 0.25), ("same_trajectories", 0.2)):
+            for band in splits:
+                for outcome in ("all", "success", "failure"):
+                    keys = contrast("shift", run, part, band, outcome)
+                    if (band, outcome) == ("easy", "failure"):
+                        keys |= {"n_tested": 0, "n_discoveries": 0, "note": "3 problems <on> both sides; 5 are needed"}
+                    else:
+                        rows += effects(keys, [factor * x for x in differences])
+                    contrasts.append(keys)
+    ids = ["base", *(SHIFTS if runs else ())]
+    for checkpoint in ids:
+        for band in splits:
+            keys = contrast("outcome", checkpoint, "success_minus_failure", band)
+            rows += effects(keys, [0.3, 0.0, -0.4, 0.0, 0.0, 0.0])
+            contrasts.append(keys)
+    accuracy = {"base": 0.5, "up-run": 0.8, "down-run": 0.45}
+    length = {"base": 20.0, "up-run": 38.0, "down-run": 4.0}
+    for checkpoint in ids:
+        for band in splits:
+            # A paired change is known more closely than two means side by side.
+            for name, means, half, close in (
+                ("accuracy", accuracy, 0.06, 0.055),
+                ("response_length", length, 2.0, 1.0),
+            ):
+                paired = () if checkpoint == "base" else (means[checkpoint] - means["base"], close)
+                lived.append(behaviour(checkpoint, band, name, means[checkpoint], half, *paired))
+    info = {
+        "config": {
+            "span": "response", "n_bootstrap": 1000, "n_permutations": 10_000, "confidence": 0.95, "q": 0.05,
+            "min_problems": 5, "min_fve": 0.5, "minimum_effect": 0.1, "fdr": "bh",
+        },
+        "sae": {"d_sae": 6, "d_high": 2, "k": 2, "site": "blocks.1.hook_resid_post", "aux_weight": 0.03125},
+        "readers": [reader("base", None), *(reader(id, id) for id in ids[1:])],
+        "null_repeats": 5,
+        "bands": {"easy": 0.75, "hard": 0.25, "reference": "base", "separate": True} if bands else None,
+        "rollouts": "0123456789abcdef",
+        "causally_tested": False,
+    }  # fmt: skip
+    made = FeatureDiff(
+        shifts=pd.DataFrame(rows),
+        contrasts=pd.DataFrame(contrasts),
+        features=describe(CLASSES),
+        behaviours=pd.DataFrame(lived),
+        info=info,
+    )
+    return replace(made, **changes)
+
+
+def source(texts: list[str]) -> tuple[FeatureTable, dict[str, str]]:
+    """A table of two trajectories that hold the given tokens, with every feature active on the response's."""
+    n = len(texts)
+    prompt, response = [0], list(range(n))
+    records = [
+        {
+            "problem_id": f"p{i}", "policy": policy, "prompt_ids": prompt, "response_ids": response,
+            "outcome": outcome, "prompt": texts[0].replace("\ud800", ""), "response": "",
+        }
+        for i, (policy, outcome) in enumerate([("base", "success"), ("up-run", "failure")])
+    ]  # fmt: skip
+    rollouts = Rollouts.from_records(records)
+    codes = sp.csr_array(np.tile(np.linspace(0, 3, n + 1)[:, None], (2, 6)).astype(np.float32))
+    table = FeatureTable(
+        codes=codes,
+        token_ids=np.array([*prompt, *response] * 2, dtype=np.int32),
+        row_offsets=np.array([0, n + 1, 2 * n + 2]),
+        reader=np.array([0, 0]),
+        trajectory=np.array([0, 1]),
+        rollouts=rollouts,
+        info={"sae": {"d_high": 2}, "readers": [reader("base", None)], "special_ids": []},
+    )
+    return table, {str(i): text for i, text in enumerate(texts)}

@@ -1,0 +1,1 @@
+"""Training batches: windows of adjacent tokens, their partners, balance, and outliers."""

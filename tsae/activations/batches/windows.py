@@ -1,0 +1,356 @@
+"""Batches of tokens with their partners, shuffled over a whole store in bounded memory.
+
+1. A trajectory's counted tokens are cut into windows of adjacent tokens (`tsae.activations.batches.segments`), at an
+   offset drawn for each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and
+   holds no padding, special token or token outside the span. Tokens with others between them, such as a tool's result,
+   are not adjacent.
+2. Windows are shuffled, not tokens. A batch is a set of windows, so that each token is encoded once although it is a
+   partner of both of its neighbours. How often an epoch reads each token: `tsae.activations.batches.mixture`.
+3. The temporal loss compares a token with its partner: the token before it, as in Bhalla et al. (arXiv 2511.05541), or
+   a random earlier token of the trajectory (the default of their code) or of the reasoning step
+   (`tsae.activations.batches.partners`). A partner outside the batch's windows is read beside them, and is neither
+   reconstructed nor counted. So every counted token still comes once a pass, and early tokens, which are partners more
+   often, do not gain weight.
+
+Memory holds the index of windows (8 bytes a window, twice that while an epoch of several passes begins), 8 bytes a step
+where partners are of the step, a bit a token for outliers, and the batches that are read ahead. Activations are read
+through memory maps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tsae.activations.batches.copies import Copies
+from tsae.activations.batches.mixture import Mixture
+from tsae.activations.batches.outliers import NormStats, OutlierMask, norm_stats, raise_where_not_finite
+from tsae.activations.batches.partners import Partners, blocks
+from tsae.activations.batches.places import Places, Rows, token_places
+from tsae.activations.batches.segments import (
+    divided,
+    epoch_order,
+    find_segments,
+    kept_problems,
+    length_bits,
+    unpacked,
+    windows_before,
+)
+from tsae.activations.catalogue import Catalogue
+from tsae.activations.config import Axis, Partner
+from tsae.activations.shards.shard import DTYPES, as_torch
+from tsae.activations.spans import TokenSpan
+from tsae.base.memory import Reused
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import torch
+
+_AHEAD = 3
+"""Batches that are read ahead."""
+
+_THREADS = 2
+"""Threads that copy them. The caller's thread decides what to copy: in threads, its many small steps would wait for
+each other."""
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class TokenBatch(NamedTuple):
+    """Windows of adjacent tokens, and partners."""
+
+    x: torch.Tensor
+    """(n, d_model) in the stored precision, as others are; whoever computes with 16 bits widens them."""
+    pairs: np.ndarray
+    """(n_pairs, 2) rows of x: (partner, token); the partner comes earlier in the token's trajectory. Rows from n on are
+    those of others."""
+    trajectory: np.ndarray
+    """(n,) row ids into the rollouts."""
+    number: int = 0
+    """Place in the epoch, from 0."""
+    others: torch.Tensor | None = None
+    """(m, d_model): tokens that are only partners; None where all partners are in x."""
+    copies: np.ndarray = _NONE
+    """(n + m,) of x and others, equal for tokens that are copies of one another: the same reader read the same text up
+    to them (`tsae.activations.batches.copies`). Empty where there are no partners."""
+
+
+class _Plan(NamedTuple):
+    """A batch before its activations are read."""
+
+    number: int
+    x: Rows
+    others: Rows | None
+    pairs: np.ndarray
+    trajectory: np.ndarray
+    copies: np.ndarray
+
+
+class Windows:
+    """Shuffled batches of tokens and their partners at one site.
+
+    Args:
+        store: activations; of a subset, its readers and trajectories are read.
+        site: one of its sites.
+        span: which tokens count; special tokens never do.
+        window: tokens of a window, at least 2.
+        held_out: None for all problems; else every tenth problem is held out, and this says which side is read.
+        max_norm: tokens whose norm exceeds this multiple of the median are left out.
+        partner: which token a token is paired with; None for no pairs.
+        step_ends: ids of the tokens that end a reasoning step, for partner="step".
+        balance: what is read in equal parts; see `tsae.activations.batches.mixture`.
+        seed: of the shuffle.
+
+    Raises:
+        TsaeError: where no tokens or no pairs are left, no token ends a step, or a cell to be balanced is unknown.
+    """
+
+    def __init__(
+        self,
+        store: Catalogue,
+        site: str,
+        *,
+        span: TokenSpan = "all",
+        window: int = 8,
+        held_out: bool | None = None,
+        max_norm: float = 10.0,
+        partner: Partner | None = "previous",
+        step_ends: Sequence[int] = (),
+        balance: Sequence[Axis] = (),
+        seed: int = 0,
+    ) -> None:
+        if window < 2:
+            raise TsaeError(f"window={window} holds no pair of adjacent tokens", where="window", fix="Use at least 2.")
+        if partner == "step" and not step_ends:
+            raise TsaeError(
+                'partner="step" needs the ids of the tokens that end a step',
+                where="TrainingConfig.step_ends",
+                fix='Give them, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.',
+            )
+        self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
+        self.max_norm = max_norm
+        self.d_model = store.d_model(site)
+        self.shards = list(store.shards())
+        kept = kept_problems(store, held_out) & store.rows
+        segments, begins, n_counted, n_undivided = [], [], 0, 0
+        for i, shard in enumerate(self.shards):
+            of_kept = np.repeat(kept[shard.trajectory], np.diff(shard.offsets))
+            counted = shard.token_span(store.rollouts, span, store.special_ids) & of_kept
+            segments.append(find_segments(i, shard, counted))
+            if partner in ("earlier", "step"):
+                prompts = store.rollouts.lengths("prompt_ids")[shard.trajectory] if partner == "step" else None
+                parts = store.rollouts.token_parts(shard.trajectory) if partner == "step" else None
+                begins.append(n_counted + blocks(shard, counted, prompts, step_ends, parts))
+                n_counted += int(counted.sum())
+                n_undivided += len(blocks(shard, counted, prompts, (), parts))
+        # (n_segments, 3): shard, first token, number of tokens; a segment is a run of counted tokens of one trajectory.
+        narrow = max(shard.n_tokens for shard in self.shards) < 2**31
+        self.segments = np.concatenate(segments).astype(np.int32 if narrow else np.int64)
+        self.n_tokens = int(self.segments[:, 2].sum())
+        if self.n_tokens == 0:
+            raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
+        if partner == "step" and sum(map(len, begins)) == n_undivided:
+            raise TsaeError(
+                f"step_ends={tuple(step_ends)} divide no trajectory into steps",
+                where=store.path,
+                fix="Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them.",
+            )
+        self._places = Places(self.shards)
+        first, length = self._places.first(self.segments), self.segments[:, 2]
+        self._partners = Partners(first, length, np.concatenate(begins)) if begins else None
+        longest = length.max() if self._partners is None else self._partners.longest
+        if partner is not None and longest < 2:
+            unit = "step" if partner == "step" else "trajectory"
+            adjacent = " adjacent" if partner == "previous" else ""
+            raise TsaeError(
+                f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs",
+                where=store.path,
+                fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
+            )
+        self._bits = length_bits(self.segments, window)
+        self.mixture = Mixture(store, self.shards, self._places, self.segments, balance)
+        self.norms = self._estimate_norms()
+
+    def at(self, site: str) -> Windows:
+        """The same windows at another site, where other tokens may be outliers."""
+        other = copy(self)
+        other.site, other.d_model = site, self.store.d_model(site)
+        for name in ("_maps", "_outliers", "first_tokens"):
+            other.__dict__.pop(name, None)
+        other.norms = other._estimate_norms()
+        return other
+
+    @cached_property
+    def _maps(self) -> list[np.ndarray]:
+        # Looking a dataset up in its file takes longer than reading a few windows of it.
+        return [np.asarray(shard.raw(self.site)) for shard in self.shards]
+
+    @cached_property
+    def first_tokens(self) -> np.ndarray:
+        """(about 16,384, d_model) float32: a sample of the tokens trained on, without outliers."""
+        place = self._first(16_384)
+        place = place[self._inside(place)]
+        x = self._gather(self._rows_of(place), Reused(1))
+        self.refuse_not_finite(x, self._places.row[self._places.text(place)])
+        return x.float().numpy()
+
+    def _first(self, n_tokens: int) -> np.ndarray:
+        """(n,) places of the tokens of the first windows of epoch 0."""
+        windows = self._beginning()
+        first = int(windows_before(windows, self._bits, np.array([n_tokens]))[0])
+        begin, length = unpacked(windows[: max(1, first)], self._bits)
+        order = np.argsort(begin, kind="stable")
+        return token_places(begin[order], length[order])
+
+    def _beginning(self) -> np.ndarray:
+        """(n,) packed, the first windows of epoch 0: more than a sample takes, where there are so many."""
+        return self._order(0)
+
+    def _estimate_norms(self, sample: int = 65_536) -> NormStats:
+        return norm_stats(self._norm(self._first(sample)), self.max_norm, self.store, self.site)
+
+    def _norm(self, place: np.ndarray) -> np.ndarray:
+        """(n,) L2 norms of tokens in the order of their shards."""
+        return np.concatenate([self.shards[number].norms(self.site)[some] for number, some in self._rows_of(place)])
+
+    def _inside(self, place: np.ndarray) -> np.ndarray:
+        """(n,) bool: tokens that are no outliers."""
+        return self._outliers.inside(place)
+
+    @cached_property
+    def _outliers(self) -> OutlierMask:
+        return OutlierMask(self.shards, self._places.base, self.site, self.norms.limit)
+
+    def refuse_not_finite(self, x: torch.Tensor, trajectory: np.ndarray) -> None:
+        """Name a token that is not finite, if there is one.
+
+        Captures are finite, so reading a batch does not check that. This is for a caller who meets such a value.
+
+        Args:
+            x: (n, d_model) tokens of a batch.
+            trajectory: (n,) row ids into the rollouts.
+
+        Raises:
+            TsaeError: says where it is.
+        """
+        rows = trajectory[~x.isfinite().all(dim=1).numpy()]
+        if len(rows):
+            raise_where_not_finite(self.store, self.shards, self.site, rows)
+
+    def epoch(
+        self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> Iterator[TokenBatch]:
+        """As many tokens as the store has, in an order that depends on the seed and the epoch only.
+
+        Batches hold about batch_tokens tokens, as many as divide the epoch evenly.
+
+        Args:
+            number: of the epoch.
+            batch_tokens: tokens of a batch, without others.
+            start: number of the first batch; those before it are not read.
+            share: (i, n) gives every n-th window of each batch from the i-th on. The shares of a batch make up the
+                whole. A share without pairs is given too, so that n processes stay in step.
+        """
+        windows = self._order(number)
+        if len(windows):
+            n_batches = max(1, round(self.n_tokens / batch_tokens))
+            yield from self._batches(windows, number, range(n_batches), start, share)
+
+    def _batches(
+        self, windows: np.ndarray, epoch: int, numbers: range, start: int, share: tuple[int, int]
+    ) -> Iterator[TokenBatch]:
+        """Packed windows in their order as batches of the given numbers, from the number `start` on."""
+        plans = (
+            self._plan(number, part, share, np.random.default_rng([self.seed, epoch, number, 1]))
+            for number, part in divided(windows, self._bits, numbers)
+            if number >= start
+        )
+        due = (
+            plan for plan in plans if len(plan.pairs) or share[1] > 1 or (self.partner is None and len(plan.trajectory))
+        )
+        # For every batch that is read ahead, the last and the one before it: x and others.
+        memory = Reused(2 * (_AHEAD + 2))
+        with ThreadPoolExecutor(_THREADS) as threads:
+
+            def begin(plan: _Plan) -> tuple[_Plan, list[Future[torch.Tensor]]]:
+                read = [plan.x] if plan.others is None else [plan.x, plan.others]
+                return plan, [threads.submit(self._gather, rows, memory) for rows in read]
+
+            ahead = deque(map(begin, islice(due, _AHEAD)))
+            while ahead:
+                plan, reading = ahead.popleft()
+                x, *others = [one.result() for one in reading]
+                ahead.extend(map(begin, islice(due, 1)))
+                some = others[0] if others else None
+                yield TokenBatch(x, plan.pairs, plan.trajectory, plan.number, some, plan.copies)
+                # So that the next batch can reuse its memory.
+                del reading, x, others, some
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """(n_windows,) packed, every window that an epoch reads, in its order."""
+        return epoch_order(self.segments, self._places.base, self.mixture, self.window, self._bits, self.seed, epoch)
+
+    def _plan(self, number: int, windows: np.ndarray, share: tuple[int, int], rng: np.random.Generator) -> _Plan:
+        begin, length = unpacked(windows, self._bits)
+        order = np.argsort(begin, kind="stable")
+        begin, length, mine = begin[order], length[order], order % share[1] == share[0]
+        text, place = self._places.text(begin), token_places(begin, length)
+        # Drawn for the whole batch, so that a token has the same partner whatever the share.
+        drawn = None if self._partners is None else self._partners.draw(place, rng)
+        if share[1] > 1:
+            of_mine = np.repeat(mine, length)
+            begin, length, text, place = begin[mine], length[mine], text[mine], place[of_mine]
+            drawn = None if drawn is None else drawn[of_mine]
+        inside = self._inside(place)
+        row = np.cumsum(inside) - 1
+        x = self._rows_of(place[inside])
+        trajectory = np.repeat(self._places.row[text], length)[inside]
+        copies = _NONE if self.partner is None else self._copies_of(begin, length)[inside]
+        if self._partners is None or drawn is None:
+            follows = inside.copy()
+            follows[1:] &= inside[:-1]
+            follows[length.cumsum() - length] = False
+            current = np.flatnonzero(follows) if self.partner is not None else _NONE
+            return _Plan(number, x, None, np.stack([row[current - 1], row[current]], axis=1), trajectory, copies)
+        # A token that drew an outlier has no partner this time: the others are as likely as before.
+        current = np.flatnonzero((drawn >= 0) & inside)
+        partner = self._partners.place(drawn[current])
+        good = self._inside(partner)
+        current, partner = current[good], partner[good]
+        pairs = np.stack([len(trajectory) + np.arange(len(current)), row[current]], axis=1)
+        copies = np.concatenate([copies, self._copies_of(partner, np.ones_like(partner))])
+        return _Plan(number, x, self._rows_of(partner), pairs, trajectory, copies)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self.shards)
+
+    def _copies_of(self, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """(sum of lengths,) `TokenBatch.copies` of runs of tokens in the order of their shards."""
+        bounds = np.searchsorted(begin, self._places.base)
+        found = [
+            self._copies.of(number, some, length[bounds[number] : bounds[number + 1]])
+            for number, some in self._places.by_shard(begin)
+        ]
+        return np.concatenate([_NONE, *found])
+
+    def _gather(self, rows: Rows, memory: Reused) -> torch.Tensor:
+        """(n, d_model) tokens in the stored precision."""
+        dtype = self.store.manifest["dtype"]
+        x, low = memory.empty(sum(len(some) for _, some in rows), self.d_model, DTYPES[dtype]), 0
+        for number, some in rows:
+            # Any other mode makes a copy first; the rows are known to be there.
+            np.take(self._maps[number], some, axis=0, out=x[low : low + len(some)], mode="clip")
+            low += len(some)
+        return as_torch(x, dtype)
+
+    def _rows_of(self, place: np.ndarray) -> Rows:
+        """Where tokens are, given in the order of their shards."""
+        return self._places.by_shard(place)

@@ -1,0 +1,1 @@
+"""Readers: the checkpoints whose activations are recorded, what they read, and their forward passes."""

@@ -1,0 +1,99 @@
+"""Which reader reads which trajectories, in which shards, and whether they fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tsae.activations.config import ReadingConfig
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+
+class Piece(NamedTuple):
+    """What one shard holds."""
+
+    reader: str
+    file: str
+    """Below the store's folder."""
+    rows: np.ndarray
+    """(n_trajectories,) row ids into the rollouts."""
+
+
+def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) -> dict[str, np.ndarray]:
+    """Row ids of the trajectories that each reader reads; the first of the ids is the base's."""
+    base, plan, policies = ids[0], config.plan, rollouts.policies
+    if plan == "auto":
+        plan = "paired" if set(policies) <= set(ids) and base in policies else "all"
+    everything = np.arange(len(rollouts))
+    if plan == "all":
+        return dict.fromkeys(ids, everything)
+    own = plan == "own"
+    missing = next((id for id in (ids if own else [base]) if id not in policies), None)
+    if missing is not None:
+        raise TsaeError(
+            f"no trajectory was sampled by {'' if own else 'the base '}{missing!r}; policies are {', '.join(policies)}",
+            where="CaptureConfig.plan",
+            fix="Sample from it too, leave that checkpoint out, or use another plan."
+            if own
+            else 'Sample from the base too, or use plan="all".',
+        )
+    if own:
+        return {id: _rows_of([id], rollouts) for id in ids}
+    return {id: everything if id == base else _rows_of([base, id], rollouts) for id in ids}
+
+
+def _rows_of(policies: list[str], rollouts: Rollouts) -> np.ndarray:
+    """Row ids of the trajectories that some policies sampled."""
+    return np.flatnonzero(pc.is_in(rollouts.table["policy"], value_set=pa.array(policies)).to_numpy())
+
+
+def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) -> Iterator[Piece]:
+    """Consecutive whole trajectories of each reader; the next shard begins where one would exceed the budget."""
+    for reader, rows in plan.items():
+        number, start, tokens = 0, 0, 0
+        for end, row in enumerate(rows):
+            if tokens and tokens + lengths[row] > shard_tokens:
+                yield Piece(reader, f"{reader}/{number:05d}.h5", rows[start:end])
+                number, start, tokens = number + 1, end, 0
+            tokens += int(lengths[row])
+        yield Piece(reader, f"{reader}/{number:05d}.h5", rows[start:])
+
+
+def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
+    """Refuse a checkpoint with another tokenizer than that of the trajectories."""
+    expected = rollouts.info.get("tokenizer")
+    if expected is not None and expected != fingerprint:
+        raise TsaeError(
+            f"its tokenizer ({fingerprint}) is not the one that the trajectories were tokenised with ({expected})",
+            where=checkpoint.path,
+            fix="Use rollouts tokenised for this model; import the log again with its tokenizer.",
+        )
+
+
+def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:
+    """Refuse trajectories longer than the context, and token ids outside the vocabulary."""
+    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+    longest = int(lengths.argmax())
+    if context is not None and lengths[longest] > context:
+        raise TsaeError(
+            f"trajectory {longest} has {lengths[longest]} tokens, more than the model's context of {context}",
+            where=rollouts.origin,
+            fix="Leave out trajectories longer than the context.",
+        )
+    for name in ("prompt_ids", "response_ids"):
+        # Chunk by chunk: joined, they would be copied into memory.
+        found = [chunk.flatten().to_numpy() for chunk in rollouts.table[name].chunks if len(chunk)]
+        low, high = min(int(ids.min()) for ids in found), max(int(ids.max()) for ids in found)
+        if low < 0 or high >= vocabulary:
+            raise TsaeError(
+                f"{name} holds token id {high if high >= vocabulary else low}, "
+                f"outside the model's vocabulary of {vocabulary}",
+                where=rollouts.origin,
+                fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
+            )

@@ -1,0 +1,174 @@
+"""Forward passes over whole trajectories, in batches of similar length under a token budget.
+
+The last bits of a token's activations depend on its batch, because matrix products of another shape add up in another
+order. So batches are planned from lengths and budget alone. Where one does not fit into memory, `OutOfMemory` is
+raised, and the caller starts again with half the budget and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from tsae.activations.reader.assignment import Piece
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+
+class Reader(Protocol):
+    """A model with hooks."""
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """(B, T) right-padded token ids and mask -> by name (B, T, …) what the model computed."""
+
+
+class Batch(NamedTuple):
+    """What a reader computed on some trajectories."""
+
+    texts: np.ndarray
+    """(b,) positions in the sequence that was read."""
+    values: dict[str, torch.Tensor]
+    """By site (n_tokens, d_model) of these trajectories, one after another, without padding."""
+    lengths: list[int]
+    """Tokens of each trajectory."""
+
+    def each(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(position, (n_tokens, …) of a site or prediction) of every trajectory."""
+        return zip(self.texts.tolist(), self.values[name].split(self.lengths), strict=True)
+
+
+class OutOfMemory(Exception):
+    """A batch did not fit into memory."""
+
+    def __init__(self, texts: np.ndarray) -> None:
+        self.texts = texts
+        """(b,) trajectories of the batch, the longest first."""
+
+
+def plan_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
+    """Positions of trajectories of similar length; a batch holds at most batch_tokens with padding, or one trajectory.
+
+    The longest come first: attention's memory grows with the square of the length, so that a batch that does not fit
+    comes at once.
+    """
+    order, start = np.argsort(-lengths, kind="stable"), 0
+    while start < len(order):
+        end = start + max(1, batch_tokens // max(1, int(lengths[order[start]])))
+        yield order[start:end]
+        start = end
+
+
+def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int) -> Iterator[Batch]:
+    """Read trajectories, given as token ids, in planned batches.
+
+    Raises:
+        OutOfMemory: where a batch does not fit.
+    """
+    lengths = np.array([len(text) for text in texts])
+    for batch in plan_batches(lengths, batch_tokens):
+        ids, mask = pad([texts[t] for t in batch])
+        try:
+            values = reader.read(ids, mask)
+            found = {name: _without_padding(value, mask.bool()) for name, value in values.items()}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found = None
+        if found is None:
+            # Not in the except block, whose traceback keeps what the forward pass had computed.
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            raise OutOfMemory(batch)
+        yield Batch(batch, found, lengths[batch].tolist())
+
+
+def read_each(
+    reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int, name: str, *, where: str, fix: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(position, (n_tokens, …) of one site or prediction) of every trajectory, the longest first.
+
+    Raises:
+        TsaeError: where a batch does not fit into memory; it names `where` and says `fix`.
+    """
+    try:
+        for batch in read_batches(reader, texts, batch_tokens):
+            yield from batch.each(name)
+    except OutOfMemory as error:
+        raise TsaeError(f"a batch of {batch_tokens} tokens does not fit into memory", where=where, fix=fix) from error
+
+
+def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) token ids and mask of texts, padded on the right."""
+    ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, text in enumerate(texts):
+        ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
+        mask[i, : len(text)] = 1
+    return ids, mask
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU, where torch has no class of its own for that."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = ("DefaultCPUAllocator", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _without_padding(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    if bool(real.all()):
+        return rearrange(value, "text token ... -> (text token) ...")
+    return value[real.to(value.device)]
+
+
+def stored_texts(
+    batch: Batch, site: str, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(position, (n_tokens, d_model) on the CPU in the stored precision) of every trajectory of a batch.
+
+    Args:
+        batch: what the piece's reader computed.
+        site: one of its sites.
+        piece: what is read.
+        rollouts: the trajectories.
+        manifest: says d_model and the stored precision.
+        checkpoint: the reader's path, for messages.
+
+    Raises:
+        TsaeError: where a reader has another d_model than the base, or a value is not finite once it is stored.
+    """
+    value, d_model, dtype = batch.values[site], manifest["sites"][site]["d_model"], manifest["dtype"]
+    if value.shape[-1] != d_model:
+        raise TsaeError(
+            f"reader {piece.reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
+            where=checkpoint,
+            fix="Use checkpoints of one model together.",
+        )
+    stored = value.to(getattr(torch, dtype))
+    if not torch.isfinite(stored).all():
+        for t, computed in batch.each(site):
+            if not torch.isfinite(computed.to(stored.dtype)).all():
+                _raise_not_finite(computed, site, dtype, piece.reader, checkpoint, rollouts, int(piece.rows[t]))
+    yield from zip(batch.texts.tolist(), stored.cpu().split(batch.lengths), strict=True)
+
+
+def _raise_not_finite(
+    value: torch.Tensor, site: str, dtype: str, reader: str, checkpoint: str, rollouts: Rollouts, row: int
+) -> None:
+    problem = rollouts.table["problem_id"][row].as_py()
+    if bool(torch.isfinite(value).all()):
+        raise TsaeError(
+            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
+            f"(trajectory {row}, problem {problem})",
+            where=checkpoint,
+            fix="Store bfloat16 or float32 (--dtype).",
+        )
+    raise TsaeError(
+        f"activations at {site} are not finite while reader {reader} reads trajectory {row} (problem {problem})",
+        where=checkpoint,
+        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+    )

@@ -1,0 +1,120 @@
+"""Checkpoints opened as readers: checked against the rollouts, loaded, and given hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tsae.activations.catalogue import READER_INFO
+from tsae.activations.config import CaptureConfig, ReadingConfig
+from tsae.activations.reader.assignment import check_context, check_tokenizer, plan_readers
+from tsae.activations.reader.forward_passes import Reader
+from tsae.activations.shards.shard import DTYPES
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.bridge import TransformerLensReader
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, check_sites
+from tsae.checkpoints.forward.placement import spread
+from tsae.checkpoints.forward.predictions import PredictingReader
+from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Base(NamedTuple):
+    """A series whose checkpoints can read the rollouts, with its base loaded."""
+
+    model: PreTrainedModel
+    loader: ModelLoader | None
+    """Loads the other readers; None where models are spread over all devices."""
+    sites: list[str]
+    plan: dict[str, np.ndarray]
+    """Row ids of the trajectories that each reader reads."""
+    facts: dict[str, Any]
+    """What a manifest says of all readers: dtype, sites, rollouts, tokenizer, special_ids."""
+    readers: list[dict[str, Any]]
+    """What it says of each: id, run, step, trained_on, weights."""
+
+
+def open_base(
+    series: CheckpointSeries, rollouts: Rollouts, sites: Sequence[str], config: ReadingConfig, device: str
+) -> Base:
+    """Check that the checkpoints can read the rollouts, and load the base.
+
+    Args:
+        series: the readers.
+        rollouts: what they read.
+        sites: TransformerLens names; without any, the output of the middle block.
+        config: how they read.
+        device: where, instead of `config.device`.
+
+    Raises:
+        TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, or
+            a precision that cannot be stored.
+    """
+    tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
+    for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
+        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
+    loader = _loader(config, device)
+    model = _load(series.base, config, loader)
+    text_config = model.config.get_text_config()
+    depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
+    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+    sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
+    check_sites(sites, depth, series.base.path)
+    dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        where = f"{type(config).__name__}.dtype"
+        raise TsaeError(f"cannot store {dtype}", where=where, fix=f"Choose one of {', '.join(DTYPES)}.")
+    facts = {
+        "dtype": dtype,
+        "sites": {site: {"d_model": d_model} for site in sites},
+        "rollouts": rollouts.fingerprint,
+        "tokenizer": tokenizer_fingerprint(tokenizers[0]),
+        "special_ids": sorted(set(tokenizers[0].all_special_ids)),
+    }
+    readers = [
+        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": weights_fingerprint(checkpoint)}
+        for checkpoint in series
+    ]
+    return Base(model, loader, sites, plan_readers([c.id for c in series], rollouts, config), facts, readers)
+
+
+def as_reader(
+    checkpoint: Checkpoint,
+    sites: list[str],
+    config: ReadingConfig,
+    device: str,
+    loader: ModelLoader | None,
+    model: PreTrainedModel | None,
+) -> Reader:
+    """A checkpoint with hooks; `model` is its own, where it is loaded already."""
+    reader: HuggingFaceReader | TransformerLensReader
+    if config.backend == "transformer_lens":
+        reader = TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
+    else:
+        reader = HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
+    return PredictingReader(reader) if isinstance(config, CaptureConfig) and config.token_statistics else reader
+
+
+def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
+    """One checkpoint as a reader, with a loader of its own."""
+    return as_reader(checkpoint, sites, config, config.device, _loader(config, config.device), None)
+
+
+def _loader(config: ReadingConfig, device: str) -> ModelLoader | None:
+    return None if device == "auto" else ModelLoader(device=device, dtype=config.model_dtype)
+
+
+def _load(checkpoint: Checkpoint, config: ReadingConfig, loader: ModelLoader | None) -> PreTrainedModel:
+    """Load a model; without a loader it is spread over all devices."""
+    if loader is not None:
+        return loader.load(checkpoint)
+    model = checkpoint.load_model(dtype=config.model_dtype)
+    spread(model)
+    return model

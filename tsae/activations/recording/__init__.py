@@ -1,0 +1,1 @@
+"""Recording: capture into a store, and repair of damaged shards."""

@@ -1,0 +1,83 @@
+"""Repair of a store: damaged shards are captured again, and only these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tsae.activations.config import CaptureConfig
+from tsae.activations.reader.assignment import cut, plan_readers
+from tsae.activations.reader.opening import open_reader
+from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.shards.checksums import Damage, stored_rollouts
+from tsae.activations.shards.manifest import inside, read_manifest
+from tsae.base.files import write_json
+from tsae.base.progress import progress_bar
+from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A shard that was captured again."""
+
+    file: str
+    same: bool
+    """Whether it has the bytes of the first capture. Other hardware, thread counts and versions change last bits; the
+    manifest then holds the new checksum."""
+
+
+def repair_store(
+    path: str | Path, series: CheckpointSeries, damages: Sequence[Damage], *, progress: bool = True
+) -> list[Repair]:
+    """Capture damaged shards again, with the config and the batches of the first capture.
+
+    Args:
+        path: folder of the store.
+        series: holds the readers of the damaged shards.
+        damages: as `tsae.activations.shards.checksums.check_store` found them.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where a checkpoint is not the one that was captured.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    rollouts, config = stored_rollouts(path, manifest), CaptureConfig(**manifest["config"])
+    readers = {reader["id"]: reader for reader in manifest["readers"]}
+    damaged = list(dict.fromkeys(damage.reader for damage in damages))
+    for id in damaged:
+        found, expected = weights_fingerprint(series[id]), readers[id]["weights"]
+        if found != expected:
+            raise TsaeError(
+                f"these are not the weights that were captured as {id} (hash {found}, expected {expected})",
+                where=series[id].path,
+                fix="Give the series that the store was captured from.",
+            )
+    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+    pieces = list(cut(plan_readers(list(readers), rollouts, config), lengths, config.shard_tokens))
+    repaired = []
+    total = sum(int(readers[d.reader]["shards"][d.number]["n_tokens"]) for d in damages)
+    with progress_bar("repair", "token", total, shown=progress) as bar:
+        for id in damaged:
+            mine, shards = [piece for piece in pieces if piece.reader == id], readers[id]["shards"]
+            reader = open_reader(series[id], list(manifest["sites"]), config)
+            for number in [damage.number for damage in damages if damage.reader == id]:
+                if number >= len(mine):
+                    raise TsaeError(
+                        f"names {len(shards)} shards of {id}, whose trajectories make {len(mine)}",
+                        where=path / "manifest.json",
+                        fix="Capture again.",
+                    )
+                piece, before = mine[number], shards[number]
+                # The damaged file may be a link to somewhere else.
+                inside(path, str(Path(piece.file).parent))
+                (path / piece.file).unlink(missing_ok=True)
+                shards[number] = capture_shard(
+                    reader, series[id].path, rollouts, piece, path, manifest, before["batch_tokens"], bar
+                )
+                write_json(path / "manifest.json", manifest)
+                repaired.append(Repair(piece.file, shards[number] == before))
+    return repaired

@@ -1,0 +1,100 @@
+"""Capture of one shard: a reader reads its trajectories, and what it computed is checked and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tsae.activations.reader.assignment import Piece
+from tsae.activations.reader.forward_passes import Batch, OutOfMemory, Reader, read_batches, stored_texts
+from tsae.activations.shards.manifest import inside
+from tsae.activations.shards.shard import STATISTICS
+from tsae.activations.shards.writer import ShardWriter
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+
+def capture_shard(
+    reader: Reader,
+    checkpoint: str,
+    rollouts: Rollouts,
+    piece: Piece,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    batch_tokens: int,
+    bar: Any,
+) -> dict[str, Any]:
+    """Read the trajectories of a shard, write it, and return its entry for the manifest.
+
+    Args:
+        reader: of the piece's checkpoint.
+        checkpoint: its path, for messages.
+        rollouts: the trajectories.
+        piece: what to read.
+        folder: of the store.
+        manifest: of the store.
+        batch_tokens: budget of a forward pass. Where memory runs out, the shard begins again with half of it.
+        bar: progress, in tokens.
+
+    Raises:
+        TsaeError: where activations are not finite or overflow, or one trajectory alone does not fit into memory.
+    """
+    texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
+    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
+    weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
+    origin = {"weights": weights, "rollouts": manifest["rollouts"]}
+    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
+    path, before = inside(folder, piece.file), bar.n
+    while True:
+        short: OutOfMemory | None = None
+        ids, dtype = np.concatenate(texts), manifest["dtype"]
+        with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
+            try:
+                for batch in read_batches(reader, texts, batch_tokens):
+                    _put(writer, batch, piece, rollouts, manifest, checkpoint)
+                    bar.update(sum(batch.lengths))
+            except OutOfMemory as error:
+                short = error
+            if short is None:
+                return {
+                    "file": piece.file,
+                    "n_tokens": int(offsets[-1]),
+                    "n_trajectories": len(piece.rows),
+                    "batch_tokens": batch_tokens,
+                    "sha256": writer.finish(),
+                }
+        if len(short.texts) == 1:
+            t = int(short.texts[0])
+            raise TsaeError(
+                f"trajectory {piece.rows[t]} of {len(texts[t])} tokens does not fit into memory by itself",
+                where=checkpoint,
+                fix="Leave it out, compute in bfloat16 (--model-dtype), or use a device with more memory.",
+            ) from short
+        batch_tokens = max(1, batch_tokens // 2)
+        bar.update(before - bar.n)
+        bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
+
+
+def _put(
+    writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
+) -> None:
+    """Check what the reader computed on a batch, and write it."""
+    for site in writer.sites:
+        for t, text in stored_texts(batch, site, piece, rollouts, manifest, checkpoint):
+            writer.put(site, t, text)
+    for name in [name for name in STATISTICS if name in batch.values]:
+        for t, text in batch.each(name):
+            if bool(text[1:].isnan().any()):
+                row = int(piece.rows[t])
+                problem = rollouts.table["problem_id"][row].as_py()
+                raise TsaeError(
+                    f"the {name} of a token is not a number while reader {piece.reader} reads trajectory {row} "
+                    f"(problem {problem})",
+                    where=checkpoint,
+                    fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+                )
+            writer.put_statistic(name, t, text)

@@ -1,0 +1,74 @@
+"""Damaged shards of a store, found by their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tsae.activations.shards.manifest import inside, read_manifest
+from tsae.activations.shards.shard import open_shard
+from tsae.base.files import sha256
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A shard that is not what the manifest says."""
+
+    reader: str
+    number: int
+    """Place among the reader's shards, from 0."""
+    file: str
+    what: str
+    """What was found."""
+
+
+def check_store(path: str | Path) -> list[Damage]:
+    """Compare every shard with its checksum; reads the whole store.
+
+    Raises:
+        TsaeError: where the manifest or the copy of the rollouts is damaged, which no recapture of shards can mend.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    stored_rollouts(path, manifest)
+    found = [
+        Damage(reader["id"], number, record["file"], _damage(path, manifest, reader["id"], record))
+        for reader in manifest["readers"]
+        for number, record in enumerate(reader["shards"])
+    ]
+    return [damage for damage in found if damage.what]
+
+
+def _damage(path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> str:
+    """What is wrong with a shard; empty where nothing is."""
+    try:
+        file = inside(path, record["file"])
+        whole = file.is_file() and sha256(file) == record.get("sha256")
+        # Opened even where the bytes are right: the manifest's entry may be another shard's.
+        open_shard(file, manifest, reader, record)
+    except TsaeError as error:
+        return error.what
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if whole else "its bytes have changed: the SHA-256 is not that of the manifest"
+
+
+def stored_rollouts(
+    path: Path,
+    manifest: Mapping[str, Any],
+    fix: str = "Run the same `tsae capture` again, with the rollouts: it puts the copy right and keeps the shards.",
+) -> Rollouts:
+    """Load the store's copy of the rollouts.
+
+    Raises:
+        TsaeError: where the file is not that of the capture.
+    """
+    file = path / "rollouts.parquet"
+    rollouts = Rollouts.read(file)
+    if rollouts.fingerprint != manifest["rollouts"]:
+        raise TsaeError("these are not the rollouts that were captured", where=file, fix=fix)
+    return rollouts

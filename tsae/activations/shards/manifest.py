@@ -1,0 +1,67 @@
+"""manifest.json: what an activation store holds, checked when it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tsae.activations.shards.shard import DTYPES
+from tsae.errors import TsaeError
+
+FORMAT = "tsae-activations"
+VERSION = 3
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Load the manifest of a store, finished or not."""
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+        if known:
+            _check_structure(manifest)
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise TsaeError(
+            f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again."
+        ) from error
+    if not known:
+        found = f"format {manifest['format']} version {manifest['version']}"
+        raise TsaeError(f"{found}, expected {FORMAT} version {VERSION}", where=file)
+    return dict(manifest)
+
+
+def inside(folder: Path, file: str) -> Path:
+    """The path of a file of a store.
+
+    Raises:
+        TsaeError: where it leads out of the store, by ".." or by a link.
+    """
+    path = (folder / file).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise TsaeError(
+            f"the shard path {file!r} leaves the store", where=folder / "manifest.json", fix="Capture again."
+        )
+    return path
+
+
+def _check_structure(manifest: dict[str, Any]) -> None:
+    _check_types(
+        manifest, {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list}
+    )
+    if manifest["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {manifest['dtype']}")
+    for info in manifest["sites"].values():
+        _check_types(info, {"d_model": int})
+    for reader in manifest["readers"]:
+        _check_types(reader, {"id": str, "shards": list})
+        for shard in reader["shards"]:
+            _check_types(shard, {"file": str, "n_tokens": int, "n_trajectories": int})
+
+
+def _check_types(record: dict[str, Any], types: dict[str, type]) -> None:
+    for name, wanted in types.items():
+        if not isinstance(record[name], wanted):
+            raise TypeError(f"{name} is {record[name]!r}")

@@ -1,0 +1,178 @@
+"""Shard: some trajectories as one reader read them, in one HDF5 file that is read through memory maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
+
+REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
+
+STATISTICS = ("entropy", "logprob")
+"""Of tokens, beside their activations; see `Shard`."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Whole trajectories as one reader read them. Arrays are memory maps."""
+
+    path: Path
+    reader: str
+    dtype: str
+    token_ids: np.ndarray
+    """(n_tokens,) int32."""
+    offsets: np.ndarray
+    """(n_trajectories + 1,) int64: trajectory i has the tokens offsets[i]:offsets[i + 1]."""
+    trajectory: np.ndarray
+    """(n_trajectories,) row ids into the rollouts."""
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def raw(self, site: str) -> np.ndarray:
+        """(n_tokens, d_model) memory map in the stored dtype."""
+        return mapped(self.path, f"activations/{site}")
+
+    def norms(self, site: str) -> np.ndarray:
+        """(n_tokens,) float32 memory map: L2 norms, so that outliers are known before any activation is read."""
+        return mapped(self.path, f"norms/{site}")
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """(n_tokens,) float32 memory map: entropy, in nats, of the reader's prediction of each token; NaN for the first
+        token of a trajectory. Only where the store `has_token_statistics`."""
+        return mapped(self.path, "entropy")
+
+    @property
+    def logprob(self) -> np.ndarray:
+        """(n_tokens,) float32 memory map: log-probability, in nats, that the reader gave each token at temperature 1;
+        NaN for the first token of a trajectory. Only where the store `has_token_statistics`."""
+        return mapped(self.path, "logprob")
+
+    def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
+        """(n, d_model) float32 rows of a site.
+
+        Raises:
+            TsaeError: where a value is not finite. No capture leaves such values, and their codes would look like any.
+        """
+        values = as_float32(self.raw(site)[index], self.dtype)
+        if values.size and not np.isfinite([values.min(), values.max()]).all():
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
+            token = int(np.arange(self.n_tokens)[index][bad])
+            place = int(np.searchsorted(self.offsets, token, side="right")) - 1
+            raise TsaeError(
+                f"{site} is not finite in trajectory {self.trajectory[place]}, token {token - self.offsets[place]}",
+                where=self.path,
+                fix=REPAIR,
+            )
+        return values
+
+    def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
+        """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`.
+
+        Raises:
+            TsaeError: for thinking, where no response of the rollouts has any.
+        """
+        return rows_mask(self.token_ids, self.offsets, rollouts, self.trajectory, span, special_ids)
+
+
+def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> Shard:
+    """Open a shard of a store, finished or not, and check that it is what the manifest's record says.
+
+    Raises:
+        TsaeError: where the file is missing, cannot be read, or is another capture's.
+    """
+    if not path.is_file():
+        raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
+    origin = next(r for r in manifest["readers"] if r["id"] == reader)
+    expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
+    for name, found in _attributes(path).items():
+        if name in expected and expected[name] not in (None, found):
+            whose = "another model" if name == "weights" else "other rollouts"
+            raise TsaeError(
+                f"is the shard of {whose} ({name} {found}, expected {expected[name]})", where=path, fix=REPAIR
+            )
+    shard = Shard(
+        path=path,
+        reader=reader,
+        dtype=manifest["dtype"],
+        token_ids=mapped(path, "token_ids"),
+        offsets=np.asarray(mapped(path, "offsets")),
+        trajectory=np.asarray(mapped(path, "trajectory")),
+    )
+    wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
+    if wrong is not None:
+        raise TsaeError(wrong, where=path, fix=REPAIR)
+    return shard
+
+
+def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[str]:
+    if shard.n_tokens != n_tokens:
+        yield f"has {shard.n_tokens} tokens, expected {n_tokens}"
+    for site, info in sites.items():
+        raw, shape = shard.raw(site), (n_tokens, info["d_model"])
+        if raw.shape != shape:
+            yield f"{site} has shape {raw.shape}, expected {shape}"
+        if raw.dtype != DTYPES[shard.dtype]:
+            yield f"{site} is stored as {raw.dtype}, expected {shard.dtype}"
+        if len(norms := shard.norms(site)) != n_tokens:
+            yield f"{site} has {len(norms)} norms, expected {n_tokens}"
+
+
+def mapped(path: Path, name: str) -> np.ndarray:
+    """A contiguous dataset as a read-only memory map."""
+    try:
+        with h5py.File(path, "r") as file:
+            dataset = file[name]
+            offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
+    except (OSError, KeyError) as error:
+        raise TsaeError(f"cannot read /{name} ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    if offset is None:
+        raise TsaeError(f"/{name} is not stored contiguously", where=path, fix="Capture again.")
+    return np.memmap(path, mode="r", dtype=dtype, offset=offset, shape=shape)
+
+
+def _attributes(path: Path) -> dict[str, str]:
+    """Attributes of a shard's file; none where it cannot be read, because loading its datasets reports that."""
+    try:
+        with h5py.File(path, "r") as file:
+            return {name: str(value) for name, value in file.attrs.items()}
+    except OSError:
+        return {}
+
+
+def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Stored values as a writable float32 array."""
+    values = np.array(raw)
+    return values if dtype == "float32" else np.asarray(as_torch(values, dtype).float().numpy())
+
+
+def as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """Stored values in their dtype. torch widens them many times faster than numpy does float16."""
+    import torch
+
+    return torch.from_numpy(values).view(getattr(torch, dtype))
+
+
+def as_stored(values: torch.Tensor) -> np.ndarray:
+    """A tensor's memory in the stored dtype."""
+    import torch
+
+    return np.asarray((values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy())

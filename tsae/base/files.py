@@ -1,0 +1,66 @@
+"""Files that are written whole or not at all, and their checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
+    """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: missing folders are made.
+        flush: wait until the content is on the disk before the file is renamed.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        yield partial
+        if flush:
+            with partial.open("rb") as stream:
+                os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, content: bytes) -> Path:
+    """Write bytes whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+    return Path(path)
+
+
+def write_text(path: str | Path, content: str) -> Path:
+    """Write UTF-8 text whole or not at all."""
+    return write_bytes(path, content.encode())
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    """Write JSON whole or not at all; the same content gives the same bytes."""
+    return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
+
+
+def sha256(path: str | Path) -> str:
+    """Checksum of a file's bytes."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not go into JSON")

@@ -1,0 +1,24 @@
+"""Progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def progress_bar(
+    what: str, unit: str, total: int | None = None, *, over: Iterable[Any] | None = None, shown: bool = True
+) -> Any:
+    """A tqdm bar with its rate: for a with statement, or for a loop over the items of `over`.
+
+    Args:
+        what: stands before the bar.
+        unit: what is counted; tokens and bytes ("B") are shown in thousands or millions.
+        total: how many there are; known by itself where `over` has a length.
+        over: items to loop over.
+        shown: whether to show it.
+    """
+    # tqdm reads TQDM_MININTERVAL, which the command line sets, when it is imported.
+    from tqdm.auto import tqdm
+
+    return tqdm(over, desc=what, total=total, unit=unit, unit_scale=unit in ("token", "B"), disable=not shown)

@@ -1,0 +1,274 @@
+"""Intervention: what changing features did, beside what the controls did."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.base.files import write_json
+from tsae.base.filters import several
+from tsae.base.intervals import too_few
+from tsae.base.proportions import wilson_interval
+from tsae.base.views import views
+from tsae.causal.beyond import beyond_random
+from tsae.diff.result import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.rollouts.behaviours import behaviour_table, measures
+from tsae.rollouts.schema import BANDS
+from tsae.rollouts.table import Rollouts
+
+_SET = re.compile(r"_\d+$")
+"""Matches the name of a single random set, such as random_1; the pooled sets have no number."""
+_KEYS = ["condition", "band", "behaviour"]
+_BEYOND = ["beyond_random", "beyond_low", "beyond_high"]
+_NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
+
+
+def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0) -> pd.DataFrame:
+    """See `Intervention.outcomes`; policies of the rollouts are the conditions, "none" among them.
+
+    Args:
+        rollouts: of all conditions.
+        confidence: of the intervals.
+        shared: see `tsae.causal.beyond.overlap`.
+    """
+    policies = rollouts.table["policy"].to_pylist()
+    pooled = rollouts.with_column("policy", [_SET.sub("", name) for name in policies])
+    every = behaviour_table(rollouts, reference="none", confidence=confidence)
+    # In the order of the conditions, the pooled random sets before the single ones.
+    table = behaviour_table(pooled, reference="none", confidence=confidence)
+    table = pd.concat([table, every[every.policy.str.contains(_SET)]], ignore_index=True)
+    beyond = _beyond(rollouts, confidence, shared)
+    table = table.merge(beyond, on=["policy", "band", "behaviour"], how="left")
+    bounds = pd.DataFrame([_wilson(row, rollouts, pooled, confidence) for row in table.to_dict("records")])
+    table = pd.concat([table, bounds], axis=1).rename(columns={"policy": "condition"})
+    names = [*_KEYS, "mean", "low", "high", "wilson_low", "wilson_high", "n_problems", "n_trajectories"]
+    return table[[*names, "change", "change_low", "change_high", "n_paired", *_BEYOND]]
+
+
+def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFrame:
+    """How far each edit goes beyond the random sets, by band and behaviour."""
+    frame, measured = rollouts.frame, measures(rollouts)
+    sets = [name for name in rollouts.policies if re.fullmatch(r"random_\d+", name)]
+    edits = [name for name in rollouts.policies if name not in ("none", "no_op") and not _SET.search(name)]
+    rows = []
+    for band in ("all", *(b for b in BANDS if (frame.band == b).any())) if sets else ():
+        inside = (frame.band == band) | (band == "all")
+        by_problem = measured[inside].groupby([frame.policy[inside], frame.problem_id[inside]]).mean()
+        for name in measured:
+            means = by_problem[name].unstack(0).reindex(columns=[*edits, *sets])  # (n_problems, n_conditions)
+            drawn = means[sets].to_numpy().T
+            for edit in edits:
+                found = beyond_random(means[edit].to_numpy(), drawn, confidence, shared)
+                rows.append((edit, band, name, found.difference, found.low, found.high))
+    return pd.DataFrame(rows, columns=["policy", "band", "behaviour", *_BEYOND])
+
+
+def _wilson(row: dict[str, Any], rollouts: Rollouts, pooled: Rollouts, confidence: float) -> dict[str, float]:
+    frame = (rollouts if _SET.search(row["policy"]) else pooled).frame
+    picked = frame[(frame.policy == row["policy"]) & ((frame.band == row["band"]) | (row["band"] == "all"))]
+    if row["behaviour"] == "accuracy":
+        values = (picked.outcome == "success")[picked.outcome != "unknown"].astype(float)
+    elif row["behaviour"] in picked.columns:
+        values = picked[row["behaviour"]].dropna().astype(float)
+    else:
+        return {"wilson_low": np.nan, "wilson_high": np.nan}
+    if not values.isin([0.0, 1.0]).all():
+        return {"wilson_low": np.nan, "wilson_high": np.nan}
+    low, high = wilson_interval(float(values.sum()), len(values), confidence)
+    return {"wilson_low": float(low), "wilson_high": float(high)}
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Features changed during generation, and what that did to the responses."""
+
+    outcomes: pd.DataFrame
+    """One row a condition, band and behaviour:
+
+    condition                    see `tsae.causal.intervene`: none, no_op, features, random, same_norm (sets pooled),
+                                 wrong_sign, mean_difference, random_1 …, same_norm_1 …
+    band                         all, and the bands of the problems
+    behaviour                    accuracy, response_length (tokens), direct_answer, …: `tsae.rollouts.behaviours`
+    mean, low, high              over problems of the mean over a problem's responses; bootstrap over problems
+    wilson_low, wilson_high      of the share of responses, taken as independent; NaN for what is no share
+    n_problems, n_trajectories
+    change, change_low, _high    paired over the n_paired problems: condition − none; bootstrap over problems. Of
+                                 random and same_norm the mean over the sets that were drawn, taken as they are
+    beyond_random, beyond_low, _high   single edits − the mean over the random sets, with an interval that leaves out 0
+                                 where a further random set would not be expected to do that: sets and problems are
+                                 both a sample (`tsae.causal.beyond`)
+    """
+    rollouts: Rollouts
+    """Every response; the policy is the condition."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match, and rows: problems,
+    and of the condition features trajectories and response tokens (every condition has as many trajectories)."""
+
+    def table(self, **keys: str | Sequence[str]) -> pd.DataFrame:
+        """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
+        table = self.outcomes
+        for name, value in keys.items():
+            if name not in _KEYS:
+                raise TsaeError(f"no key {name!r}; there are {', '.join(_KEYS)}", where="Intervention.table")
+            wanted = several(value)
+            if absent := [one for one in wanted if one not in set(self.outcomes[name])]:
+                there = ", ".join(dict.fromkeys(self.outcomes[name]))
+                raise TsaeError(f"no {name} {absent[0]!r}; there are {there}", where="Intervention.table")
+            table = table[table[name].isin(wanted)]
+        return table.reset_index(drop=True)
+
+    def summary(self, behaviour: str = "direct_answer", band: str = "all") -> str:
+        """One sentence with the change, its interval, and the same of the controls."""
+        rows = self.table(behaviour=behaviour, band=band).set_index("condition")
+        unmeasured = [n for n in _NEEDED if n not in rows.index or not (n == "none" or rows.loc[n].n_paired > 0)]
+        if unmeasured:
+            raise TsaeError(
+                f"{behaviour} could not be measured under {', '.join(unmeasured)}",
+                where="Intervention.summary",
+                fix="Name another behaviour, or see table().",
+            )
+        main, base = rows.loc["features"], rows.loc["none"]
+        verb = "raises" if main.change_low > 0 else "lowers" if main.change_high < 0 else "does not clearly change"
+        ids = self.info["features"]
+        named = f"feature {ids[0]}" if len(ids) == 1 else f"{len(ids)} features"
+        where = "" if band == "all" else f" on {band} problems"
+        sets = rows[rows.index.str.match(r"random_\d")].change
+        controls = [
+            f"matched random features: {_change(rows.loc['random'])}, "
+            f"single sets {sets.min():+.3g} to {sets.max():+.3g} ({len(sets)})",
+            f"random directions of the same norm: {_change(rows.loc['same_norm'])}",
+            f"wrong sign: {_change(rows.loc['wrong_sign'])}",
+        ]
+        if "mean_difference" in rows.index:
+            controls.append(f"mean difference, same norm: {_change(rows.loc['mean_difference'])}")
+        beyond = f"beyond random {main.beyond_random:+.3g}"
+        if np.isfinite(main.beyond_low):
+            beyond += f" [{main.beyond_low:+.3g}, {main.beyond_high:+.3g}]"
+            if main.beyond_low <= 0 <= main.beyond_high:
+                beyond += ", as a further random set might"
+        else:
+            beyond += f" (no interval: {len(sets)} random {'set' if len(sets) == 1 else 'sets'})"
+        text = (
+            f"{self._done()} {named} in {self.info['checkpoint']} {verb} {behaviour.replace('_', ' ')}{where}: "
+            f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)} "
+            f"({int(main.n_paired)} problems, {int(main.n_trajectories)} responses)."
+        )
+        if not self.info["no_op_identical"]:
+            text += " The hooks alone changed responses: compare with the condition no_op."
+        return text
+
+    def _done(self) -> str:
+        config = self.info["config"]
+        names = {"ablate": "Ablating", "mean": "Setting to the mean"}
+        amounts = {"clamp": "Clamping", "steer": "Steering"}
+        mode = config["mode"]
+        return names[mode] if mode in names else f"{amounts[mode]} ({config['amount']:+g} × typical)"
+
+    def __repr__(self) -> str:
+        return f"Intervention({self.info['checkpoint']}; {self.summary()})"
+
+    def _repr_html_(self) -> str:
+        table = self.table(band="all")
+        table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
+        kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
+        config = self.info["config"]
+        return views().card(
+            "Intervention",
+            {
+                "checkpoint": self.info["checkpoint"],
+                "features": self.info["features"],
+                "done": self._done().lower(),
+                "where": config["tokens"],
+                "hooks alone change nothing": self.info["no_op_identical"],
+            },
+            (
+                "means over problems, and paired changes against none",
+                table[kept].sort_values("behaviour", kind="stable"),
+            ),
+            note="Read features beside random, same_norm and wrong_sign: what these do too is not the features' doing.",
+        )
+
+    def mark(self, diff: FeatureDiff) -> FeatureDiff:
+        """The diff with this test noted: info["causally_tested"] then lists what was tested.
+
+        Raises:
+            TsaeError: where the diff is of another SAE.
+        """
+        if diff.info["sae"].get("weights") != self.info["sae"].get("weights"):
+            raise TsaeError(
+                "the diff is of another SAE than the intervention",
+                where="Intervention.mark",
+                fix="Use the diff of the features that were tested.",
+            )
+        tested = [*(diff.info.get("causally_tested") or []), self.record()]
+        return replace(diff, info={**diff.info, "causally_tested": tested})
+
+    def record(self) -> dict[str, Any]:
+        """Facts for reports: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
+        and the changes over all problems that these sentences name."""
+        config = self.info["config"]
+        conditions = [*_NEEDED[1:], "mean_difference"]
+        shown = self.outcomes[
+            (self.outcomes.band == "all")
+            & self.outcomes.behaviour.isin(self.measured)
+            & self.outcomes.condition.isin(conditions)
+        ]
+        columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired", *_BEYOND]
+        return {
+            "checkpoint": self.info["checkpoint"],
+            "features": self.info["features"],
+            "mode": config["mode"],
+            "amount": config["amount"],
+            "tokens": config["tokens"],
+            "n_problems": self.info["n_problems"],
+            "rows": self.info["rows"],
+            "summaries": {name: self.summary(name) for name in self.measured},
+            "changes": shown[columns].to_dict("records"),
+        }
+
+    @property
+    def measured(self) -> list[str]:
+        """Behaviours that every condition a summary names could be measured for, and compared on a problem at least."""
+        table = self.table(band="all")
+        found = table[table.condition.isin(_NEEDED) & ((table.condition == "none") | (table.n_paired > 0))]
+        counts = found.groupby("behaviour", sort=False).size()
+        return [str(name) for name in counts.index[counts == len(_NEEDED)]]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write outcomes.parquet, rollouts.parquet and causal.json, which comes last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "causal.json").unlink(missing_ok=True)
+        self.outcomes.to_parquet(folder / "outcomes.parquet", index=False)
+        self.rollouts.write(folder / "rollouts.parquet")
+        write_json(folder / "causal.json", {**self.info, "record": self.record()})
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Intervention:
+        """Read a folder that `save` wrote."""
+        folder = Path(folder)
+        for name in ("causal.json", "outcomes.parquet", "rollouts.parquet"):
+            if not (folder / name).is_file():
+                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")
+        try:
+            info = json.loads((folder / "causal.json").read_text(encoding="utf-8"))
+            del info["record"]
+            outcomes = pd.read_parquet(folder / "outcomes.parquet")
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise TsaeError(f"not a causal test's ({error})", where=folder, fix="Run it again.") from error
+        return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
+
+
+def _change(row: pd.Series) -> str:
+    if pd.isna(row.change_low):
+        return f"{row.change:+.3g}, {too_few(int(row.n_paired))}"
+    return f"{row.change:+.3g} [{row.change_low:+.3g}, {row.change_high:+.3g}]"

@@ -1,0 +1,1 @@
+"""Forward passes: read and rewrite residual streams, and get what the model predicts."""

@@ -1,0 +1,211 @@
+"""Sites in a Hugging Face model, and hooks that read or rewrite the residual stream there.
+
+Sites have their TransformerLens names, whatever the backend:
+
+- ``blocks.{L}.hook_resid_pre``: what enters block L;
+- ``blocks.{L}.hook_resid_post``: what leaves block L, before any final norm.
+
+Hooks read what the Hugging Face module computes: nothing is folded, centred or normalised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tsae.checkpoints.forward.placement import input_device
+from tsae.checkpoints.forward.predictions import Predictions, body_output, predictions
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SITE = re.compile(r"blocks\.(\d+)\.hook_resid_(pre|post)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the residual stream."""
+
+    layer: int
+    """Block index, from 0."""
+    point: str
+    """"pre" or "post"."""
+
+    @property
+    def name(self) -> str:
+        return f"blocks.{self.layer}.hook_resid_{self.point}"
+
+    @classmethod
+    def parse(cls, name: str) -> Site:
+        """Read a TransformerLens name. Raises TsaeError for any other name."""
+        match = _SITE.fullmatch(name)
+        if match is None:
+            raise TsaeError(
+                f"unknown site {name!r}",
+                where="sites",
+                fix="Use blocks.{L}.hook_resid_post or blocks.{L}.hook_resid_pre, such as blocks.14.hook_resid_post.",
+            )
+        return cls(layer=int(match[1]), point=match[2])
+
+
+def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder blocks: the first ModuleList as long as the configuration's number of layers."""
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    if not lists:
+        what = f"found no list of {depth} decoder blocks in {type(model).__name__}"
+        raise TsaeError(what, where=model.config._name_or_path, fix="Use a decoder-only Hugging Face causal LM.")
+    return lists[0]
+
+
+def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
+    """Parse site names and check that the model has these blocks."""
+    parsed = [Site.parse(name) for name in sites]
+    if not parsed:
+        raise TsaeError("no sites given", where="sites", fix="Give at least one, such as blocks.1.hook_resid_post.")
+    for site in parsed:
+        if site.layer >= n_layers:
+            what = f"{site.name} does not exist: the model has blocks 0 to {n_layers - 1}"
+            raise TsaeError(what, where=where, fix="Choose a block that the model has.")
+    return parsed
+
+
+class _PastLastSite(Exception):
+    """Raised inside a forward pass once all sites have been read, to skip the layers above."""
+
+
+class HuggingFaceReader:
+    """Reads residual streams with forward hooks on the model's own modules."""
+
+    def __init__(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
+        self.model = model
+        self.device = input_device(model)
+        self.blocks = decoder_blocks(model)
+        self.sites = check_sites(sites, len(self.blocks), str(model.config._name_or_path))
+
+    @torch.no_grad()
+    def read(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, *, stop_early: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Run the model on a padded batch.
+
+        Args:
+            input_ids: (B, T) token ids on any device, padded on either side.
+            attention_mask: (B, T) 1 for real tokens. Positions count real tokens, so that the side of the padding
+                does not change what is read at them.
+            stop_early: skip the layers above the last site.
+
+        Returns:
+            for every site (B, T, d_model) in the model's precision; entries at padding mean nothing.
+        """
+        input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, hidden: torch.Tensor) -> None:
+            found[name] = hidden.detach().clone()
+            if stop_early and len(found) == len({site.name for site in self.sites}):
+                raise _PastLastSite
+
+        handles = [_attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
+        try:
+            self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=positions(attention_mask),
+                use_cache=False,
+                logits_to_keep=1,
+            )
+        except _PastLastSite:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        unread = {site.name for site in self.sites} - found.keys()
+        if unread:
+            raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
+        return found
+
+    def read_and_predict(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], Predictions]:
+        """As `read`, but through all layers, and with what the model predicts of the batch."""
+        with body_output(self.model) as outputs:
+            found = self.read(input_ids, attention_mask, stop_early=False)
+        return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
+
+
+def _attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """Have every forward pass give the residual stream (B, T, d_model) at a site to `change`, and replace it.
+
+    Where `change` returns None, the stream stays as it is. The result has `remove`.
+    """
+
+    def after(_module: Any, _inputs: Any, output: Any) -> Any:
+        new = change(output[0] if isinstance(output, tuple) else output)
+        return (new, *output[1:]) if isinstance(output, tuple) and new is not None else new
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        new = change(args[0] if args else kwargs["hidden_states"])
+        if new is None:
+            return None
+        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+    block = blocks[site.layer]
+    if site.point == "post":
+        return block.register_forward_hook(after)
+    return block.register_forward_pre_hook(before, with_kwargs=True)
+
+
+@contextmanager
+def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While it is open, replace the residual stream (B, T, d_model) at a site by `change` of it.
+
+    Raises:
+        TsaeError: where the site does not exist.
+    """
+    blocks = decoder_blocks(model)
+    (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
+    handle = _attach(blocks, place, change)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def during_generation(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], prompt: torch.Tensor, *, generated: bool = True
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make a change for `rewritten` around one call of generate, with or without a cache of keys and values.
+
+    Args:
+        change: (hidden (B, T, d_model), where (B, T) bool) -> hidden.
+        prompt: (B, width) bool, which positions of the padded prompts change.
+        generated: whether the positions of generated tokens change.
+    """
+    seen = 0
+
+    def at(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        n = hidden.shape[1]
+        # With a cache, every pass after the prompt's has one token; without one, it starts again from the first.
+        if n != (seen + 1 if seen else prompt.shape[1]) and not (seen and n == 1):
+            raise RuntimeError(f"a pass over {n} tokens after {seen} is neither the prompt's nor the next token's")
+        start = seen if seen and n == 1 else 0
+        seen = start + n
+        where = torch.full((len(hidden), seen), generated, device=hidden.device)
+        where[:, : prompt.shape[1]] = prompt.to(hidden.device)
+        return change(hidden, where[:, start:])
+
+    return at
+
+
+def positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) position of each real token among the real tokens of its row; 0 at padding."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)

@@ -1,0 +1,1 @@
+"""Updates: what training changed in the weights, and how much."""

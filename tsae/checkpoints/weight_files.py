@@ -1,0 +1,204 @@
+"""The files of a checkpoint: where they lie, which of them hold weights, and whether they are an adapter.
+
+A path never causes a network call. A Hugging Face id is looked up in the local cache first; only what the cache lacks
+is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tsae.checkpoints.record import CheckpointRecord
+from tsae.errors import TsaeError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_DOWNLOADS = ("*.json", "model*.safetensors", ADAPTER_WEIGHTS, "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# Trainers leave these beside the weights. They are pickles too, but not the weights that a user asks for.
+_TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth)")
+
+
+def is_gguf(path: str | Path) -> bool:
+    return str(path).endswith(".gguf")
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a text names a Hugging Face repository (``org/model``), not something on this machine.
+
+    What exists here is a path, and so is anything below a folder that exists here: a mistyped path must not become a
+    request to the network.
+    """
+    return bool(_HUB_ID.fullmatch(path)) and not Path(path.partition("/")[0]).exists()
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter instead of a whole model; False for anything but a folder.
+
+    Raises:
+        TsaeError: where it holds both.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    if any(folder.glob("model*.safetensors")):
+        what = f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model"
+        raise TsaeError(what, where=folder, fix="Keep one of them in this folder.")
+    return True
+
+
+def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
+    """The folder with a checkpoint's files (or its GGUF file), on the disk or in the Hugging Face cache.
+
+    Args:
+        checkpoint: whose path is a folder, a GGUF file or a Hugging Face id.
+        needs: "weights" or "tokenizer": what the cache must hold of a repository to do without the network.
+
+    Raises:
+        TsaeError: where there is no such folder, or a repository is neither cached nor can be downloaded.
+    """
+    path = Path(checkpoint.path)
+    if is_gguf(path):
+        if not path.is_file():
+            raise TsaeError("no such GGUF file", where=path, fix="Check the path.")
+        return path
+    below = Path(checkpoint.subfolder or ".")
+    if below.is_absolute() or ".." in below.parts:
+        raise TsaeError(f"the subfolder {checkpoint.subfolder!r} leaves the folder", where=path)
+    if not is_hub_id(checkpoint.path):
+        folder = path / below
+        if not folder.is_dir():
+            raise TsaeError("no such checkpoint directory", where=folder, fix="Check the path.")
+        return folder
+    folder = _from_cache(checkpoint, _has_weights if needs == "weights" else has_tokenizer)
+    if needs == "weights" and not _has_weights(folder):
+        raise TsaeError(
+            "no weights in safetensors are in the cache, and none could be downloaded",
+            where=checkpoint.path,
+            fix="Download it with a network; a repository with pickled weights alone has to be converted first.",
+        )
+    return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except TsaeError:
+        return False
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files with the weights of a model or an adapter.
+
+    Raises:
+        TsaeError: where there are none, some are missing, only pickles are there, or an index points elsewhere.
+    """
+    if is_adapter(folder):
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise _no_weights(folder, ADAPTER_WEIGHTS, "adapter")
+        return [folder / ADAPTER_WEIGHTS]
+    if not (folder / "config.json").is_file():
+        raise TsaeError("holds no config.json", where=folder, fix="Give a Hugging Face model directory.")
+    # In the order of transformers, which looks for no other names.
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise _no_weights(folder, _WEIGHTS, "model")
+    return _indexed(folder)
+
+
+def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes, bytes]]:
+    """(name and size, first MiB, last MiB) of every file: training changes every tensor, so both ends change with it.
+
+    Reading 140 GB to name a checkpoint would cost more than capturing from it.
+    """
+    found = []
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            first = stream.read(1 << 20)
+            stream.seek(max(0, size - (1 << 20)))
+            found.append((f"{file.name}:{size}:", first, stream.read(1 << 20)))
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _indexed(folder: Path) -> list[Path]:
+    names = json_object(folder / _INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise TsaeError("holds no weight_map from names of weights to files", where=folder / _INDEX)
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            what = f"names the file {name!r}, expected a .safetensors file of the same folder"
+            raise TsaeError(what, where=folder / _INDEX)
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        what = f"lacks {len(missing)} of {len(files)} weight files (first: {missing[0]})"
+        raise TsaeError(what, where=folder, fix="Complete the checkpoint.")
+    return [folder / name for name in files]
+
+
+def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
+    names = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
+    pickles = [name for name in names if not _TRAINER_STATE.fullmatch(name)]
+    found = f"only pickled weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
+    fix = f"Save the {what} again with {what}.save_pretrained(directory), which writes safetensors."
+    return TsaeError(f"holds {found}; expected {expected}", where=folder, fix=fix)
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises TsaeError where there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TsaeError(f"not a file of JSON ({error})", where=file) from error
+    if not isinstance(content, dict):
+        raise TsaeError(f"a JSON {type(content).__name__}, expected an object", where=file)
+    return content
+
+
+def _from_cache(checkpoint: CheckpointRecord, complete: Callable[[Path], bool]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    below = f"{checkpoint.subfolder}/" if checkpoint.subfolder else ""
+    request: dict[str, Any] = {
+        "repo_id": checkpoint.path,
+        "revision": checkpoint.revision,
+        "allow_patterns": [below + name for name in _DOWNLOADS],
+        # A star of these patterns matches subfolders too, each of which may hold a model of its own.
+        "ignore_patterns": [f"{below}*/*"],
+    }
+    where = checkpoint.path + (f"@{checkpoint.revision}" if checkpoint.revision else "") + ("/" + below).rstrip("/")
+    try:
+        folder = Path(snapshot_download(**request, local_files_only=True)) / below
+        if complete(folder):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    except ValueError as error:
+        raise TsaeError(f"not the name of a Hugging Face repository ({error})", where=where) from error
+    try:
+        folder = Path(snapshot_download(**request)) / below
+    except OSError as error:
+        raise TsaeError(
+            f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})",
+            where=where,
+            fix="Check the name, or download it once with a network: hf download.",
+        ) from error
+    if not folder.is_dir():
+        raise TsaeError("the repository has no such folder with a model in it", where=where, fix="Check the subfolder.")
+    return folder

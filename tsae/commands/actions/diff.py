@@ -1,0 +1,124 @@
+"""`tsae diff`, `tsae reinforcement` and `tsae report`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+
+import tsae
+from tsae.causal.insertion import insert_discoveries
+from tsae.checkpoints.loading import token_strings
+from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.options.diff import Diff, Reinforcement, Report
+from tsae.diff.controls.baselines import baselines
+from tsae.diff.families import find_families
+from tsae.errors import TsaeError
+from tsae.features.annotations import find_annotator
+from tsae.features.logits import logit_effects
+from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
+from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
+from tsae.report.story.findings import findings_content
+from tsae.report.story.noise import NOT_RUN, noise_lines
+
+
+def run_diff(options: Diff) -> None:
+    _check(options)
+    base = None if options.tokenizer is None else load_series(options.tokenizer).base
+    strings = None if base is None else token_strings(base.load_tokenizer())
+    logits = None
+    if options.sae is not None and base is not None and strings is not None:
+        logits = logit_effects(tsae.TemporalSAE.load(options.sae), base, strings)
+    series = load_series(*options.series) if options.series else None
+    annotator = None if options.annotator is None else find_annotator(options.annotator)
+    features = tsae.FeatureTable.load(options.features)
+    families = find_families(options.annotator) if options.families else None
+    other = None if options.compare is None else tsae.FeatureDiff.load(options.compare)
+    diff = tsae.feature_diff(
+        features,
+        options.config,
+        annotator=annotator,
+        families=families,
+        token_strings=strings,
+        stability=options.stability,
+        logits=logits,
+        steps=options.steps,
+    )
+    if series is not None and options.sae is not None:
+        capturing = tsae.CaptureConfig(device=options.device)
+        noise = tsae.noise_null(series, options.sae, features, options.config, capturing=capturing, scratch=options.to)
+        diff = diff.with_noise(noise)
+    with as_json(options.json) as write:
+        content = findings_content(diff)
+        print_findings(diff)
+        if options.config.noise_draws:
+            lines = noise_lines(diff.info["noise"]) if series is not None else [NOT_RUN]
+            print("\n" + "\n".join(lines))
+        content["noise"] = diff.info.get("noise")
+        if options.store is not None:
+            content["baselines"] = found = baselines(features, options.store, options.config)
+            diff = replace(diff, baselines=found)
+            print(f"\n{baseline_text(found)}")
+        if options.sae is not None and series is not None and options.insertion:
+            content["insertion"] = inserted = insert_discoveries(diff, series, options.sae, features, options.insertion)
+            diff = replace(diff, insertion=inserted)
+            print(f"\n{insertion_text(inserted, strings)}")
+        say_wrote(diff.save(options.to), diff)
+        if other is not None:
+            content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
+            print(f"\nAgainst {options.compare}: {content['agreement']}")
+        if options.markdown is not None:
+            options.markdown.write_text(diff.to_markdown(), encoding="utf-8")
+            say_wrote(options.markdown)
+        write(content)
+
+
+def _check(options: Diff) -> None:
+    """Which options need which others.
+
+    Raises:
+        TsaeError: where one is missing.
+    """
+    if options.insertion and not (options.series and options.sae):
+        raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
+    if options.sae is not None and options.tokenizer is None and not options.series:
+        raise TsaeError(
+            "needs checkpoints: one whose unembedding is read, or those that read with noise",
+            where="--sae",
+            fix="Give --tokenizer, or --series.",
+        )
+    if options.series and options.sae is None:
+        raise TsaeError("names checkpoints, of which nothing is read", where="--series", fix="Give --sae too.")
+
+
+def run_reinforcement(options: Reinforcement) -> None:
+    series = load_series(*options.series) if options.series else None
+    found = tsae.reinforcement(
+        options.features, options.config, policy=options.policy, series=series, device=options.device
+    )
+    tables = {"reinforcement": found.table, "groups": found.groups}
+    with as_json(options.json) as write:
+        print(reinforcement_text(found))
+        if options.diff is not None:
+            tables["predicted"] = found.compare(tsae.FeatureDiff.load(options.diff))
+            print(f"\n{prediction_text(tables['predicted'])}")
+        if options.to is not None:
+            options.to.mkdir(parents=True, exist_ok=True)
+            for name, table in tables.items():
+                table.to_parquet(options.to / f"{name}.parquet", index=False)
+            say_wrote(options.to)
+        write(tables)
+
+
+def run_report(options: Report) -> None:
+    features = None if options.features is None else tsae.FeatureTable.load(options.features)
+    diff = tsae.FeatureDiff.load(options.diff, features=features)
+    for folder in options.causal:
+        diff = tsae.Intervention.load(folder).mark(diff)
+    if options.reinforcement is not None:
+        folder = options.reinforcement
+        if not (folder / "predicted.parquet").is_file():
+            raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
+        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
+        diff = replace(diff, **tables)
+    say_wrote(diff.to_html(options.to, title=options.title))

@@ -1,0 +1,75 @@
+"""`tsae rollouts`: sample, import, bands, difficulty, behaviours."""
+
+from __future__ import annotations
+
+import tsae
+from tsae.base.plugins import find_function
+from tsae.checkpoints.loading import ModelLoader
+from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
+from tsae.report.printed.findings import behaviour_text, format_text
+from tsae.rollouts.answers.grading import find_verifier
+from tsae.rollouts.bands import band_counts, found_how
+from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+from tsae.rollouts.importing import import_log
+from tsae.rollouts.problems import read_problems
+from tsae.rollouts.schema import problem_bands
+
+
+def run_sample(options: Sample) -> None:
+    series = load_series(*options.series)
+    chosen = [series[id] for id in options.checkpoints] if options.checkpoints else list(series.final())
+    problems, verify = read_problems(options.problems), find_verifier(options.verifier)
+    loader = ModelLoader(device=options.sampling.device)
+    parts = [tsae.sample(c, problems, options.sampling, verify=verify, loader=loader) for c in chosen]
+    rollouts = tsae.Rollouts.concat(parts).with_advantages()
+    say_wrote(rollouts.write(options.to), rollouts)
+
+
+def run_import(options: Import) -> None:
+    print(import_log(options.log, options.to, options.checkpoint, options.config, workers=options.workers))
+    say_wrote(options.to)
+
+
+def run_bands(options: Bands) -> None:
+    rollouts = tsae.Rollouts.read(options.rollouts)
+    measured_on = None if options.measured_on is None else tsae.Rollouts.read(options.measured_on)
+    banded = rollouts.with_bands(options.reference, cutoffs=_cutoffs(options), measured_on=measured_on)
+    say_wrote(banded.write(options.to), banded)
+    print(f"problems: {band_counts(problem_bands(banded.frame))}")
+    print(found_how(banded.info["bands"]))
+
+
+def _cutoffs(options: Bands | Difficulty) -> tsae.BandCutoffs | tsae.BandQuantiles:
+    return options.cutoffs if options.shares is None else tsae.BandQuantiles(*options.shares)
+
+
+def run_difficulty(options: Difficulty) -> None:
+    found = tsae.difficulty(
+        tsae.Rollouts.read(options.rollouts),
+        options.config,
+        series=load_series(*options.series) if options.series else None,
+        reference=options.reference,
+        cutoffs=_cutoffs(options),
+    )
+    with as_json(options.json) as write:
+        print(found)
+        if options.to is not None:
+            say_wrote(found.save(options.to))
+        tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
+        write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
+
+
+def run_behaviours(options: Behaviours) -> None:
+    rollouts = tsae.Rollouts.read(options.rollouts)
+    reference, name = options.reference or rollouts.policies[0], options.required_steps
+    fix = "Give module:function for your own (prompt, answer) -> number of operations."
+    required = None if name is None else find_function(name, where="required_steps", fix=fix)
+    found = with_behaviours(rollouts, required_steps=required, reference=reference)
+    behaviours, formats = (table(found, reference=reference) for table in (behaviour_table, format_table))
+    with as_json(options.json) as write:
+        print(behaviour_text(behaviours))
+        print(f"\n{format_text(formats)}")
+        if options.to is not None:
+            say_wrote(found.write(options.to), found)
+        write({"behaviours": behaviours, "formats": formats})

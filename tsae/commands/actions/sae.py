@@ -1,0 +1,143 @@
+"""`tsae train`, `tsae evaluate`, `tsae export` and `tsae encode`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import tsae
+from tsae.activations.source import Source
+from tsae.base.torchrun import first_process
+from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.options.sae import Encode, Evaluate, Export, Live, Train
+from tsae.errors import TsaeError
+from tsae.features.annotations import find_annotator
+from tsae.sae.config import TrainingConfig
+from tsae.sae.fitting.finetuning import starting_config
+from tsae.sae.fitting.train_many import run_name
+
+
+def start_as_default(args: Sequence[str]) -> Train | None:
+    """The config of the SAE that --start names, for defaults in place of SAEConfig's; None without --start."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--start", type=Path)
+    parser.add_argument("--store", type=Path)
+    found, _ = parser.parse_known_args(args)
+    if found.start is None or found.store is None:
+        return None
+    config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
+    return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)
+
+
+def run_train(options: Train) -> None:
+    store = _source(options).subset(options.subset)
+    training, saes = _training(options, store), {}
+    if not options.seeds and not options.sites:
+        saes[options.to] = tsae.train(store, options.sae, start=options.start, to=options.to, training=training)
+    elif options.start is not None:
+        raise TsaeError(
+            "a start has one site, and no seed of initial weights",
+            where="--start",
+            fix="Leave out --seeds and --sites, or --start.",
+        )
+    else:
+        seeds, sites = options.seeds or None, options.sites or None
+        many = tsae.train_many(store, options.sae, sites=sites, seeds=seeds, to=options.to, training=training)
+        saes |= {options.to / run_name(*key): sae for key, sae in many.items()}
+    if not first_process():
+        return
+    for folder, sae in saes.items():
+        say_wrote(folder, sae)
+        norms = sae.training_info["norms"]
+        print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+    cells = sae.training_info.get("mixture", ())
+    for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
+        labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))
+        print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
+
+
+def _source(options: Train) -> Source:
+    live = options.live
+    if options.store is not None and live == Live():
+        return tsae.ActivationStore(options.store)
+    if options.store is not None or live.series is None or live.rollouts is None:
+        raise TsaeError(
+            "a training reads a store, or live models given by both --live.series and --live.rollouts",
+            where="tsae train",
+            fix="Give --store alone, or both of these without --store.",
+        )
+    series = load_series(live.series)
+    series = series.select(live.checkpoints) if live.checkpoints else series.final()
+    return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), options.training.site, config=live.config)
+
+
+def _training(options: Train, store: Source) -> TrainingConfig:
+    """With the step ends that the tokenizer knows, where one is given."""
+    training = options.training
+    if options.tokenizer is None and options.step_text is None:
+        return training
+    if options.tokenizer is None or training.partner != "step" or training.step_ends:
+        raise TsaeError(
+            "--tokenizer and --step-text say together what ends a step of --partner step without --step-ends",
+            where="tsae train",
+            fix="Give --partner step with --tokenizer or with --step-ends, or none of these.",
+        )
+    checkpoint = load_series(options.tokenizer).base
+    found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), store.manifest.get("tokenizer")
+    if expected not in (found, None):
+        raise TsaeError(
+            f"its tokenizer ({found}) is not that of the store ({expected})",
+            where=checkpoint.path,
+            fix="Give a checkpoint that the store was captured from.",
+        )
+    return replace(training, step_ends=checkpoint.tokens_with(options.step_text or "\n"))
+
+
+def run_evaluate(options: Evaluate) -> None:
+    sae, store = tsae.TemporalSAE.load(options.sae), tsae.ActivationStore(options.store).subset(options.subset)
+    series = load_series(*options.series) if options.series else None
+    found = tsae.evaluate(
+        sae,
+        store,
+        span=options.span,
+        held_out=None if options.all_problems else True,
+        max_norm=options.max_norm,
+        series=series,
+    )
+    content: dict[str, Any] = {"evaluation": found.as_dict()}
+    if store.selection.as_dict():
+        content["subset"] = store.selection.as_dict()
+    with as_json(options.json) as write:
+        print(found)
+        if options.baseline is not None:
+            separated = tsae.separation(
+                {"SAE": sae, "baseline": options.baseline},
+                store,
+                annotator=None if options.annotator is None else find_annotator(options.annotator),
+                token_strings=None if series is None else token_strings(series.base.load_tokenizer()),
+            )
+            content["separation"] = separated.as_dict()
+            print(f"\n{separated}")
+        if options.seeds:
+            others = [other for other in options.seeds if other.resolve() != options.sae.resolve()]
+            stable = tsae.stability(sae, others)
+            content["stability"] = stable.summary()
+            print(f"\n{stable}")
+            say_wrote(stable.save(options.sae))
+        write(content)
+
+
+def run_export(options: Export) -> None:
+    sae = tsae.TemporalSAE.load(options.sae)
+    say_wrote(sae.to_saelens(options.to, architecture=options.architecture), f"{sae} as {options.architecture}")
+
+
+def run_encode(options: Encode) -> None:
+    sae, store = tsae.TemporalSAE.load(options.sae), tsae.ActivationStore(options.store).subset(options.subset)
+    say_wrote(options.to, tsae.encode(sae, store, to=options.to))

@@ -1,0 +1,48 @@
+"""Options of the commands on checkpoints: capture, drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes
+
+from tsae.activations.config import CaptureConfig
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+    """
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
+    rollouts: Path
+    """Parquet file of rollouts, which the checkpoints read."""
+    to: Path
+    """Folder of the activation store."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Measure where training wrote: how far every weight is from the base's, by layer and module."""
+
+    series: tuple[str, ...]
+    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
+    adapters, Hugging Face ids (org/model@revision/subfolder)."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids to measure; by default all."""
+    spectral: bool = True
+    """Also measure spectral norm and stable rank of the updates. This takes most of the time."""
+    to: Path | None = None
+    """Folder for drift.parquet, one row per checkpoint and tensor, and the page drift.html."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""

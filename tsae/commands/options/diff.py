@@ -1,0 +1,91 @@
+"""Options of the commands that compare: diff, reinforcement, report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes
+
+from tsae.diff.config import DiffConfig
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compare every checkpoint with the base, and successes with failures; print the findings."""
+
+    features: Path
+    """Folder that `tsae encode` wrote."""
+    to: Path
+    """Folder of the diff."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer names the tokens; without it tokens are shown by id."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token, such as
+    tsae.features.mathematics:math_classes."""
+    families: bool = False
+    """Group features by the FAMILIES of the annotator's module, and test the shifts of the groups."""
+    store: Path | None = None
+    """The store that was encoded: compares the best features with plain directions and a probe."""
+    steps: Path | None = None
+    """Features of more steps of the runs, by the same SAE, to follow features along steps; by default --features, where
+    a run has two steps there."""
+    compare: Path | None = None
+    """Folder of another diff by the same SAE: prints which effects both found."""
+    insertion: int = 0
+    """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
+    feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, the base first. With --sae also reads noise as large as each
+    update (--noise-draws): what moves where nothing was learned. --insertion needs both."""
+    device: str = "cpu"
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
+    markdown: Path | None = None
+    """File to write the clearest total shifts to, as a Markdown table."""
+    stability: Path | None = None
+    """The SAE's folder, if `tsae evaluate --seeds` ran after `tsae encode`; by default found beside the features."""
+    sae: Path | None = None
+    """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """Find the features that the base's rollouts reinforce, by band and kind of group, and compare with the runs."""
+
+    features: Path
+    """Folder that `tsae encode` wrote; its rollouts carry advantages."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote from them: compare predicted with realised shifts."""
+    to: Path | None = None
+    """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
+    policy: str | None = None
+    """Policy whose rollouts count; by default the base."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, for the vanilla gradient: they read their own responses again. Not
+    needed if the rollouts have a column logprob."""
+    device: str = "cpu"
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a diff as one self-contained HTML file that opens with no network."""
+
+    diff: Path
+    """Folder that `tsae diff` wrote."""
+    to: Path
+    """The .html file to write."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote, for examples."""
+    title: str | None = None
+    """Title of the page."""
+    causal: tuple[Path, ...] = ()
+    """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested."""
+    reinforcement: Path | None = None
+    """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""

@@ -1,0 +1,32 @@
+"""Options of the commands that run every stage: run, demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from tsae.config import DemoConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run the whole pipeline on a training run: from its checkpoints and rollout log to a report.
+
+    Every stage writes a folder and prints what it chose. Run the same command again to resume.
+    """
+
+    config: Annotated[RunConfig, arg(name="")]
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
+
+    config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
+    open: bool = False
+    """Open the report in the browser."""

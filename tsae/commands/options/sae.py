@@ -1,0 +1,114 @@
+"""Options of the commands on SAEs: train, evaluate, export, encode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from tsae.activations.config import LiveConfig, Subset
+from tsae.sae.config import SAEConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class Live:
+    """Activations straight from the checkpoints instead of a store: no disk, but a forward pass in every epoch."""
+
+    series: Path | None = None
+    """Folder of checkpoints, as for `tsae capture`."""
+    rollouts: Path | None = None
+    """Parquet file of rollouts, which the checkpoints read."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    config: Annotated[LiveConfig, arg(name="")] = field(default_factory=LiveConfig)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train temporal SAEs on an activation store. Resumes an unfinished training.
+
+    Fine-tune one with --start; train several in one pass with --seeds and --sites.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae train …
+
+    Without a store: tsae train --live.series SERIES --live.rollouts ROLLOUTS --site SITE …
+    """
+
+    to: Path
+    """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
+    start: Path | None = None
+    """SAE to fine-tune instead of random weights, ours or of sae_lens. SAE options then default to its config."""
+    seeds: tuple[int, ...] = ()
+    """One SAE per seed of the initial weights, all trained on the same batches, which are read once."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names: SAEs for each site, one after another."""
+    store: Path | None = None
+    """Folder that `tsae capture` wrote."""
+    live: Live = field(default_factory=Live)
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer finds the tokens that end a step, for partner "step": those that contain step_text."""
+    step_text: str | None = None
+    """Text that ends a reasoning step; by default a newline."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
+    sae: OmitArgPrefixes[SAEConfig] = field(default_factory=SAEConfig)
+    training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a temporal SAE: reconstruction by reader, band and span, L0, alive, smoothness.
+
+    With the checkpoints also the loss that its reconstruction recovers, with a baseline temporal separation, with
+    other seeds the stability of its latents.
+    """
+
+    sae: Path
+    """Folder that `tsae train` wrote, or one of sae_lens."""
+    store: Path
+    """Folder that `tsae capture` wrote."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
+    span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
+    """Tokens that count. Special tokens never do, nor response tokens that the policy did not sample."""
+    max_norm: float | None = None
+    """Leave out tokens whose norm exceeds this multiple of the median; by default beyond the limit that training
+    stored, or 10 times the median where it stored none."""
+    all_problems: bool = False
+    """Measure on all problems, not only on those held out of training."""
+    series: tuple[str, ...] = ()
+    """The readers' checkpoints, as for capture: measures loss and KL with the reconstruction spliced in."""
+    baseline: Path | None = None
+    """Another SAE, such as a plain Matryoshka of the same data: probes how far each separates trajectory from token."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token, to probe as well; needs
+    --series."""
+    seeds: tuple[Path, ...] = ()
+    """SAEs of the same training with other seeds: matches latents into stability.json, which `tsae encode` copies."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit."""
+
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    to: Path
+    """Folder for cfg.json and sae_weights.safetensors."""
+    architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
+    """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Turn a store into sparse feature codes."""
+
+    sae: Path
+    """Folder that `tsae train` wrote."""
+    store: Path
+    """Folder that `tsae capture` wrote."""
+    to: Path
+    """Folder of the feature table."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)

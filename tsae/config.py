@@ -1,0 +1,86 @@
+"""Configs of `tsae run` and `tsae demo`. Light: the command line reads its options from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from tsae.diff.config import DiffConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.sae.config import SAEConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to analyse in a training run."""
+
+    path: Positional[Path]
+    """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
+    to: Path = Path("analysis")
+    """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
+    resumed."""
+    base: str | None = None
+    """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
+    checkpoints' configuration or their model card name; else the earliest checkpoint takes its place."""
+    log: Path | None = None
+    """The rollout log; by default the run's folder completions, or else the log in the run's folder."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    bands_from: Path | None = None
+    """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure bands on. By default
+    bands come from the log. They are then not compared if the run learns and asks each problem at one step only."""
+    site: str | None = None
+    """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
+    tokens: int = 1_000_000
+    """Most tokens that each reader reads. From a longer log whole problems are drawn, as many from every band. The
+    store then holds about tokens · readers · d_model numbers."""
+    d_sae: int | None = None
+    """Width of the SAE; by default the largest power of two up to 8 · d_model with which a latent fires 1,000 times in
+    the store on average."""
+    k: int | None = None
+    """Latents active per token; by default d_model / 12, at least 4 and at most 20."""
+    training_tokens: int | None = None
+    """Tokens to train the SAE on; by default 4 times the store. A small store is read up to 20 times, to reach 1 M."""
+    device: str = "cpu"
+    """Torch device of capture and training: cpu, cuda, cuda:1, …"""
+    seed: int = 0
+    """Seed of everything random."""
+    importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
+    """How the log is read. Trajectories that do not fit are left out and counted (--skip)."""
+    diff: DiffConfig = field(default_factory=DiffConfig)
+    """Which contrasts are drawn. The run's seed takes the place of its seed."""
+
+    def __post_init__(self) -> None:
+        for name in ("path", "to", "log", "bands_from"):
+            if getattr(self, name) is not None:  # Python code may give strings.
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        for name in ("tokens", "d_sae", "k", "training_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Size and seed of the demo."""
+
+    to: Path = Path("demo")
+    """Folder for rollouts, activations, SAE, features, diff and report."""
+    problems: int = 60
+    """Problems of each level (1, 4 to 6, and 10 to 14 operations)."""
+    samples: int = 8
+    """Responses per problem and checkpoint."""
+    band_samples: int = 24
+    """Further responses of the base per problem, to measure bands on."""
+    steps: bool = False
+    """Also follow features along steps 25, 50, 100 and 150 of the runs. Takes about a minute more."""
+    seed: int = 0
+    """Seed of everything random."""
+    sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
+    """Shape of the T-SAE."""
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
+    """Its training."""

@@ -1,0 +1,1 @@
+"""What is compared with what, and the Δ of every feature."""

@@ -1,0 +1,1 @@
+"""What else could explain a contrast: confounds, nulls and baselines."""

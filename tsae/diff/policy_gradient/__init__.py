@@ -1,0 +1,1 @@
+"""What rollouts push: predicted shifts of features, and the influence of training samples."""

@@ -1,0 +1,183 @@
+"""The model as a function of its weights, and the derivatives that influence is made of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from tsae.activations.reader.forward_passes import plan_batches
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
+from tsae.diff.config import InfluenceConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The trajectories over which features are averaged."""
+
+    rollouts: Rollouts
+    weight: np.ndarray
+    """(n,) of every trajectory in the mean; problems count alike."""
+    problem: np.ndarray
+    special: list[int]
+    with_policy: bool
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, special: list[int], checkpoint: Checkpoint, config: InfluenceConfig) -> Fixed:
+        problem = pd.factorize(rollouts.frame.problem_id)[0]
+        size = np.bincount(problem)
+        with_policy = "policy" in config.parts
+        if with_policy:
+            fix = (
+                'Give trajectories of this checkpoint, several a problem (on=…), or ask for parts ("representation",).'
+            )
+            others = [policy for policy in rollouts.policies if policy != checkpoint.id]
+            if others:
+                raise TsaeError(
+                    f"{others[0]} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}",
+                    where=rollouts.origin,
+                    fix=fix,
+                )
+            if size.min() < 2:
+                raise TsaeError(
+                    f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline",
+                    where=rollouts.origin,
+                    fix=fix,
+                )
+        return cls(rollouts, 1 / (size[problem] * len(size)), problem, special, with_policy)
+
+    def score(self, values: np.ndarray) -> np.ndarray:
+        """(n,) weight of ∇ log π of every trajectory: its value against the mean of the problem's others."""
+        if not self.with_policy:
+            return np.zeros(len(values))
+        size = np.bincount(self.problem)
+        centred = values - (np.bincount(self.problem, weights=values) / size)[self.problem]
+        weighted: np.ndarray = self.weight * centred * (size / np.maximum(size - 1, 1))[self.problem]
+        return weighted
+
+
+def padded(
+    rollouts: Rollouts, rows: np.ndarray, config: InfluenceConfig
+) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
+
+    The response mask leaves out tokens that the policy did not sample.
+    """
+    prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
+    for batch in plan_batches(prompt + response, config.batch_tokens):
+        width = int((prompt + response)[batch].max())
+        ids = torch.zeros((len(batch), width), dtype=torch.long)
+        mask, is_response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for i, t in enumerate(batch):
+            text = np.concatenate(rollouts.tokens(int(rows[t])))
+            ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
+            mask[i, : len(text)] = 1
+            is_response[i, prompt[t] : len(text)] = torch.from_numpy(rollouts.sampled(int(rows[t])))
+        yield rows[batch], ids.to(config.device), mask.to(config.device), is_response.to(config.device)
+
+
+class Forward:
+    """The model as a function of its weights."""
+
+    def __init__(self, model: PreTrainedModel, sae: TemporalSAE, temperature: float) -> None:
+        self.model, self.sae, self.temperature = model, sae, temperature
+        site = Site.parse(sae.site)
+        self.block, self.after = decoder_blocks(model)[site.layer], site.point == "post"
+
+    def __call__(
+        self, weights: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """((B,) Σ_t log π of the response tokens, (B, T, d_model) activations at the site)."""
+        found: list[torch.Tensor] = []
+
+        def keep(value: Any) -> None:
+            found.append(value[0] if isinstance(value, tuple) else value)
+
+        if self.after:
+            handle = self.block.register_forward_hook(lambda _m, _i, out: keep(out))
+        else:
+            handle = self.block.register_forward_pre_hook(
+                lambda _m, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask), "use_cache": False}
+        try:
+            logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits
+        finally:
+            handle.remove()
+        log = torch.log_softmax(logits[:, :-1].to(found[0].dtype) / self.temperature, dim=-1)  # (B, T − 1, vocabulary)
+        chosen = log.gather(-1, ids[:, 1:, None])[..., 0]
+        return (chosen * response[:, 1:]).sum(1), found[0]
+
+    def _means(
+        self, x: torch.Tensor, ids: torch.Tensor, response: torch.Tensor, columns: torch.Tensor, special: list[int]
+    ) -> torch.Tensor:
+        """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
+        x = x.to(self.sae.W_enc.dtype)
+        codes = self.sae.encode(x.detach())[..., columns]
+        # A code is linear in x where it is active, and 0 elsewhere: this gives its gradient for every architecture.
+        linear = x @ self.sae.W_enc[:, columns].detach()
+        codes = codes + (codes > 0) * (linear - linear.detach())
+        counted = response & ~torch.isin(ids, torch.as_tensor(special, device=ids.device))
+        counted = counted & ~self.sae.outliers(x.detach())
+        total = (codes * counted[..., None]).sum(1)
+        return total / counted.sum(1).clamp_min(1)[:, None]
+
+    def feature_means(
+        self, weights: Weights, fixed: Fixed, columns: torch.Tensor, config: InfluenceConfig
+    ) -> np.ndarray:
+        """(n_trajectories, n_features)."""
+        means = np.zeros((len(fixed.rollouts), len(columns)))
+        with torch.no_grad():
+            for rows, ids, mask, response in padded(fixed.rollouts, np.arange(len(means)), config):
+                _, x = self(weights, ids, mask, response)
+                means[rows] = self._means(x, ids, response, columns, fixed.special).double().cpu().numpy()
+        return means
+
+    def gradients(
+        self, weights: Weights, fixed: Fixed, column: torch.Tensor, score: np.ndarray, config: InfluenceConfig
+    ) -> dict[str, Weights]:
+        """∇F of one feature, by the parts that are asked for."""
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        found: dict[str, Weights] = {
+            part: {name: torch.zeros_like(w) for name, w in weights.items()} for part in config.parts
+        }
+        for rows, ids, mask, response in padded(fixed.rollouts, np.arange(len(score)), config):
+            log, x = self(leaves, ids, mask, response)
+            means = self._means(x, ids, response, column, fixed.special)[:, 0]
+            for part, values, by in (("representation", means, fixed.weight), ("policy", log, score)):
+                if part in found and np.any(by[rows]):
+                    loss = values @ torch.as_tensor(by[rows], dtype=values.dtype, device=values.device)
+                    if loss.requires_grad:
+                        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
+                        for total, grad in zip(found[part].values(), grads, strict=True):
+                            if grad is not None:
+                                total += grad
+        return found
+
+    def score_along(
+        self, weights: Weights, direction: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
+    ) -> torch.Tensor:
+        """(B,) ⟨direction, Σ_t ∇ log π⟩ of every trajectory."""
+
+        def log(moved: Weights) -> torch.Tensor:
+            return self(moved, ids, mask, response)[0]
+
+        with warnings.catch_warnings():
+            # Forward differentiation in torch uses scripts that torch itself deprecates.
+            warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
+            tangent: torch.Tensor = torch.func.jvp(log, (weights,), (direction,))[1]
+        return tangent

@@ -1,0 +1,1 @@
+"""How sure a contrast is: intervals, permutation tests, q-values and power."""

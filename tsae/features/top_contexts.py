@@ -1,0 +1,79 @@
+"""Top contexts: the trajectories on which a feature is most active."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tsae.activations.spans import rows_mask
+from tsae.features.feature_table import FeatureTable
+
+
+@dataclass(frozen=True)
+class Context:
+    """One trajectory, as one reader read it, with a feature's activation on every token."""
+
+    reader: str
+    trajectory: int
+    """Row id into the rollouts."""
+    token_ids: np.ndarray
+    """(n,) of prompt and response."""
+    activations: np.ndarray
+    """(n,) of the feature; 0 on tokens that do not count: special tokens, outliers, and those of the response that the
+    policy did not sample."""
+    n_prompt: int
+    """Tokens of the prompt, which come first."""
+    outcome: str
+    policy: str
+    problem_id: str
+
+
+def top_contexts(features: FeatureTable, feature: int, n: int = 8, *, reader: str | None = None) -> list[Context]:
+    """The trajectories with the feature's largest activations, at most one a problem.
+
+    Args:
+        features: the table.
+        feature: its index.
+        n: how many.
+        reader: only what this reader read.
+    """
+    counted = features.span_mask("all")
+    column = features.codes[:, [feature]].tocoo()
+    tokens, values = column.coords[0], column.data
+    keep = counted[tokens]
+    if reader is not None:
+        keep &= features.reader[features.row_of_token[tokens]] == features.readers.index(reader)
+    tokens, values = tokens[keep], values[keep]
+    problems = features.rollouts.table["problem_id"].to_pylist()
+    found: list[Context] = []
+    seen: set[str] = set()
+    for token in tokens[np.lexsort((tokens, -values))]:
+        row = int(features.row_of_token[token])
+        problem = problems[features.trajectory[row]]
+        if problem not in seen:
+            seen.add(problem)
+            found.append(context(features, feature, row))
+            if len(found) == n:
+                break
+    return found
+
+
+def context(features: FeatureTable, feature: int, row: int) -> Context:
+    """A row of the table with one feature's activations."""
+    span = slice(int(features.row_offsets[row]), int(features.row_offsets[row + 1]))
+    trajectory = int(features.trajectory[row])
+    record = features.rollouts.table.select(["outcome", "policy", "problem_id"]).slice(trajectory, 1).to_pylist()[0]
+    ids = features.token_ids[span]
+    # Outliers have no codes.
+    counted = rows_mask(
+        ids, np.array([0, len(ids)]), features.rollouts, np.array([trajectory]), "all", features.info["special_ids"]
+    )
+    return Context(
+        reader=features.readers[features.reader[row]],
+        trajectory=trajectory,
+        token_ids=ids,
+        activations=features.codes[span][:, [feature]].toarray()[:, 0] * counted,
+        n_prompt=int(features.rollouts.lengths("prompt_ids")[trajectory]),
+        **record,
+    )

@@ -1,0 +1,121 @@
+"""Figures of what checks the shifts: the rewards' predictions, and interventions with their controls."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from tsae.diff.result import FeatureDiff
+from tsae.report.figures.layout import finish, name_rows, panels, vertical_zero, x_title
+from tsae.report.figures.marks import Mark, aside, dots
+from tsae.report.figures.style import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED
+from tsae.report.story import facts
+from tsae.report.text import figure_text, interval, number
+
+CONDITIONS = {
+    "features": "the features",
+    "random": "matched random features",
+    "same_norm": "random directions, same norm",
+    "wrong_sign": "wrong sign",
+    "mean_difference": "mean difference",
+}
+_MAX_TESTS, _MAX_MEASURED = 8, 3
+
+
+def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
+    """Rank correlation of predicted with realised shifts, with its interval and the ceiling that noise sets."""
+    table = _shown_predictions(diff)
+    if table is None or table.empty:
+        return None
+    runs, ways = list(table.checkpoint.unique()), list(table.predicted_on.unique())
+    titles = {
+        "policy": "<b>policy part</b>: the base reads the run's responses",
+        "total": "<b>total</b>: the run reads them",
+    }
+    panel = len(runs) * (18 * len(ways) + 14)
+    figure, cells, height = panels(list(titles.values()), 2, panel=panel, gap=0, shared_yaxes=True)
+    for part, cell in zip(titles, cells, strict=True):
+        named = part == "policy"
+        for order, way in enumerate(ways):
+            mine = table[(table.part == part) & (table.predicted_on == way)]
+            marks = [
+                Mark(
+                    runs.index(r.checkpoint),
+                    (r.rho, r.low, r.high),
+                    f"{figure_text(r.checkpoint)}, {part}, predicted on {r.predicted_on} problems"
+                    f"{' (what it was trained on)' if r.matched else ''}<br>ρ {number(r.rho, sign=True)} "
+                    f"{interval(r.low, r.high, sign=True)}, p {r.p:.2g}, ceiling {number(r.ceiling)}",
+                )
+                for r in facts.records(mine)
+            ]
+            style, name = BAND_STYLE.get(way, BAND_STYLE["all"]), f"predicted on {way} problems"
+            points = dots(
+                marks, style, size=9, up=aside(order, len(ways), 0.2), name=name, legendgroup=way, showlegend=named
+            )
+            ceiling = go.Scatter(
+                x=mine.ceiling.tolist(),
+                y=points.y,
+                mode="markers",
+                name="ceiling",
+                legendgroup="ceiling",
+                showlegend=named and order == 0,
+                marker={"symbol": "line-ns-open", "size": 12, "color": NEUTRAL, "line": {"width": 2}},
+                hoverinfo="skip",
+            )
+            figure.add_traces([points, ceiling], rows=[cell["row"]] * 2, cols=[cell["col"]] * 2)
+        vertical_zero(figure, **cell)
+        figure.update_xaxes(range=[-1.05, 1.05], **cell)
+        x_title(figure, "rank correlation over features", **cell)
+        name_rows(figure, runs, **cell)
+    return finish(figure, height=height + 120, left=130, top=70, bottom=46, legend=LEGEND)
+
+
+def _shown_predictions(diff: FeatureDiff) -> pd.DataFrame | None:
+    """Comparisons of the natural gradient with the shift over all problems, for the last step of every run."""
+    table = diff.predicted
+    if table is None or table.empty:
+        return None
+    last = table.checkpoint.isin(facts.final_checkpoints(diff))
+    return table[last & (table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")]
+
+
+def causal_figure(diff: FeatureDiff) -> go.Figure | None:
+    """What every intervention and its controls changed, paired over problems."""
+    tests = [test for test in diff.info.get("causally_tested") or [] if test.get("changes")][:_MAX_TESTS]
+    if not tests:
+        return None
+    changes = [pd.DataFrame(test["changes"]) for test in tests]
+    names = facts.behaviour_order(name for table in changes for name in table.behaviour)
+    measured = [name for name in names if name != "response_length"][:_MAX_MEASURED]
+    rows = [[c for c in CONDITIONS if (table.condition == c).any()] for table in changes]
+    figure, cells, height = panels(
+        [""] * len(measured),
+        len(measured),
+        panel=[len(r) * 20 + 12 for r in rows],
+        gap=52,
+        horizontal=0.025,
+        heads=[f"<b>{figure_text(facts.test_name(test), 110)}</b>" for test in tests],
+        least=130,
+        shared_yaxes=True,
+    )
+    for place, (test, name) in enumerate(product(range(len(tests)), measured)):
+        cell = cells[place % len(measured) * len(tests) + test]
+        table, conditions = changes[test], rows[test]
+        for r in facts.records(table[(table.behaviour == name) & table.condition.isin(conditions)]):
+            colour = RAISED if r.change_low > 0 else LOWERED if r.change_high < 0 else NEUTRAL
+            main = r.condition == "features"
+            symbol, size = ("diamond", 10) if main else ("circle-open", 8)
+            hover = (
+                f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} "
+                f"{interval(r.change_low, r.change_high, sign=True)}"
+            )
+            mark = Mark(conditions.index(r.condition), (r.change, r.change_low, r.change_high), hover)
+            figure.add_trace(dots([mark], (colour, symbol), size=size, showlegend=False), **cell)
+        vertical_zero(figure, **cell)
+        name_rows(figure, [CONDITIONS[c] for c in conditions], 30, **cell)
+        figure.update_xaxes(range=[-1.05, 1.05], nticks=5, **cell)
+        if test == len(tests) - 1:
+            x_title(figure, f"change of {figure_text(facts.behaviour_name(name))}", **cell)
+    return finish(figure, height=height + 90, left=190, top=34, bottom=56)

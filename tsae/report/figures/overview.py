@@ -1,0 +1,260 @@
+"""The one picture of the first screen: what each run did to behaviour, and to which kinds of features.
+
+A column a run. Above, behaviour: grey ring = base, filled mark = run, whiskers = intervals. Below, features: a dot for
+every feature that moved, placed by how far and which way; a row is a kind of feature (an annotator's class), or one
+feature where no annotator named classes. Where there are no runs, the picture is of successes against failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from tsae.diff.result import FeatureDiff
+from tsae.report.figures.features import drawn_runs
+from tsae.report.figures.layout import finish, label_rows, panels, vertical_zero, x_title
+from tsae.report.figures.marks import HOVER, whiskers
+from tsae.report.figures.style import LOWERED, NEUTRAL, RAISED
+from tsae.report.story import facts
+from tsae.report.text import figure_text, number, percent
+
+_MAX_RUNS, _MAX_ROWS, _MAX_LINES, _LEFT = 4, 9, 8, 178
+_ROW, _TOP, _BOTTOM = 27, 84, 44  # pixels
+# Between panels: axis labels and a heading; between stacked runs also an axis title and the next run's header.
+_GAP, _STACKED_GAP = 64, 132
+
+
+def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
+    """Draw it; `columns=1` stacks the runs for narrow screens. None where there is nothing to draw."""
+    if runs := drawn_runs(diff)[:_MAX_RUNS]:
+        return _runs(diff, runs, min(columns, len(runs)))
+    tables = {band: _outcome_rows(diff, band) for band in ["all", *facts.bands_of(diff)]}
+    tables = {band: table for band, table in tables.items() if len(table)}
+    return _outcomes(diff, tables, min(columns, len(tables))) if tables else None
+
+
+def overview_caption(diff: FeatureDiff) -> str:
+    """What the marks mean."""
+    runs = drawn_runs(diff)
+    if not runs:
+        return (
+            "Each mark is a feature, placed by how much more (right) or less (left) active it is in successes than in "
+            "failures of the same problem (Δ, in standard deviations over base trajectories), with its interval."
+        )
+    below = (
+        "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; "
+        "numbers count dots"
+        if facts.has_classes(diff)
+        else "the features that moved most, with Δ (in standard deviations over base trajectories) and its interval"
+    )
+    shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
+    above = "Above: ring = base, filled = run, bars = intervals (grey: no clear change). Below: "
+    if not _behaviour_lines(diff, runs):
+        above, below = "", below[0].upper() + below[1:]
+    return f"{above}{below}.{shown}"
+
+
+def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str, str]]:
+    """(label, behaviour, band): accuracy by band, other shares over everything."""
+    lines = []
+    for name in (name for name in facts.behaviours_of(diff) if facts.is_share(diff, name)):
+        bands = [b for b in facts.BANDS if facts.behaviour(diff, diff.base, b, name) is not None]
+        for band in bands if name == "accuracy" and bands else ["all"]:
+            if any(facts.change_of(diff, run, band, name) is not None for run in runs):
+                label = facts.behaviour_name(name) + ("" if band == "all" else f", {band}")
+                lines.append((label, name, band))
+    return lines if any(facts.behaviour(diff, diff.base, band, name) is not None for _, name, band in lines) else []
+
+
+def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
+    lines = _behaviour_lines(diff, runs)[:_MAX_LINES]
+    shifts = {run: facts.main_shift(diff, run) for run in runs}
+    moved = {run: shift[shift.q <= diff.q] for run, shift in shifts.items()}
+    by_class = facts.has_classes(diff)
+    rows = _largest(moved, "responds_to" if by_class else "feature")
+    heads = {"<b>behaviour</b>": len(lines), "<b>features that respond to</b>": len(rows)}
+    heads = {head: n for head, n in heads.items() if n} or {"": 1}
+    figure, cells, height = panels(
+        [_header(diff, run) for run in runs],
+        columns,
+        panel=[n * _ROW + 12 for n in heads.values()],
+        gap=_GAP if columns == len(runs) else _STACKED_GAP,
+        horizontal=0.035,
+        heads=list(heads) if lines or rows else [],
+        beside=True,
+        align="left",
+        size=12.5 if columns < 4 else 11,
+        shared_yaxes=columns > 1,
+    )
+    limit = max([0.5, *(float(m.delta.abs().max()) for m in moved.values() if len(m))]) * 1.3
+    for run, first in zip(runs, range(0, len(cells), len(heads)), strict=True):
+        if lines:
+            _behaviours(figure, diff, run, lines, cells[first])
+        if rows:
+            cell = cells[first + len(heads) - 1]
+            (_strip if by_class else _forest)(figure, rows, moved[run], cell, **{"limit": limit} if by_class else {})
+            _feature_axes(figure, rows if by_class else _named(diff, rows), limit, "← lowered   Δ   raised →", cell)
+    return finish(figure, height=height + _TOP + _BOTTOM, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
+
+
+def _header(diff: FeatureDiff, run: str) -> str:
+    """A run's name, band, length of responses and number of features that moved, a line each."""
+    lines = [f"<b>{figure_text(run, 28)}</b>"]
+    if band := facts.trained_on(diff, run):
+        lines.append(f"trained on {figure_text(band, 16)}")
+    if (both := facts.change_of(diff, run, "all", "response_length")) is not None:
+        before, after = both
+        lines.append(f"length {number(before['mean'])} → {number(after['mean'])} tokens")
+    contrast = diff.contrast(kind="shift", checkpoint=run, part=diff.main_part(run), band="all")
+    if contrast is not None:
+        found = f"{contrast.n_discoveries} of {contrast.n_tested} features moved"
+        lines.append("features: not drawn" if contrast.note else found)
+    return "<br>".join(lines)
+
+
+def _behaviours(
+    figure: go.Figure, diff: FeatureDiff, run: str, lines: list[tuple[str, str, str]], cell: dict[str, int]
+) -> None:
+    for y, (label, name, band) in enumerate(lines):
+        before, after = (facts.behaviour(diff, policy, band, name) for policy in (diff.base, run))
+        if before is None or after is None:
+            continue
+        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[facts.direction(after)]
+        line = {"color": colour, "width": 2.5}
+        x = [100 * before["mean"], 100 * after["mean"]]
+        figure.add_trace(go.Scatter(x=x, y=[y, y], mode="lines", line=line, opacity=0.55, hoverinfo="skip"), **cell)
+        side = "right" if after["mean"] >= before["mean"] else "left"
+        for who, point, mode, symbol, size, ink in (
+            (diff.base, before, "markers", "circle-open", 9, NEUTRAL),
+            (run, after, "markers+text", "circle", 10, colour),
+        ):
+            mark = go.Scatter(
+                x=[100 * point["mean"]],
+                y=[y],
+                mode=mode,
+                text=[f"  {percent(point['mean'])}  "],
+                textposition=f"middle {side}",
+                textfont={"size": 11},
+                marker={"symbol": symbol, "size": size, "color": ink, "line": {"width": 2, "color": ink}},
+                error_x=whiskers([tuple(100 * point[side] for side in ("mean", "low", "high"))], ink),
+                hovertemplate=(
+                    f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
+                    f"[{percent(point['low'])}, {percent(point['high'])}]<br>"
+                    f"{int(point['n_problems'])} problems<extra></extra>"
+                ),
+            )
+            figure.add_trace(mark, **cell)
+    # Room for the number beside a mark at either end; fit.js keeps it in pixels.
+    figure.update_layout(meta={**figure.layout.meta, "pad": 48})
+    figure.update_xaxes(range=[-25, 125], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)
+    label_rows(figure, [figure_text(label, 29) for label, _, _ in lines], **cell)
+
+
+def _largest(moved: dict[str, pd.DataFrame], by: str) -> list:
+    """Classes with the most shift over all runs, or features with the largest, by what the last run did to them."""
+    everything = pd.concat(list(moved.values()))
+    if everything.empty:
+        return []
+    sizes = everything.delta.abs().groupby(everything[by])
+    size = (sizes.sum() if by == "responds_to" else sizes.max()).sort_values(ascending=False, kind="stable")
+    last = next(table for table in reversed(list(moved.values())) if len(table))
+    mean = last.delta.groupby(last[by]).mean()
+    kept = [row for row in size.index if row != "never active"][:_MAX_ROWS]
+    return sorted(kept, key=lambda row: -float(mean.get(row, 0.0)))
+
+
+def _named(diff: FeatureDiff, features: Sequence[int]) -> list[str]:
+    return [f"{f}: {diff.features.responds_to[f]}" for f in features]
+
+
+def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell: dict[str, int], limit: float) -> None:
+    """A dot a feature; their number, lowered and raised, at the ends of its row."""
+    parts: list[pd.DataFrame] = []
+    counts: list[tuple[float, int, int]] = []
+    for y, name in enumerate(classes):
+        mine = moved[moved.responds_to == name].sort_values("delta", kind="stable")
+        # Neighbours step through five heights, so that dots at the same place stay countable.
+        offset = np.array([0.0, 0.22, -0.22, 0.11, -0.11])[np.arange(len(mine)) % 5]
+        parts.append(mine.assign(height=y + offset))
+        counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.delta) == sign).sum()))]
+    dots = pd.concat(parts)
+    points = go.Scatter(
+        x=dots.delta.tolist(),
+        y=dots.height.tolist(),
+        mode="markers",
+        marker={"size": 7, "color": list(map(_colour, dots.delta)), "opacity": 0.62, "line": {"width": 0}},
+        text=[
+            f"feature {r.feature}<br>{figure_text(f'{r.responds_to}, {100 * r.share:.0f} % of its activation')}<br>"
+            f"{number(r.reference)} → {number(r.mean)}, shift {number(r.difference, sign=True)} "
+            f"[{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>Δ {facts.effect_text(r)}"
+            for r in facts.records(dots)
+        ],
+        **HOVER,
+    )
+    numbers = go.Scatter(
+        x=[0.91 * limit * sign for _, sign, _ in counts],
+        y=[y for y, _, _ in counts],
+        mode="text",
+        text=[f"<b>{n}</b>" for _, _, n in counts],
+        textfont={"size": 11, "color": [_colour(sign) for _, sign, _ in counts]},
+        hoverinfo="skip",
+    )
+    figure.add_traces([points, numbers], rows=[cell["row"]] * 2, cols=[cell["col"]] * 2)
+    vertical_zero(figure, **cell)
+
+
+def _colour(delta: float) -> str:
+    return RAISED if delta > 0 else LOWERED
+
+
+def _forest(figure: go.Figure, features: Sequence[int], moved: pd.DataFrame, cell: dict[str, int]) -> None:
+    """A mark with its interval for every feature."""
+    for y, feature in enumerate(features):
+        if feature not in moved.index:
+            continue
+        record = facts.record(moved, feature)
+        point = facts.standardised(record)
+        colour = _colour(point[0])
+        mark = go.Scatter(
+            x=[point[0]],
+            y=[y],
+            mode="markers",
+            marker={"size": 9, "color": colour},
+            error_x=whiskers([point], colour),
+            hovertemplate=(
+                f"feature {feature}<br>{figure_text(record.responds_to)}<br>"
+                f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}<extra></extra>"
+            ),
+        )
+        figure.add_trace(mark, **cell)
+    vertical_zero(figure, **cell)
+
+
+def _feature_axes(figure: go.Figure, rows: Sequence[str], limit: float, title: str, cell: dict[str, int]) -> None:
+    figure.update_xaxes(range=[-limit, limit], nticks=6, **cell)
+    x_title(figure, title, **cell)
+    label_rows(figure, [figure_text(row, 29) for row in rows], **cell)
+
+
+def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
+    rows = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
+    return facts.strongest(rows, diff.q, _MAX_ROWS)
+
+
+def _outcomes(diff: FeatureDiff, tables: dict[str, pd.DataFrame], columns: int) -> go.Figure:
+    # The same share of rows for every band, so that none is crowded out.
+    share = max(3, 14 // len(tables))
+    features = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index[:share]))
+    titles = [f"<b>{band} problems</b>" for band in tables]
+    figure, cells, height = panels(
+        titles, columns, panel=len(features) * _ROW + 12, gap=78, horizontal=0.035, shared_yaxes=columns > 1
+    )
+    limit = 1.1 * max(max(abs(v) for v in facts.standardised(r)) for t in tables.values() for _, r in t.iterrows())
+    for band, cell in zip(tables, cells, strict=True):
+        full = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
+        _forest(figure, features, full[full.q <= diff.q], cell)
+        _feature_axes(figure, _named(diff, features), limit, "← in failures   Δ   in successes →", cell)
+    return finish(figure, height=height + 90, left=190, top=46, showlegend=False)

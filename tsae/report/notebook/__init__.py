@@ -1,0 +1,1 @@
+"""Views in a notebook: cards of results, and passages with their tokens."""

@@ -1,0 +1,101 @@
+"""Results in a notebook: escaped HTML that needs no script, no style sheet and no network (templates/cards.html)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.report.templates import macro
+from tsae.report.text import number
+
+
+def card(title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFrame], note: str = "") -> str:
+    """A result at a glance.
+
+    Args:
+        title: the class.
+        facts: what it holds, by name; None is left out.
+        tables: (caption, table), see `table_html`.
+        note: what to know before believing it.
+    """
+    known = [(name, _plain(value)) for name, value in facts.items() if value is not None]
+    shown = [_cells(table, caption) for caption, table in tables if len(table)]
+    return macro("cards.html", "card", title, known, shown, note)
+
+
+def table_html(table: pd.DataFrame, caption: str = "", limit: int = 12) -> str:
+    """The first rows of a table, numbers to three significant digits; its index is left out."""
+    return macro("cards.html", "table", *_cells(table, caption, limit))
+
+
+def tokens_html(
+    tokens: Sequence[str], values: Sequence[float] | np.ndarray, *, strongest: float, n_prompt: int = 0
+) -> str:
+    """Tokens with their activations as colour: the deeper, the nearer to the strongest; ▸ starts the response.
+
+    Args:
+        tokens: their texts.
+        values: an activation each; the exact number is the token's title.
+        strongest: the activation of the deepest colour.
+        n_prompt: tokens of the prompt, which come first.
+    """
+    shown = [
+        (
+            token.replace("\n", "⏎\n"),
+            f"{0.12 + 0.48 * min(1.0, float(value) / strongest):.2f}",
+            number(float(value)) if value > 0 else "",
+        )
+        for token, value in zip(tokens, values, strict=True)
+    ]
+    return macro("cards.html", "tokens", shown, n_prompt)
+
+
+def text_html(text: str) -> str:
+    """Text as it is."""
+    return macro("cards.html", "text", text)
+
+
+def heading_html(text: str) -> str:
+    """A line above a passage."""
+    return macro("cards.html", "heading", text)
+
+
+def show(html: str, text: str) -> None:
+    """Display HTML in a notebook, and print text anywhere else."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell, "kernel"):
+        from IPython.display import HTML, display
+
+        display(HTML(html))
+    else:
+        print(text)
+
+
+def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[str]]]:
+    """Caption, heads with how their columns are aligned, and rows."""
+    aligned = ["right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in table.dtypes]
+    heads = [(str(name).replace("_", " "), align) for name, align in zip(table.columns, aligned, strict=True)]
+    rows = [[_plain(value) for value in row] for row in table.head(limit).itertuples(index=False)]
+    more = f"the first {limit} of {len(table):,} rows" if len(table) > limit else ""
+    return " – ".join(part for part in (caption, more) if part), heads, rows
+
+
+def _plain(value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, (bool, np.bool_)):
+        return "yes" if value else "no"
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
+    if isinstance(value, Real):
+        return "–" if pd.isna(value) else number(float(value))
+    if value is None or value is pd.NA:
+        return "–"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,1 @@
+"""The pages: HTML files that open with no network, rendered from templates."""

@@ -1,0 +1,107 @@
+"""Renders a template as one HTML file that loads nothing.
+
+The content security policy forbids every request and every script but ours and Plotly's, by hash. Templates escape all
+text on its way in; if some of it ever were not escaped, it still could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from tsae.errors import TsaeError
+from tsae.report.packing import packed_plotly
+from tsae.report.templates import environment
+from tsae.report.text import script_json
+
+
+def render_page(
+    template: str, title: str, drawn: Mapping[str, go.Figure | None], parts: Mapping[str, str] | None = None, **of: Any
+) -> str:
+    """Render a template that extends document.html; the same input gives the same string.
+
+    Args:
+        template: name of its file.
+        title: of the page.
+        drawn: figures by name; the template leaves out those that are None.
+        parts: packed data of the explorer by name; without it the page has none.
+        of: what else the template asks for.
+    """
+    explorer = [] if parts is None else ["card.js", "explorer.js"]
+    modules = ["data.js", *explorer, "fit.js", "report.js"]
+    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
+    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    return (
+        environment()
+        .get_template(template)
+        .render(
+            title=title,
+            figures=figures,
+            heights={name: int(figure.layout.height) for name, figure in figures.items()},
+            figures_json=Markup(script_json({name: _plain(figure) for name, figure in figures.items()})),
+            # Base64, which holds no character that HTML knows; there are megabytes of it to look through otherwise.
+            packs={name: Markup(text) for name, text in (parts or {}).items()},
+            plotly=Markup(packed_plotly()),
+            style=Markup(_resource("report.css")),
+            script=Markup(ours),
+            hashes=Markup(f"{_digest(get_plotlyjs())} {_digest(ours)}"),
+            **of,
+        )
+    )
+
+
+def write_page(path: str | Path, content: str) -> Path:
+    """Write a page whole or not at all; its folder is made.
+
+    Raises:
+        TsaeError: where the path is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise TsaeError("is a folder", where=path, fix="Name the .html file to write.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Lone surrogates are shown by code point long before this; whatever escaped that must not stop the report.
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_bytes(content.encode("utf-8", "replace"))
+    os.replace(partial, path)
+    return path
+
+
+def written_with() -> dict[str, str]:
+    """Versions of what writes the page."""
+    found = {}
+    for package in ("tsae", "plotly"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _plain(figure: go.Figure) -> dict[str, object]:
+    content = json.loads(figure.to_json())
+    return {"data": content["data"], "layout": content["layout"]}
+
+
+@cache
+def _resource(name: str) -> str:
+    """A script or style sheet without indentation and lines of comment, which make a tenth of it."""
+    lines = map(str.strip, files("tsae.report.templates").joinpath(name).read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+
+
+@cache
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"

@@ -1,0 +1,346 @@
+"""Examples for the cards of features: which trajectories each card shows, and their tokens, once for all cards.
+
+A card shows, of the rows (reader, trajectory) of the feature table,
+
+1. *pairs*: a success and a failure of the same problem, by the same policy and as the same reader read them, for the
+   problems where the feature is strongest;
+2. *quantiles*: rows ordered by their strongest token: the strongest, then from the top tenth, the upper and the lower
+   half of those where the feature is active at all; at most one a problem.
+
+Of every row a window around the strongest token is kept. Codes are read twice, a part of the rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from tsae.features.feature_table import FeatureTable
+from tsae.report.text import shortened, visible
+
+BEFORE, AFTER = 256, 128
+"""Tokens kept before and after the strongest one."""
+MAX_TOKENS = 3_000_000
+"""Tokens and activations kept for all cards together; features that come last go without examples."""
+CHUNK = 64
+"""Features in a part that the page unpacks together."""
+BINS = (("90–100 %", 0.9, 1.0), ("50–90 %", 0.5, 0.9), ("0–50 %", 0.0, 0.5))
+LEVELS = 99
+"""Steps in which activations are kept, relative to the feature's maximum."""
+_STRONGEST, _PER_BIN, _PAIRS = 3, 2, 2
+_TOKENS_AT_ONCE = 200_000
+_HISTOGRAM = 24
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Ready for JSON."""
+
+    chunks: list[dict[str, list[Any]]]
+    """Per feature [maximum, [group, …]]; a group is [name, [example, …]], an example [trajectory, reader, strongest
+    token, first and last + 1 kept token, strongest activation, gaps between active tokens, their levels]."""
+    where: dict[int, int]
+    """Chunk of every feature that has examples."""
+    trajectories: dict[str, Any]
+    """strings, problems; per trajectory [problem, policy, outcome, prompt tokens, tokens, [[start, ids], …]]."""
+    left_out: int = 0
+    """Active features without room."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The strongest token of every feature in every row, ordered by feature and row."""
+
+    feature: np.ndarray
+    row: np.ndarray
+    token: np.ndarray
+    value: np.ndarray
+    offsets: np.ndarray
+    """(n_features + 1,): entries of each feature."""
+
+    def of(self, feature: int) -> slice:
+        return slice(int(self.offsets[feature]), int(self.offsets[feature + 1]))
+
+
+@dataclass
+class _Chosen:
+    """A row to show for a feature."""
+
+    row: int
+    token: int
+    """Index into the table's tokens around which the window lies."""
+    value: float
+
+
+@dataclass
+class _Card:
+    feature: int
+    maximum: float
+    groups: list[tuple[str, list[_Chosen]]] = field(default_factory=list)
+
+
+def contexts(
+    source: FeatureTable, order: Sequence[int], strings: dict[str, str], *, max_tokens: int = MAX_TOKENS
+) -> Contexts:
+    """Choose and collect the examples.
+
+    Args:
+        source: the table.
+        order: features, those that must not go without examples first.
+        strings: text of token ids, by id as text; ids stand where it is missing.
+        max_tokens: see `MAX_TOKENS`.
+    """
+    peaks = find_peaks(source)
+    chooser = _Chooser(source, peaks)
+    cards: list[_Card] = []
+    left_out, budget = 0, max_tokens
+    for feature in order:
+        mine = peaks.of(int(feature))
+        if mine.start == mine.stop:
+            continue
+        card = chooser.card(int(feature))
+        # A guess: windows overlap, and few tokens of a window are active.
+        budget -= sum(1 + _length(source, one) // 4 for _, group in card.groups for one in group)
+        if budget < 0:
+            left_out += 1
+        else:
+            cards.append(card)
+    return _collected(source, cards, strings, left_out)
+
+
+def find_peaks(source: FeatureTable) -> Peaks:
+    """Over all tokens but special ones."""
+    parts = []
+    counted = source.span_mask("all")
+    for first, _, codes in _row_blocks(source):
+        columns = sp.csc_array(codes)
+        token = columns.indices.astype(np.int64) + int(source.row_offsets[first])
+        feature = np.repeat(np.arange(source.n_features), np.diff(columns.indptr))
+        row = source.row_of_token[token]
+        keep = counted[token] & (columns.data > 0)
+        token, feature, row, value = token[keep], feature[keep], row[keep], columns.data[keep]
+        if not len(token):
+            continue
+        starts = np.flatnonzero(np.r_[True, (np.diff(feature) != 0) | (np.diff(row) != 0)])
+        best = np.maximum.reduceat(value, starts)
+        run = np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, len(token)]))
+        # The first token that reaches the maximum.
+        at = np.flatnonzero(value == best[run])
+        at = at[np.unique(run[at], return_index=True)[1]]
+        parts.append((feature[starts], row[starts], token[at], best))
+    empty = (np.zeros(0, dtype=np.int64),) * 3 + (np.zeros(0, dtype=np.float32),)
+    feature, row, token, value = (np.concatenate(list(column)) for column in zip(*parts or [empty], strict=True))
+    order = np.lexsort((row, feature))
+    counts = np.bincount(feature, minlength=source.n_features)
+    return Peaks(feature[order], row[order], token[order], value[order], np.r_[0, counts.cumsum()])
+
+
+def histograms(source: FeatureTable, span: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(n_features, 24) numbers of active tokens of a span in equal steps from 0 to the (n_features,) maximum."""
+    counted = source.span_mask(span)
+    top = np.zeros(source.n_features, dtype=np.float32)
+    for first, last, codes in _row_blocks(source):
+        mine = codes[counted[source.row_offsets[first] : source.row_offsets[last]]]
+        top = np.maximum(top, np.asarray(mine.max(axis=0).todense()).ravel() if mine.shape[0] else 0)
+    counts = np.zeros(source.n_features * _HISTOGRAM, dtype=np.int64)
+    for first, last, codes in _row_blocks(source):
+        mine = codes[counted[source.row_offsets[first] : source.row_offsets[last]]]
+        step = np.minimum((mine.data / np.maximum(top[mine.indices], 1e-30) * _HISTOGRAM).astype(int), _HISTOGRAM - 1)
+        key = mine.indices.astype(np.int64) * _HISTOGRAM + step
+        counts += np.bincount(key[mine.data > 0], minlength=len(counts))
+    return counts.reshape(source.n_features, _HISTOGRAM), top
+
+
+def _row_blocks(source: FeatureTable) -> Iterator[tuple[int, int, sp.csr_array]]:
+    """(first row, last row + 1, their codes), about as many tokens at a time."""
+    first = 0
+    while first < source.n_rows:
+        limit = int(source.row_offsets[first]) + _TOKENS_AT_ONCE
+        last = max(first + 1, int(np.searchsorted(source.row_offsets, limit, side="right")) - 1)
+        yield first, last, source.codes[int(source.row_offsets[first]) : int(source.row_offsets[last])]
+        first = last
+
+
+class _Chooser:
+    """Which rows stand for a feature."""
+
+    def __init__(self, source: FeatureTable, peaks: Peaks) -> None:
+        self.source, self.peaks = source, peaks
+        self.prompts = source.rollouts.lengths("prompt_ids")[source.trajectory]
+        table = source.rollouts.table
+        problem = np.array(table["problem_id"].to_pylist(), dtype=object)[source.trajectory]
+        policy = np.array(table["policy"].to_pylist(), dtype=object)[source.trajectory]
+        outcome = np.array(table["outcome"].to_pylist(), dtype=object)[source.trajectory]
+        self.problem = np.unique(problem.astype(str), return_inverse=True)[1]
+        policy = np.unique(policy.astype(str), return_inverse=True)[1]
+        self.success, failure = outcome == "success", outcome == "failure"
+        # A group: the rows of a problem, policy and reader.
+        key = (self.problem * (policy.max() + 1) + policy) * len(source.readers) + source.reader
+        self.group = np.unique(key, return_inverse=True)[1]
+        n = int(self.group.max()) + 1 if len(self.group) else 0
+        known = {True: self.success, False: failure}
+        self.first = {}
+        for side, mask in known.items():
+            found = np.full(n, -1)
+            at = np.flatnonzero(mask)[::-1]
+            found[self.group[at]] = at
+            self.first[side] = found
+        mixed = (self.first[True] >= 0) & (self.first[False] >= 0)
+        self.mixed = mixed[self.group] & (self.success | failure)
+
+    def card(self, feature: int) -> _Card:
+        mine = self.peaks.of(feature)
+        row, token, value = (a[mine] for a in (self.peaks.row, self.peaks.token, self.peaks.value))
+        order = np.lexsort((row, -value))
+        row, token, value = row[order], token[order], value[order]
+        card = _Card(feature, float(value[0]))
+        pairs = self._pairs(row, token, value)
+        if pairs:
+            card.groups.append(("pairs", pairs))
+        seen: set[int] = set()
+
+        def pick(candidates: np.ndarray, n: int) -> list[_Chosen]:
+            chosen: list[_Chosen] = []
+            for i in candidates.tolist():
+                if len(chosen) == n:
+                    break
+                if int(self.problem[row[i]]) not in seen:
+                    seen.add(int(self.problem[row[i]]))
+                    chosen.append(_Chosen(int(row[i]), int(token[i]), float(value[i])))
+            return chosen
+
+        card.groups.append(("strongest", pick(np.arange(min(len(row), 200)), _STRONGEST)))
+        for name, low, high in BINS:
+            # From the middle of the bin outwards, so that a bin is shown by what is typical of it.
+            start, stop = round((1 - high) * len(row)), round((1 - low) * len(row))
+            inside = np.arange(start, stop)
+            inside = inside[np.argsort(np.abs(inside - (start + stop - 1) / 2), kind="stable")][:50]
+            if found := pick(inside, _PER_BIN):
+                card.groups.append((name, found))
+        return card
+
+    def _pairs(self, row: np.ndarray, token: np.ndarray, value: np.ndarray) -> list[_Chosen]:
+        """Success, failure, success, failure …, strongest problem first; rows come strongest first."""
+        at = np.flatnonzero(self.mixed[row])
+        chosen: list[_Chosen] = []
+        problems: set[int] = set()
+        for i in at[:100].tolist():
+            problem, group = int(self.problem[row[i]]), int(self.group[row[i]])
+            if problem in problems:
+                continue
+            problems.add(problem)
+            mine = at[self.group[row[at]] == group]
+            for side in (True, False):
+                found = mine[self.success[row[mine]] == side]
+                if len(found):
+                    chosen.append(_Chosen(int(row[found[0]]), int(token[found[0]]), float(value[found[0]])))
+                else:
+                    other = int(self.first[side][group])
+                    chosen.append(_Chosen(other, int(self.source.row_offsets[other]) + self._response(other), 0.0))
+            if len(problems) == _PAIRS:
+                break
+        return chosen
+
+    def _response(self, row: int) -> int:
+        """Where the response starts within a row."""
+        length = int(self.source.row_offsets[row + 1] - self.source.row_offsets[row])
+        return min(int(self.prompts[row]), length - 1)
+
+
+def _window(source: FeatureTable, one: _Chosen) -> tuple[int, int]:
+    """First and last + 1 kept token, within the row."""
+    first, last = int(source.row_offsets[one.row]), int(source.row_offsets[one.row + 1])
+    return max(first, one.token - BEFORE) - first, min(last, one.token + AFTER) - first
+
+
+def _length(source: FeatureTable, one: _Chosen) -> int:
+    start, stop = _window(source, one)
+    return stop - start
+
+
+def _collected(source: FeatureTable, cards: list[_Card], strings: dict[str, str], left_out: int) -> Contexts:
+    by_row: dict[int, list[tuple[_Card, _Chosen]]] = {}
+    for card in cards:
+        for _, group in card.groups:
+            for one in group:
+                by_row.setdefault(one.row, []).append((card, one))
+    written: dict[int, list[Any]] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for row, wanted in by_row.items():
+        first = int(source.row_offsets[row])
+        # Sorted: conversion goes through the rows in their order.
+        columns = sp.csc_array(source.codes[first : int(source.row_offsets[row + 1])])
+        trajectory = int(source.trajectory[row])
+        for card, one in wanted:
+            start, stop = _window(source, one)
+            spans.setdefault(trajectory, []).append((start, stop))
+            mine = slice(int(columns.indptr[card.feature]), int(columns.indptr[card.feature + 1]))
+            at, values = columns.indices[mine], columns.data[mine]
+            inside = (at >= start) & (at < stop) & (values > 0)
+            at, values = at[inside], values[inside]
+            level = np.maximum(np.rint(values / card.maximum * LEVELS), 1).astype(int)
+            gaps = at.copy()
+            gaps[1:] -= at[:-1]
+            gaps[:1] -= start
+            written[id(one)] = [
+                trajectory, int(source.reader[row]), one.token - first, start, stop, float(f"{one.value:.4g}"),
+                gaps.tolist(), level.tolist(),
+            ]  # fmt: skip
+    chunks: list[dict[str, list[Any]]] = []
+    where: dict[int, int] = {}
+    for begin in range(0, len(cards), CHUNK):
+        part = cards[begin : begin + CHUNK]
+        where |= {card.feature: len(chunks) for card in part}
+        chunks.append(
+            {
+                str(card.feature): [
+                    float(f"{card.maximum:.4g}"),
+                    [[name, [written[id(one)] for one in group]] for name, group in card.groups],
+                ]
+                for card in part
+            }
+        )
+    return Contexts(chunks, where, _trajectories(source, spans, strings), left_out)
+
+
+def _trajectories(
+    source: FeatureTable, spans: dict[int, list[tuple[int, int]]], strings: dict[str, str]
+) -> dict[str, Any]:
+    """Tokens of the kept windows, overlapping ones put together; ids are renumbered, frequent ones first."""
+    row_of = dict(zip(source.trajectory[::-1].tolist(), range(source.n_rows - 1, -1, -1), strict=True))
+    prompts = source.rollouts.lengths("prompt_ids")
+    kept: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for trajectory, windows in spans.items():
+        first = int(source.row_offsets[row_of[trajectory]])
+        merged: list[list[int]] = []
+        for start, stop in sorted(windows):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], stop)
+            else:
+                merged.append([start, stop])
+        kept[trajectory] = [(start, source.token_ids[first + start : first + stop]) for start, stop in merged]
+    everything = [ids for segments in kept.values() for _, ids in segments]
+    ids, counts = np.unique(np.concatenate(everything or [np.zeros(0, dtype=np.int32)]), return_counts=True)
+    frequent = ids[np.argsort(-counts, kind="stable")]
+    rank = {int(id): i for i, id in enumerate(frequent)}
+    names = ("problem_id", "policy", "outcome")
+    records = source.rollouts.table.select(names).take(np.array(sorted(kept), dtype=np.int64)).to_pylist()
+    listed = {}
+    for trajectory, record in zip(sorted(kept), records, strict=True):
+        row = row_of[trajectory]
+        listed[str(trajectory)] = [
+            *(shortened(visible(str(record[name])), 80) for name in names),
+            int(prompts[trajectory]),
+            int(source.row_offsets[row + 1] - source.row_offsets[row]),
+            [[start, [rank[int(i)] for i in ids]] for start, ids in kept[trajectory]],
+        ]
+    return {
+        # Without strings tokens are ids, which need a space between them.
+        "strings": [visible(strings[str(int(id))]) if str(int(id)) in strings else f"#{int(id)} " for id in frequent],
+        "readers": [visible(reader) for reader in source.readers],
+        "trajectories": listed,
+    }

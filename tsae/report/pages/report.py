@@ -1,0 +1,169 @@
+"""The report of a feature diff as one HTML file that opens with no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import plotly.graph_objects as go
+from markupsafe import Markup
+
+from tsae.diff.result import FeatureDiff
+from tsae.report.figures import (
+    band_figure,
+    behaviour_figure,
+    causal_figure,
+    decomposition_figure,
+    family_figure,
+    opposed_figure,
+    outcome_figure,
+    prediction_figure,
+    spread_figure,
+    thinned_text,
+)
+from tsae.report.figures.noise import noise_figure
+from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.figures.steps import steps_figure
+from tsae.report.pages import checks, sections
+from tsae.report.pages.document import render_page, write_page, written_with
+from tsae.report.pages.explorer import explorer
+from tsae.report.story import facts, gates
+from tsae.report.story.evidence import step_features, tests
+from tsae.report.story.findings import findings, lead
+from tsae.report.story.noise import noise_text
+from tsae.report.story.statements import contrasts
+from tsae.report.templates import macro
+from tsae.report.text import capitalised, shortened
+from tsae.sae.quality.stability import FOUND_AGAIN
+
+_TITLE = "What changed inside the model"
+_MAX_EXAMPLES = 12
+
+
+def write_report(diff: FeatureDiff, path: str | Path, *, title: str | None = None) -> Path:
+    """Write the report.
+
+    Args:
+        diff: with its `source` the report shows examples.
+        path: the .html file; its folder is made.
+        title: of the page.
+
+    Raises:
+        TsaeError: where the file cannot be written.
+    """
+    return write_page(path, render(diff, title=title))
+
+
+def render(diff: FeatureDiff, title: str | None = None) -> str:
+    """The report as one string of HTML; the same diff gives the same string."""
+    diff = _readable(diff)
+    found = findings(diff)
+    # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
+    beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
+    pairs = facts.opposed_pairs(diff)
+    to_draw = sections.opposed_features(diff)
+    explored = explorer(diff, example_features(diff, to_draw))
+    drawn = _figures(diff, to_draw)
+    return render_page(
+        "report.html",
+        title or _TITLE,
+        drawn,
+        explored.parts,
+        diff=diff,
+        lead=lead(diff),
+        beside=beside,
+        below=[f for f in found if f not in beside],
+        spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),
+        overview_caption=overview_caption(diff),
+        sections=list(_sections(diff)),
+        linked=lambda sentence: linked(diff, sentence),
+        runs=facts.final_checkpoints(diff),
+        pairs=pairs,
+        thinned=thinned_text(diff),
+        noise=noise_text(diff),
+        gates=gates,
+        found=gates.gates(diff),
+        tests=[(test, capitalised(facts.test_name(test)), checks.changes(test)) for test in tests(diff)],
+        behaviour_order=facts.behaviour_order,
+        contrasts=lambda kind: contrasts(diff, kind=kind),
+        written=written_with(),
+        has_classes=facts.has_classes(diff),
+        has_stability=facts.has_stability(diff),
+        explored=explored,
+        tables=sections,
+        checks=checks,
+        found_again=FOUND_AGAIN,
+    )
+
+
+def _readable(diff: FeatureDiff) -> FeatureDiff:
+    """The diff with descriptions and top tokens of a length that tables can hold."""
+    features = diff.features.assign(
+        responds_to=[shortened(str(text), 80) for text in diff.features.responds_to],
+        top_tokens=[[shortened(str(token), 40) for token in tokens] for tokens in diff.features.top_tokens],
+    )
+    return replace(diff, features=features)
+
+
+def _figures(diff: FeatureDiff, opposed: list[int]) -> dict[str, go.Figure | None]:
+    return {
+        "overview": overview(diff),
+        "overview-narrow": overview(diff, columns=1),
+        "noise-figure": noise_figure(diff),
+        "behaviours-figure": behaviour_figure(diff),
+        "spread-figure": spread_figure(diff),
+        "bands-figure": band_figure(diff),
+        "decomposition-figure": decomposition_figure(diff),
+        "opposed-figure": opposed_figure(diff, opposed),
+        "family-figure": family_figure(diff),
+        "outcomes-figure": outcome_figure(diff),
+        "prediction-figure": prediction_figure(diff),
+        "steps-figure": steps_figure(diff, step_features(diff)),
+        "causal-figure": causal_figure(diff),
+    }
+
+
+def _sections(diff: FeatureDiff) -> Iterator[tuple[str, str]]:
+    """Id and heading of the sections that the diff has something for; their templates are named after the ids."""
+    runs = facts.final_checkpoints(diff)
+    yield "gates", "Before you believe it"
+    yield "behaviours", "Behaviour by band"
+    if runs:
+        yield "shifts", "What moved, by run, band and part"
+    if len(runs) > 1:
+        yield "opposed", "Moved in opposite directions"
+    if len(diff.families):
+        yield "families", "Families of features"
+    yield "outcomes", "Success against failure"
+    if diff.predicted is not None and len(diff.predicted):
+        yield "predicted", "Predicted against realised"
+    if diff.dynamics is not None and len(diff.dynamics):
+        yield "steps", "Along the steps"
+    yield "causal", "Tested causally"
+    yield "explorer-section", "All features"
+
+
+def example_features(diff: FeatureDiff, opposed: list[int]) -> list[int]:
+    """Features worth examples: a few that runs moved apart, then each run's and outcome's strongest in turn."""
+    half = max(len(opposed) // 2, 2)
+    tables = [facts.main_shift(diff, run) for run in facts.final_checkpoints(diff)]
+    for band in ["all", *facts.bands_of(diff)]:
+        tables.append(facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band))
+    queues = [[int(f) for f in facts.strongest(table, diff.q, _MAX_EXAMPLES).index] for table in tables]
+    # The clearest of either direction come first.
+    return facts.in_turn(queues, _MAX_EXAMPLES, [*opposed[:2], *opposed[half : half + 2]])
+
+
+def linked(diff: FeatureDiff, sentence: str) -> Markup:
+    """A finding's sentence; the numbers of features that it names, and that have a card, are links to these."""
+    pieces: list[str | int] = []
+    done = 0
+    for match in re.finditer(r"(?<!\S)[0-9]+(?= )", sentence):
+        feature, before, after = int(match.group()), sentence[: match.start()], sentence[match.start() :]
+        # Its description follows, or it begins a test (`facts.test_name`).
+        if feature in diff.features.index and (after.startswith(facts.named(diff, feature)) or before == "Feature "):
+            pieces += [sentence[done : match.start()], feature]
+            done = match.end()
+    return Markup(macro("macros.html", "sentence", [*pieces, sentence[done:]]))

@@ -1,0 +1,198 @@
+"""Looks up in a FeatureDiff what every view shows: checkpoints, bands, behaviours and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, zip_longest
+from typing import Any
+
+import pandas as pd
+
+from tsae.diff.result import FeatureDiff
+from tsae.report.text import interval, number
+
+BANDS = ("easy", "medium", "hard")
+PART_NAMES = {
+    "total": "each on its own trajectories",
+    "policy": "policy part",
+    "representation": "representation part",
+    "same_trajectories": "on the same trajectories",
+}
+_BEHAVIOUR_NAMES = {
+    "accuracy": "accuracy",
+    "response_length": "response length",
+    "direct_answer": "direct answers",
+    "skipped_steps": "skipped steps",
+    "truncated": "truncated responses",
+    "looping": "loops",
+    "repeated_4grams": "repeated 4-grams",
+    "repeated_answer": "repeated answers",
+    "unanswered": "no answer",
+    "relative_length": "relative length",
+}
+
+
+def final_checkpoints(diff: FeatureDiff) -> list[str]:
+    """The last step of every run, in the series' order."""
+    last: dict[str, tuple[int, str]] = {}
+    for reader in diff.info["readers"][1:]:
+        run, step = reader.get("run") or reader["id"], reader.get("step") or 0
+        if run not in last or step >= last[run][0]:
+            last[run] = (step, reader["id"])
+    return [id for _, id in last.values()]
+
+
+def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
+    for reader in diff.info["readers"]:
+        if reader["id"] == checkpoint:
+            return reader.get("trained_on")
+    return None
+
+
+def bands_of(diff: FeatureDiff) -> list[str]:
+    """Bands that the diff was split by; none where the problems have none."""
+    present = set(diff.contrasts.band) if not diff.contrasts.empty else set()
+    return [band for band in BANDS if band in present]
+
+
+def rows(diff: FeatureDiff, **keys: str) -> pd.DataFrame:
+    """Rows of one contrast, indexed by feature, with the features' descriptions."""
+    table: pd.DataFrame = diff.table(discoveries=False, **keys)
+    return table.set_index("feature", drop=False)
+
+
+def main_shift(diff: FeatureDiff, checkpoint: str) -> pd.DataFrame:
+    """The shift of a checkpoint over all problems and outcomes, indexed by feature."""
+    return diff.main_shift(checkpoint).set_index("feature", drop=False)
+
+
+def record(table: pd.DataFrame, feature: int) -> Any:
+    """The row of one feature; Any, because pandas does not know what its cells are."""
+    return table.loc[feature]
+
+
+def records(table: pd.DataFrame) -> list[Any]:
+    """The rows as named tuples; Any for the same reason."""
+    return list(table.itertuples())
+
+
+def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
+    """The n discoveries with the largest |Δ|; ties go to the lower feature."""
+    found = table[table.q <= q]
+    return found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(n)
+
+
+def standardised(row: pd.Series) -> tuple[float, float, float]:
+    """(Δ, low, high): the effect and its interval in standard deviations over base trajectories."""
+    return float(row.delta), float(row.delta_low), float(row.delta_high)
+
+
+def effect_text(row: Any) -> str:
+    """“+0.42 [0.31, 0.53]”: Δ and its interval."""
+    return f"{number(row.delta, sign=True)} {interval(row.delta_low, row.delta_high, sign=True, like=row.delta)}"
+
+
+def least_text(diff: FeatureDiff) -> str:
+    """What “moved” asks for: “|Δ| > 0.1, q ≤ 0.05”."""
+    return f"|Δ| > {diff.minimum_effect:g}, q ≤ {diff.q:g}"
+
+
+def in_turn(queues: Iterable[Sequence[int]], n: int, first: Iterable[int] = ()) -> list[int]:
+    """At most n different features: `first`, then the first of every queue, then the second of every queue, …"""
+    chosen = dict.fromkeys(first)
+    for rank in zip_longest(*queues):
+        for feature in rank:
+            if feature is not None and len(chosen) < n:
+                chosen.setdefault(feature)
+    return list(chosen)
+
+
+def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
+    """(raised by, lowered by, features) for pairs of runs that moved features in opposite directions.
+
+    Runs trained on hard and on medium problems come first, since what separates them is the question that bands are
+    for; then the two runs with most such features. Each pair both ways round.
+    """
+    found = []
+    for one, other in combinations(final_checkpoints(diff), 2):
+        if diff.main_part(one) and diff.main_part(other):
+            both = [(up, down, diff.opposed(up, down)) for up, down in ((one, other), (other, one))]
+            found.append(sorted((item for item in both if len(item[2])), key=lambda item: -len(item[2])))
+    found = [both for both in found if both]
+    found.sort(
+        key=lambda both: (
+            {trained_on(diff, run) for run in both[0][:2]} != {"hard", "medium"},
+            -sum(len(features) for _, _, features in both),
+        )
+    )
+    return [item for both in found for item in both]
+
+
+def behaviour_name(behaviour: str) -> str:
+    return _BEHAVIOUR_NAMES.get(behaviour, behaviour.replace("_", " "))
+
+
+def behaviour_order(names: Iterable[str]) -> list[str]:
+    """Each once: accuracy and direct answers first, as findings name them."""
+    found = dict.fromkeys(names)
+    first = [name for name in ("accuracy", "direct_answer") if name in found]
+    return [*first, *(name for name in found if name not in first)]
+
+
+def test_name(test: dict[str, Any]) -> str:
+    """What an intervention did, in words: the record of `tsae.causal.Intervention.record`."""
+    ids = [int(feature) for feature in test["features"]]
+    named = f"feature {ids[0]}" if len(ids) == 1 else f"{len(ids)} features"
+    done = {"ablate": "ablated", "mean": "set to their mean", "clamp": "clamped", "steer": "steered"}
+    amount = "" if test["mode"] in ("ablate", "mean") else f" ({test['amount']:+g} × typical)"
+    where = " at the prompt's last token" if test.get("tokens") == "first" else ""
+    return f"{named} {done.get(test['mode'], test['mode'])}{amount} in {test['checkpoint']}{where}"
+
+
+def is_share(diff: FeatureDiff, behaviour: str) -> bool:
+    """Whether a behaviour is shown in per cent: everything but lengths that stays within 0 and 1."""
+    values = diff.behaviours[diff.behaviours.behaviour == behaviour]
+    return behaviour != "response_length" and bool(values["low"].min() >= 0 and values["high"].max() <= 1)
+
+
+def behaviours_of(diff: FeatureDiff) -> list[str]:
+    return list(diff.behaviours.behaviour.unique()) if not diff.behaviours.empty else []
+
+
+def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series | None:
+    table = diff.behaviours
+    if table.empty:
+        return None
+    found = table[(table.policy == policy) & (table.band == band) & (table.behaviour == name)]
+    return None if found.empty else found.iloc[0]
+
+
+def change_of(diff: FeatureDiff, policy: str, band: str, name: str) -> tuple[pd.Series, pd.Series] | None:
+    """A behaviour of the base and of a policy, or None where they answered no problems in common to compare it on."""
+    before, after = (behaviour(diff, who, band, name) for who in (diff.base, policy))
+    return None if before is None or after is None or pd.isna(after["change"]) else (before, after)
+
+
+def direction(after: pd.Series) -> int:
+    """1 where a behaviour rose against the base, −1 where it fell, 0 where the interval of its change holds 0.
+
+    The change is paired: that of the mean difference within the problems that both answered. Of too few of them it has
+    no interval (`tsae.base.intervals`), and is 0.
+    """
+    return 1 if after["change_low"] > 0 else -1 if after["change_high"] < 0 else 0
+
+
+def has_classes(diff: FeatureDiff) -> bool:
+    """Whether an annotator named what features respond to; otherwise they are described by their top tokens."""
+    return "share" in diff.features.columns
+
+
+def named(diff: FeatureDiff, feature: int) -> str:
+    """A feature's number with what it responds to, for sentences; top tokens carry their own quotation marks."""
+    described = diff.features.responds_to[feature]
+    return f"{feature} “{described}”" if has_classes(diff) else f"{feature} ({described})"
+
+
+def has_stability(diff: FeatureDiff) -> bool:
+    """Whether the SAE's latents were matched with those of other seeds."""
+    return "stability" in diff.features.columns

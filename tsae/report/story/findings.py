@@ -1,0 +1,248 @@
+"""The findings in words: plain sentences with numbers.
+
+Works for any series: any names of runs, with or without bands, and with no runs at all, where only outcomes are
+contrasted. A behaviour counts as changed where the interval of its change leaves out 0 (`facts.direction`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from tsae.base.intervals import too_few
+from tsae.diff.dynamics import FLAT
+from tsae.diff.result import FeatureDiff
+from tsae.report.story import facts
+from tsae.report.story.evidence import along_steps, predictions, tests
+from tsae.report.story.gates import bands_warning, belief, flag_reason
+from tsae.report.story.noise import noise_sentence
+from tsae.report.story.statements import Effect, Statement, contrasts, effects, main_contrast
+from tsae.report.text import capitalised, count, interval, listed, number, percent
+
+_VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
+_MAX_TESTS = 3
+
+
+def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
+    """What a diff found, in the order in which to read it.
+
+    At most `limit` statements on runs, on runs in opposition or on outcomes, and on how far to believe them. Before the
+    last, where they are known: what was predicted, how it went along steps, and what was tested causally.
+    """
+    runs = facts.final_checkpoints(diff)
+    found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
+    found += [statement for statement in (_opposed(diff), None if runs else _outcomes(diff)) if statement]
+    warning = bands_warning(diff)
+    kept = [
+        Statement("Before all others", (warning,), "gates", warns=True) if warning else None,
+        *found[: limit - 1],
+        _predicted(diff),
+        _along_steps(diff),
+        _tested(diff),
+        Statement("How far to believe it", belief(diff), "gates"),
+    ]
+    return [statement for statement in kept if statement]
+
+
+def findings_content(diff: FeatureDiff) -> dict[str, Any]:
+    """What a diff found, for a program: sentences, behaviours, contrasts, discoveries with their evidence, gates."""
+    beside = {"baselines": diff.baselines, "predicted": diff.predicted}
+    return {
+        "findings": [{"heading": f.heading, "sentences": f.sentences, "note": f.note} for f in findings(diff)],
+        "q": diff.q,
+        "readers": diff.info["readers"],
+        "minimum_effect": diff.minimum_effect,
+        "behaviours": diff.behaviours,
+        "contrasts": diff.contrasts,
+        "discoveries": diff.table(discoveries=True, band="all", outcome="all"),
+        **{name: table for name, table in beside.items() if table is not None},
+        "causally_tested": tests(diff),
+        "second_look": diff.info.get("second_look") or {},
+    }
+
+
+def lead(diff: FeatureDiff) -> str:
+    """One sentence: what was compared with what, on how much."""
+    base, runs = diff.base, facts.final_checkpoints(diff)
+    table = diff.behaviours
+    everything = table[table.band == "all"] if len(table) else table
+    size = ""
+    if len(everything):
+        # In a trainer's log every policy answered other problems; contrasts know them all.
+        known = [c.n_problems + c.n_left_out for c in contrasts(diff, band="all")]
+        problems = max(int(everything.n_problems.max()), *known)
+        trajectories = int(everything.drop_duplicates("policy").n_trajectories.sum())
+        size = f" on {count(problems, 'problem')} and {count(trajectories, 'response')}"
+    if not runs:
+        return f"Successes against failures of the same problem, as {base} reads them{size}."
+    names = listed(runs) if len(runs) <= 4 else count(len(runs), "run")
+    return f"{names} compared with {base}{size}, through {len(diff.features):,} features of a temporal SAE."
+
+
+def _run(diff: FeatureDiff, checkpoint: str) -> Statement:
+    behaviours = _behaviour_sentences(diff, checkpoint)
+    sentences = [*behaviours, *feature_sentences(diff, checkpoint)]
+    band = facts.trained_on(diff, checkpoint)
+    if why := flag_reason(diff, next(r for r in diff.info["readers"] if r["id"] == checkpoint)):
+        why = "does not see much of this checkpoint" if "left out" in why else "reconstructs this checkpoint badly"
+        sentences.append(f"The SAE {why}: its feature shifts are not to be trusted.")
+    return Statement(
+        heading=checkpoint,
+        note=f"trained on {band}" if band else "",
+        sentences=tuple(sentences) or ("Nothing could be compared with the base.",),
+        evidence="behaviours" if behaviours else "shifts",
+        checkpoint=checkpoint,
+    )
+
+
+def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    sentences = []
+    if accuracy := _accuracy_clauses(diff, checkpoint):
+        sentences.append(f"Accuracy {'; '.join(accuracy)}.")
+    others = [
+        f"{facts.behaviour_name(name)} {_VERBS[facts.direction(both[1])]} {_from_to(diff, name, *both)}"
+        for name in facts.behaviours_of(diff)
+        if name != "accuracy" and (both := facts.change_of(diff, checkpoint, "all", name)) is not None
+    ]
+    if others:
+        sentences.append(f"{capitalised('; '.join(others))}.")
+    sampled = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
+    if not sentences and all(sampled):
+        sentences.append(f"It answered no problem that {diff.base} answered, so that what they wrote is not compared.")
+    return sentences
+
+
+def _accuracy_clauses(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    clauses: dict[int, list[str]] = {1: [], -1: [], 0: []}
+    bands = [b for b in facts.BANDS if facts.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
+    for band in bands:
+        if both := facts.change_of(diff, checkpoint, band, "accuracy"):
+            numbers = _from_to(diff, "accuracy", *both)
+            clauses[facts.direction(both[1])].append(numbers if band == "all" else f"on {band} {numbers}")
+    return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]
+
+
+def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
+    """Both means, and the paired change with its interval."""
+    share = facts.is_share(diff, name)
+    factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
+    shown = percent if share else number
+    change, low, high = (factor * after[column] for column in ("change", "change_low", "change_high"))
+    ends = too_few(int(after["n_paired"])) if pd.isna(low) else interval(low, high, sign=True, like=change)
+    return f"({shown(before['mean'])} → {shown(after['mean'])}{unit}, {number(change, sign=True)} {ends})"
+
+
+def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    """How many features a run moved, what is left of them under the controls, and the largest shifts."""
+    contrast = main_contrast(diff, checkpoint)
+    if contrast is None:
+        return []
+    if contrast.refused:
+        return [f"Its feature shifts were not drawn: {contrast.refused}."]
+    moved, detectable = contrast.found, f"{contrast.n_differs} differ detectably"
+    how = "" if contrast.part == "total" else f" {facts.PART_NAMES[contrast.part]}"
+    counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
+    if moved.empty:
+        return [f"{counts}; {detectable}, all by too little."]
+    sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
+    clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in effects(side.head(1), diff)]
+    controls = contrast.controls
+    if contrast.part == "same_trajectories":
+        controls = "Both read the same text: length, position and tokens cannot explain it."
+    known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered; {detectable}."
+    return [
+        " ".join(part for part in (known, noise_sentence(diff, checkpoint), controls) if part),
+        f"Largest: {'; '.join(clearest)}.",
+    ]
+
+
+def _told(diff: FeatureDiff, effect: Effect) -> str:
+    ends = interval(effect.low, effect.high, sign=True, like=effect.delta)
+    return f"{facts.named(diff, effect.feature)} Δ {number(effect.delta, sign=True)} {ends}"
+
+
+def _opposed(diff: FeatureDiff) -> Statement | None:
+    if len(facts.final_checkpoints(diff)) < 2:
+        return None
+    pairs = facts.opposed_pairs(diff)
+    if not pairs:
+        told = f"No feature was raised by one run and lowered by another ({facts.least_text(diff)})."
+        return Statement("Opposite directions", (told,), "opposed")
+    clauses = [
+        f"{up} raised and {down} lowered {count(len(features), 'feature')}, most clearly "
+        f"{facts.named(diff, int(features.index[0]))}"
+        for up, down, features in pairs
+        if {up, down} == set(pairs[0][:2])
+    ]
+    return Statement(
+        "Opposite directions", (f"{'; '.join(clauses)}.",), "opposed", note=f"{facts.least_text(diff)} in both"
+    )
+
+
+def _outcomes(diff: FeatureDiff) -> Statement | None:
+    sentences = []
+    found = {c.band: c for c in contrasts(diff, kind="outcome", checkpoint=diff.base)}
+    for band in ["all", *facts.bands_of(diff)]:
+        if band not in found:
+            continue
+        c, where = found[band], "All problems" if band == "all" else f"{band.capitalize()} problems"
+        if c.refused:
+            sentences.append(f"{where}: not drawn, because {c.refused}.")
+            continue
+        told = (
+            f"{where}: {c.n_found} of {c.n_tested} tested features differ between successes and failures of the same "
+            f"problem ({facts.least_text(diff)}; {count(c.n_problems, 'problem')} with both outcomes, {c.n_left_out} "
+            "left out)."
+        )
+        largest = [f"Largest: {_told(diff, effect)} in successes." for effect in c.strongest(1)]
+        sentences.append(" ".join([told, *([c.controls] if len(c.found) and c.controls else []), *largest]))
+    return Statement("Success against failure", tuple(sentences), "outcomes") if sentences else None
+
+
+def _predicted(diff: FeatureDiff) -> Statement | None:
+    """Prediction and policy part on all problems, for each run."""
+    table = predictions(diff)
+    whole = table[(table.part == "policy") & (table.predicted_on == "all") & (table.realised_on == "all")]
+    whole = whole[(whole.note == "") & (whole.gradient == "natural")]
+    clauses = [
+        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} (p {r.p:.2g})"
+        for r in facts.records(whole)
+    ]
+    if not clauses:
+        return None
+    told = (
+        f"What the rewards of {diff.base}'s own rollouts reinforce, set against the shifts that runs made through new "
+        f"responses; rank correlation over features: {'; '.join(clauses)}."
+    )
+    return Statement("Predicted against realised", (told,), "predicted")
+
+
+def _along_steps(diff: FeatureDiff) -> Statement | None:
+    clauses = []
+    for run in along_steps(diff):
+        clear = run.last[run.last.kind != FLAT]
+        half = f", half of them with their onset by step {clear.onset.median():g}"
+        moved = f"{count(len(clear), 'feature')} moved{half}" if len(clear) else "no feature moved"
+        clauses.append(f"{run.run}: {moved}")
+    return Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps") if clauses else None
+
+
+def _tested(diff: FeatureDiff) -> Statement | None:
+    """A sentence a test: direct answers where they were measured, else the first behaviour."""
+    sentences = []
+    for test in tests(diff):
+        rows = [row for row in test.get("changes") or [] if row["condition"] in ("features", "random")]
+        names = facts.behaviour_order(row["behaviour"] for row in rows)
+        for name in ["direct_answer"] if "direct_answer" in names else names[:1]:
+            both = {row["condition"]: row for row in rows if row["behaviour"] == name}
+            what = f"{facts.test_name(test)}: {facts.behaviour_name(name)} {_change(both['features'])}"
+            sentences.append(f"{capitalised(what)}; matched random features {_change(both['random'])}.")
+    more = [f"{count(len(sentences) - _MAX_TESTS, 'more test')} below."] if len(sentences) > _MAX_TESTS else []
+    return Statement("Tested causally", (*sentences[:_MAX_TESTS], *more), "causal") if sentences else None
+
+
+def _change(row: dict[str, Any]) -> str:
+    few = pd.isna(row["change_low"])
+    ends = too_few(int(row["n_paired"])) if few else interval(row["change_low"], row["change_high"], sign=True)
+    return f"{number(row['change'], sign=True)} {ends}"

@@ -1,0 +1,193 @@
+"""What a reader of the report checks before believing it: reconstruction, nulls, controls, bands, stability, causes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tsae.diff.result import FeatureDiff
+from tsae.report.story import facts
+from tsae.report.story.statements import contrasts, survivors
+from tsae.report.text import count, listed, percent
+from tsae.rollouts.bands import found_how
+from tsae.sae.quality.stability import FOUND_AGAIN
+
+_NULLS = {
+    "shift": "trajectories split at random within problem",
+    "outcome": "outcomes shuffled within problem",
+    "interaction": "the same between bands",
+}
+_SAE = {
+    "site": "site {}",
+    "d_model": "width of the model {}",
+    "d_sae": "{} latents",
+    "d_high": "of them {} high-level",
+    "k": "k = {}",
+    "temporal_weight": "temporal weight {}",
+    "temperature": "temperature {}",
+    "aux_weight": "AuxK weight {:g}",
+}
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Everything to check; an empty text or tuple where there is nothing to say."""
+
+    readers: tuple[dict[str, Any], ...]
+    """Of every reader its record, and in `why` the reason where it is flagged."""
+    outliers: str
+    """Tokens beyond the SAE's norm limit, by reader."""
+    without_span: str
+    """Trajectories without a token of the span, by reader."""
+    nulls: tuple[str, ...]
+    controls: tuple[str, ...]
+    """What outlives them: of every run's main shift, and of the base's outcomes."""
+    stability: str
+    n_tested: int
+    """Features that were tested causally."""
+    disagrees: tuple[str, ...]
+    """Checks of the rollout log that found it to contradict itself."""
+
+    @property
+    def flagged(self) -> list[str]:
+        return [reader["id"] for reader in self.readers if reader["flagged"]]
+
+
+def gates(diff: FeatureDiff) -> Gates:
+    """Derive all of them."""
+    info = diff.info
+    shares = {reader["id"]: reader.get("outlier_share", 0.0) for reader in info["readers"]}
+    return Gates(
+        readers=tuple({**reader, "why": flag_reason(diff, reader)} for reader in info["readers"]),
+        outliers=", ".join(f"{id} {percent(share)} %" for id, share in shares.items()) if any(shares.values()) else "",
+        without_span=", ".join(f"{id} {n:,}" for id, n in (info.get("without_span") or {}).items()),
+        nulls=_nulls(diff),
+        controls=_controls(diff),
+        stability=_stability(diff),
+        n_tested=len({feature for test in info.get("causally_tested") or [] for feature in test["features"]}),
+        disagrees=tuple(name for name, check in (info.get("second_look") or {}).items() if check["disagrees"]),
+    )
+
+
+def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
+    """Why a reader is flagged; empty where it is not."""
+    if not reader["flagged"]:
+        return ""
+    config = diff.info["config"]
+    if reader["fve"] is None or reader["fve"] < config["min_fve"]:
+        return f"below {config['min_fve']:g}"
+    return f"more than {percent(config['max_outliers'])} % of tokens left out"
+
+
+def _controls(diff: FeatureDiff) -> tuple[str, ...]:
+    runs = facts.final_checkpoints(diff)
+    found = [(f"Shift of {run}", diff.main_shift(run, discoveries=True)) for run in runs]
+    outcomes = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
+    return tuple(
+        f"{what}: {count(len(table), 'feature')} found. {left}"
+        for what, table in [*found, ("Success − failure", outcomes)]
+        if len(table) and (left := survivors(table))
+    )
+
+
+def _nulls(diff: FeatureDiff) -> tuple[str, ...]:
+    """What the same tests find where there is nothing to find, on the same rows."""
+    clauses = []
+    for kind, what in _NULLS.items():
+        mine = [c for c in contrasts(diff, kind=kind) if kind == "interaction" or c.band == "all"]
+        if mine := [c for c in mine if c.n_null == c.n_null]:  # NaN where none was drawn
+            worst = max(mine, key=lambda c: c.n_null)
+            most = f"{worst.n_null:.0f}" if worst.n_null.is_integer() else f"{worst.n_null:.1f}"
+            clauses.append(f"{what}: at most {most} of {worst.n_tested}")
+    told = "Discoveries where there is nothing to find, on the same rows and by the same test (mean of"
+    return (f"{told} {diff.info.get('null_repeats', 0):g}): {'; '.join(clauses)}.",) if clauses else ()
+
+
+def _stability(diff: FeatureDiff) -> str:
+    """How many active features the other seeds find again."""
+    known = diff.info.get("stability")
+    if not known:
+        return ""
+    n = known["n_others"]
+    finds = "1 other seed finds" if n == 1 else f"{n} other seeds on average find"
+    return (
+        f"{finds} {percent(known['found_again'])} % of {count(known['n_latents'], 'active feature')} again (cosine of "
+        f"matched decoder directions ≥ {FOUND_AGAIN:g}); mean cosine {known['cosine']:.2f}"
+    )
+
+
+def belief(diff: FeatureDiff) -> tuple[str, ...]:
+    """The gates in a few sentences."""
+    found = gates(diff)
+    known = [f"{fve:.2f}" for fve in sorted(r["fve"] for r in found.readers if r["fve"] is not None)]
+    sentences = []
+    if found.disagrees:
+        sentences.append(f"The rollout log does not agree with itself: {listed(found.disagrees)}.")
+    if known:
+        spread = known[0] if known[0] == known[-1] else f"{known[0]}–{known[-1]}"
+        sentences.append(f"The SAE explains {spread} of the variance of {count(len(found.readers), 'reader')}.")
+    if found.flagged:
+        sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(found.flagged)}.")
+    tested = f"{count(found.n_tested, 'feature')} causally tested, the others not: correlation."
+    return (*sentences, *found.nulls, tested if found.n_tested else "Correlation throughout: not causally tested.")
+
+
+def controls_text(diff: FeatureDiff, found: Gates) -> str:
+    """What the controls leave, or why there is nothing to say."""
+    if diff.confounds.empty:
+        return "Not measured."
+    if found.controls:
+        return " ".join(found.controls)
+    if any(len(diff.main_shift(run, discoveries=True)) for run in facts.final_checkpoints(diff)):
+        return "Both sides of every shift found here read the same text, which no control can tell apart."
+    return "Nothing was found to control."
+
+
+def bands_text(diff: FeatureDiff) -> str:
+    """What the bands mean, and where they come from."""
+    bands = diff.info.get("bands")
+    if not bands:
+        return "The problems have no bands."
+    who, shares = bands.get("reference") or "all policies together", bands.get("quantiles")
+    how = f" (its easiest {shares['easy']:.0%} and hardest {shares['hard']:.0%} of the problems)" if shares else ""
+    return (
+        f"Pass rate of {who}, easy ≥ {bands['easy']:.3g}, hard ≤ {bands['hard']:.3g}{how}, medium between; "
+        f"{found_how(bands)}."
+    )
+
+
+def bands_warning(diff: FeatureDiff) -> str:
+    """That bands are training steps, where they are; empty otherwise."""
+    refused = (diff.info.get("bands") or {}).get("refused") or ""
+    return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
+
+
+def bands_by_step(diff: FeatureDiff) -> tuple[list[int], dict[str, list[int]]]:
+    """Training steps, and of every band the problems asked at each; empty where that was not measured."""
+    found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}
+    counts = {band: {int(step): n for step, n in row.items()} for band, row in found["table"].items()}
+    steps = sorted({step for row in counts.values() for step in row})
+    return steps, {band: [int(counts[band].get(step, 0)) for step in steps] for band in facts.BANDS if band in counts}
+
+
+def statistics_text(diff: FeatureDiff) -> str:
+    """How sizes and certainties were computed."""
+    config, left_out = diff.info["config"], gates(diff).without_span
+    without = f" Trajectories without such a token are left out (of those read by {left_out})." if left_out else ""
+    table = diff.shifts
+    n = int(table.feature[(table.scale == "pooled") & (table.kind == "shift")].nunique())
+    pooled = f" (of {count(n, 'feature')} that the base hardly has, over those of base and run together)" if n else ""
+    return (
+        f"Mean activation over the {config['span'].replace('_', ' ')} tokens of a trajectory; the unit is the problem."
+        f"{without} Δ is a difference in standard deviations of the feature over base trajectories{pooled}. A feature "
+        f"moved if |Δ| is larger than {config['minimum_effect']:g}, not if it merely differs. "
+        f"{config['confidence']:.0%} bootstrap intervals ({config['n_bootstrap']:,} draws), permutation tests "
+        f"({config['n_permutations']:,}), Benjamini–Hochberg at q = {config['q']:g} over the features of a contrast. "
+        f"Features active in fewer than {config['min_problems']} problems of a contrast are not tested."
+    )
+
+
+def sae_text(diff: FeatureDiff) -> str:
+    """The dictionary in one line."""
+    sae = diff.info["sae"]
+    return ", ".join(text.format(sae[name]) for name, text in _SAE.items() if name in sae)

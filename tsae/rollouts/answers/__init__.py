@@ -1,0 +1,1 @@
+"""Answers: check responses against reference answers, and tell which reward means success."""

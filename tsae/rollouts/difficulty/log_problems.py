@@ -1,0 +1,171 @@
+"""Choose which problems of a log to read: band them, and draw whole problems up to a token budget.
+
+Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`); a log may be much longer than what is drawn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tsae.errors import TsaeError
+from tsae.rollouts.bands import Bands, band_counts, find_bands, found_how
+from tsae.rollouts.config import BandCutoffs, BandQuantiles
+from tsae.rollouts.difficulty.step_confounding import confounding
+from tsae.rollouts.parquet import read_pieces
+from tsae.rollouts.schema import BANDS, problem_bands
+from tsae.rollouts.table import Rollouts
+
+FEWEST = 8
+"""Fewest problems of a band to find anything in it: seven signs that all agree have p = .016 at best, and a band has
+hundreds of features."""
+
+
+def band_problems(
+    outline: pd.DataFrame,
+    where: str | Path,
+    *,
+    base: str | None = None,
+    measured_on: pd.DataFrame | None = None,
+    seed: int = 0,
+) -> tuple[Bands | None, str]:
+    """Bands of a log's problems, and a line about them.
+
+    Pass rates are the first of these that exist: those of separate rollouts of the base; the base's own in the log, if
+    it answered every problem at least twice; those of all policies in the log. Where the run learns, the last are
+    training steps (`tsae.rollouts.difficulty.step_confounding`). Then the bands cover only the problems that the base
+    answered itself, if every band has at least 8 of them; otherwise ``info["refused"]`` of the bands says why bands are
+    not compared. Cut-offs are the usual ones, or thirds if these leave a band with fewer than 8 problems and thirds do
+    not.
+
+    Args:
+        outline: of `tsae.rollouts.parquet.read_outline`.
+        where: named in messages.
+        base: id of the model that training started from.
+        measured_on: separate rollouts of the base: problem_id, as in the log, policy and outcome.
+        seed: of the permutations.
+
+    Returns:
+        the bands of all trajectories of the outline, None if no cut-offs tell easy from hard; and a line.
+    """
+    if measured_on is not None:
+        return _by_cutoffs(outline, where, base, measured_on)
+    outcomes = set(outline.outcome) - {"unknown"}
+    if len(outcomes) == 1:
+        same = "right" if outcomes == {"success"} else "wrong"
+        return None, (
+            f"none: every response is {same}, so that no problem is harder than another here, and nothing can be said "
+            "of successes against failures; how a checkpoint reads these responses can be compared"
+        )
+    enough = outline[(outline.policy == base) & (outline.outcome != "unknown")].problem_id.value_counts() >= 2
+    answered = set(enough.index[enough])
+    if base is not None and answered == set(outline.problem_id):
+        return _by_cutoffs(outline, where, base)
+    bands, told = _by_cutoffs(outline, where, None)
+    if bands is None:
+        return None, told
+    measured = confounding(outline.assign(band=bands.rows.band.to_numpy()), seed)
+    if measured.told_apart:
+        bands.info["step"] = measured.as_dict()
+        return bands, f"{told}; {measured}"
+    own, of_base = _by_cutoffs(outline, where, base) if answered else (None, "")
+    if own is not None and _smallest(own) >= FEWEST:
+        return own, f"{of_base}; of the log's other responses {measured}"
+    refused = (
+        f"bands and training steps cannot be told apart: {measured}; {measured.late}. A difference between bands would "
+        "be one between steps. Give the base's own pass rates on these problems (--bands-from)"
+    )
+    bands.info["refused"] = refused
+    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": refused}
+    return bands, f"{refused}. Bands are shown, and not compared: {told}"
+
+
+def _smallest(bands: Bands) -> int:
+    """The number of problems in the smallest band."""
+    return int(problem_bands(bands.rows).value_counts().reindex(BANDS, fill_value=0).min())
+
+
+def _by_cutoffs(
+    outline: pd.DataFrame, where: str | Path, reference: str | None, measured_on: pd.DataFrame | None = None
+) -> tuple[Bands | None, str]:
+    """The bands by the usual cut-offs or by thirds, and how many problems they have; None and why not."""
+    found, refused = [], ""
+    for cutoffs in (BandCutoffs(), BandQuantiles()):
+        try:
+            bands = find_bands(outline, where, reference, cutoffs, measured_on, partly=True)
+            bands.check()
+        except TsaeError as error:
+            refused = error.what
+            continue
+        found.append(bands)
+    if not found:
+        return None, f"none: {refused}"
+    bands = max(found, key=lambda bands: _smallest(bands) >= FEWEST)  # The first, where both are as good.
+    band, used = problem_bands(bands.rows), bands.info
+    thirds = f"; thirds, since the usual cut-offs leave a band with fewer than {FEWEST} problems"
+    few = [f"{name} {(band == name).sum()}" for name in BANDS if (band == name).sum() < FEWEST]
+    parts = [f"problems: {band_counts(band)}"]
+    if few:
+        parts.append(f"too few to find anything in {', '.join(few)} ({FEWEST} are needed)")
+    end = f"(easy >= {used['easy']:g}, hard <= {used['hard']:g}{thirds if 'quantiles' in used else ''})"
+    return bands, "; ".join([*parts, found_how(used)]) + f" {end}"
+
+
+def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
+    """Read separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
+
+    Args:
+        path: Parquet file of rollouts.
+        log: Parquet file of the imported log.
+        base: id of the model that training started from.
+
+    Raises:
+        TsaeError: where no policy of the file is the base, or none of its problems is one of the log.
+    """
+    rollouts = Rollouts.read(path)
+    frame = rollouts.frame[["problem_id", "policy", "outcome"]].copy()
+    if rollouts.policies != [base]:
+        frame = frame[frame.policy == base]
+        if frame.empty:
+            what = f"holds nothing that {base} sampled; policies are {', '.join(rollouts.policies)}"
+            raise TsaeError(what, where=path, fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).")
+    # Match by prompts: an import makes problem ids of its own if the log has none.
+    asked: dict[bytes, str] = {}
+    for table in read_pieces(log, ["problem_id", "prompt_ids"]):
+        for id, prompt in zip(table["problem_id"].to_pylist(), table["prompt_ids"].to_pylist(), strict=True):
+            asked[np.asarray(prompt, np.int32).tobytes()] = id
+    frame["problem_id"] = [asked.get(rollouts.tokens(int(row))[0].tobytes()) for row in frame.index]
+    frame = frame[frame.problem_id.notna()].reset_index(drop=True)
+    if frame.empty:
+        what = f"asks none of the problems of {log.name}: no prompt has the same tokens"
+        raise TsaeError(what, where=path, fix="Sample the log's own problems, with the prompt format of the training.")
+    return frame
+
+
+def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Path) -> np.ndarray:
+    """Draw whole problems at random up to a number of tokens, in turn from every band; all if the budget allows.
+
+    Args:
+        outline: of `tsae.rollouts.parquet.read_outline`, with the band of every problem, or null.
+        tokens: of prompts and responses.
+        seed: of the drawing.
+        where: named in error messages.
+
+    Returns:
+        (n,) bool, which trajectories are drawn.
+    """
+    cost = (outline.prompt_length + outline.response_length).groupby(outline.problem_id).sum()
+    if cost.sum() <= tokens:
+        return np.ones(len(outline), dtype=bool)
+    rng = np.random.default_rng(seed)
+    order = pd.Series(rng.permutation(len(cost)), index=cost.index)
+    band = problem_bands(outline).loc[cost.index].fillna("none")
+    turn = order.groupby(band).rank()
+    ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
+    kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]
+    if not len(kept):
+        what = f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read"
+        raise TsaeError(what, where=where, fix="Allow more (--tokens).")
+    return outline.problem_id.isin(kept).to_numpy()

@@ -1,0 +1,1 @@
+"""What is known about the whole log: outcomes, policies, repeats, assumptions."""

@@ -1,0 +1,275 @@
+"""Contents of a log: the rows of the table, what was assumed, and what is to be said about the whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.bookkeeping.counts import Counts
+from tsae.rollouts.logs.bookkeeping.ledger import Ledger
+from tsae.rollouts.logs.bookkeeping.policies import Policies
+from tsae.rollouts.logs.bookkeeping.summary import Summary
+from tsae.rollouts.logs.bookkeeping.verdicts import Verdicts
+from tsae.rollouts.logs.checks.second_look import SecondLook
+from tsae.rollouts.logs.entries.entry import Entry, Unusable
+from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.tokenising.tokens import Prompt, Tokens
+from tsae.rollouts.responses.thinking import told
+from tsae.rollouts.responses.token_parts import COLUMN
+from tsae.rollouts.schema import outcome_name
+
+_STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
+_LEDGER, _LOOK = "ledger", "look.npy"
+_ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
+_RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
+
+
+class Contents:
+    """What a log holds, or a part of it.
+
+    Args:
+        form: of the log.
+        files: all of the log's; none for a part, whose files belong to their runs already.
+        series: the checkpoints.
+        tokens: of the base.
+        config: of the import.
+        folder: for the ledger of a part, and for numbers of its trajectories.
+        notes: about the files.
+    """
+
+    def __init__(
+        self,
+        form: Format,
+        files: Sequence[LogFile],
+        series: CheckpointSeries,
+        tokens: Tokens,
+        config: ImportConfig,
+        folder: Path | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.form, self.tokens, self.config = form, tokens, config
+        self.counts = Counts()
+        self.ledger = Ledger(None if folder is None else folder / _LEDGER, self.counts)
+        self.folder, self.notes = folder, [*series.notes, *notes]
+        self.policies = Policies(series, files, config.run, self.counts, synchronous=form.synchronous)
+        self.verdicts = Verdicts(config, self.counts, a_file_a_step=form.a_file_a_step)
+        self.look = SecondLook(tokens, self.policies.checkpoints)
+        self.kept = np.zeros(0, dtype=bool)
+        self.empty: list[int] = []
+        """Numbers of files that hold nothing."""
+
+    def records(self, part: Part) -> Iterator[tuple[dict[str, Any], int]]:
+        """The rows of the table, in the order of the log, each with the bytes of the part that were read so far."""
+        before = 0
+        for number, file in enumerate(part.files, part.first):
+            empty = file.start == 0
+            for found in self.form.read(file, self.config):
+                empty = False
+                try:
+                    if isinstance(found, Unusable):
+                        raise found
+                    yield self._record(found, file, number), before + file.seen.bytes
+                except Unusable as unusable:
+                    if unusable.kind not in self.config.skip:
+                        raise
+                    self.counts["skipped"][unusable.kind] += 1
+            before += file.seen.bytes
+            if empty:
+                self.empty.append(number)
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log, for JSON; numbers of every trajectory go into its folder."""
+        assert self.folder is not None
+        return {
+            "counts": self.counts,
+            "ledger": self.ledger.close(),
+            "policies": self.policies.state(),
+            "verdicts": self.verdicts.state(),
+            "empty": self.empty,
+            "look": self.look.state(self.folder / _LOOK),
+        }
+
+    def add(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Add what was found in a further part, which lies in a folder."""
+        self.counts.add(state["counts"])
+        self.ledger.add(folder / _LEDGER, state["ledger"])
+        self.policies.add(state["policies"])
+        self.verdicts.add(state["verdicts"])
+        self.empty += state["empty"]
+        self.look.add(folder / _LOOK, state["look"])
+
+    def summary(self, path: Path) -> Summary:
+        """Check the whole log, and describe it."""
+        names, counts = self.verdicts.names, self.counts
+        if not len(self.ledger):
+            left = ", ".join(f"{n} {kind}" for kind, n in counts["skipped"].items())
+            raise TsaeError(
+                "holds no trajectories" + (f" but those left out: {left}" if left else ""),
+                where=path,
+                fix="Give a log with at least one row.",
+            )
+        if self.config.outcome is not None and self.config.outcome not in names:
+            raise TsaeError(
+                f"no row has a reward {self.config.outcome!r}; there are {', '.join(names) or 'none'}",
+                where=path,
+                fix="Name one of these as --outcome.",
+            )
+        absent = [name for name in self.config.keep_columns if name not in counts[_EXTRA]]
+        if absent:
+            raise TsaeError(
+                f"no row has a column {absent[0]!r} to keep",
+                where=path,
+                fix="Name columns that are there (--keep-columns).",
+            )
+        trips = counts["same text"]
+        if not trips["yes"] and trips["no"]:
+            raise TsaeError(
+                f"not one of its {trips['no']} responses decodes to the logged text",
+                where=path,
+                fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
+            )
+        files = self.policies.files
+        self.kept = self.ledger.kept(files, self.config, copies=self.form.name == "trl")
+        self.ledger.rename(self.policies.renamed)
+        notes = [*self.notes, *self.policies.notes, *self._assumed()]
+        found = self.ledger.summary(self.form.title, len(files), self.kept, notes)
+        place = partial(self.ledger.place, files)
+        return replace(found, second_look=self.look.checks(*self.ledger.round_trips(), self.kept, place))
+
+    def _assumed(self) -> Iterator[str]:
+        n, counts = len(self.ledger), self.counts
+        if self.empty:
+            names = [self.policies.files[number].path.name for number in self.empty]
+            shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
+            yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
+        yield from self.policies.assumed()
+        for what, times in counts[_ASSUMED].items():
+            yield f"{times:,} {what}"
+        lacking = [name for name in _told(Entry("")) if not counts[_HAS][name]]
+        if lacking:
+            yield f"the log has no {' and no '.join(lacking)}"
+        for name, times in counts[_HAS].items():
+            if 0 < times < n:
+                article = "an" if name[0] in "aeiou" else "a"
+                yield f"{times:,} of {n:,} trajectories have {article} {name}; the others do not"
+        if retokenised := counts[_RESPONSES][_RETOKENISED]:
+            yield (
+                f"{retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
+                "sampled (round_trip is false)"
+            )
+        if without_end := counts[_RESPONSES][_WITHOUT_END]:
+            yield (
+                f"{without_end:,} responses have no end token: the log does not say which ended by themselves "
+                "(--max-response-tokens, if you know the run's limit)"
+            )
+        yield from self.verdicts.notes(n, counts["outcome"]["unknown"])
+
+    def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
+        _check_steps(entry, file)
+        prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
+        self.tokens.check_length(prompt, response, entry.where)
+        right = self.verdicts.right(entry, response.text)
+        found = self.tokens.spans.of(prompt.ids, response.ids, entry.sampled)
+        reward = self.verdicts.reward(entry)
+        if reward is None and right is not None:
+            reward = float(right)
+        if reward is not None and not isfinite(reward):
+            raise TsaeError(f"its rewards add up to {reward}", where=entry.where, fix="Correct or drop that row.")
+        problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
+        assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
+        assumed += [*prompt.assumed, *told(found, entry.sampled)]
+        retokenised, outcome = not response.logged, outcome_name(right)
+        if retokenised:
+            self.counts[_RESPONSES][_RETOKENISED] += 1
+            if not entry.response_rendered and self.tokens.lost_markers:
+                assumed.append(
+                    f"responses are text without special tokens, {self.tokens.lost_markers} among them: which of their "
+                    "tokens are thinking is not known"
+                )
+        if response.finish_reason == "unknown":
+            if retokenised:
+                self.counts[_RESPONSES][_WITHOUT_END] += 1
+            else:
+                assumed.append(_STOPPED)
+        self.counts[_ASSUMED].update(assumed)
+        self.counts[_HAS].update(name for name, there in _told(entry).items() if there)
+        self.counts[_EXTRA].update(entry.extra.keys())
+        self.ledger.enter(
+            entry,
+            file_number,
+            problem,
+            policy,
+            tokens=(prompt.ids.tobytes(), response.ids.tobytes(), entry.apart),
+            finish_reason=response.finish_reason,
+            reward=reward,
+            outcome=outcome,
+            same_text=response.same_text,
+            retokenised=retokenised,
+        )
+        # The trainer's own reward and outcome, whichever rewards or verifier are asked for here.
+        trained_on = entry.reward if entry.reward is not None or self.verdicts.verify is not None else reward
+        logged = self.verdicts.logged(entry)
+        self.look.see(entry, file, prompt, response, problem=problem, policy=policy, reward=trained_on, right=logged)
+        record = {
+            "problem_id": problem,
+            "policy": policy,
+            "prompt": prompt.text,
+            "response": response.text,
+            "answer": entry.answer,
+            "level": entry.level,
+            "prompt_ids": prompt.ids,
+            "response_ids": response.ids,
+            COLUMN: found.parts,
+            "reward": reward,
+            "outcome": outcome,
+            "advantage": entry.advantage,
+            "finish_reason": response.finish_reason,
+            "step": entry.step,
+            "round_trip": response.round_trip,
+        }
+        record |= {f"reward/{name}": value for name, value in entry.rewards.items()}
+        return record | {f"extra/{name}": value for name, value in entry.extra.items()}
+
+
+def _check_steps(entry: Entry, file: LogFile) -> None:
+    """Take the step from the file's name if the row has none, and refuse what does not fit."""
+    where = entry.where
+    if file.step is not None and entry.step is not None and entry.step != file.step:
+        raise TsaeError(
+            f"is of step {entry.step} in a file of step {file.step}", where=where, fix="Give the log as written."
+        )
+    entry.step = file.step if entry.step is None else entry.step
+    for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
+        if counted is not None and counted < 0:
+            raise TsaeError(f"{name} is {counted}", where=where, fix="Correct or drop that row.")
+    if entry.unscored:
+        raise Unusable("unscored", "has no reward", where=where)
+
+
+def _told(entry: Entry) -> dict[str, bool]:
+    """What a log may say of a trajectory, and whether it does."""
+    return {
+        "reference answer": entry.answer != "",
+        "advantage": entry.advantage is not None,
+        "problem id": entry.problem_id is not None,
+        "number of the policy's updates": entry.updates is not None or entry.policy is not None,
+    }
+
+
+def _problem(entry: Entry, prompt: Prompt) -> str:
+    """An id made of the question and its answer: equal in all logs of one kind."""
+    asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
+    return f"{hash64(asked, entry.answer):016x}"

@@ -1,0 +1,1 @@
+"""Comparisons of what a log says twice."""

@@ -1,0 +1,198 @@
+"""Fields: the columns of one row of a log, checked when they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.rollouts.logs.entries.entry import Unusable
+from tsae.rollouts.logs.on_disk.log_files import LogFile
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The columns of a row, or of an object in it.
+
+    Every method that takes a column's name raises `TsaeError` for a value of another kind. All but `need` and `text`
+    return None (or the empty value of their kind) for a column that is missing or null.
+    """
+
+    row: Row
+    where: str
+    """File and line, for error messages."""
+    file: LogFile
+    config: ImportConfig
+    line: int = 0
+    """Number of the line or row in its file."""
+    source: Row | None = None
+    """The row from which columns are kept, if not this one."""
+    index: int = 0
+    """Position in a line that holds a batch."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.row
+
+    def inside(self, row: Row) -> Fields:
+        """An object inside this row."""
+        return replace(self, row=row, source=self.row if self.source is None else self.source)
+
+    def error(self, what: str, fix: str = "Correct or drop that row.") -> TsaeError:
+        """An error at this row."""
+        return TsaeError(what, where=self.where, fix=fix)
+
+    def unusable(self, kind: Unfit, what: str, fix: str | None = None) -> Unusable:
+        """This row's trajectory, as one that cannot be imported."""
+        return Unusable(kind, what, where=self.where, fix=fix)
+
+    def kept(self) -> dict[str, Any]:
+        """The columns of `ImportConfig.keep_columns` that have a value; NaN is how pandas leaves one empty."""
+        row = self.row if self.source is None else self.source
+        found = {name: row.get(name) for name in self.config.keep_columns}
+        return {name: value for name, value in found.items() if value is not None and value == value}
+
+    def get(self, *names: str) -> Any:
+        """The first of these columns that has a value."""
+        return next((self.row[name] for name in names if self.row.get(name) is not None), None)
+
+    def need(self, name: str) -> Any:
+        """A column that must have a value."""
+        if self.row.get(name) is None:
+            raise self.error(
+                f"has no {name}; its columns are {', '.join(self.row)}",
+                "Give the log as its trainer wrote it, or name its columns and --format plain.",
+            )
+        return self.row[name]
+
+    def text(self, name: str) -> str:
+        """A text that must be there."""
+        value = self.need(name)
+        if not isinstance(value, str):
+            raise self.error(f"{name} is a {type(value).__name__}, expected a text", "Correct that row.")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number."""
+        value = self.row.get(name)
+        if value is None:
+            return None
+        if not is_finite(value):
+            shown = "an integer of hundreds of digits" if isinstance(value, int) else repr(value)[:80]
+            raise self.error(f"{name} is {shown}, expected a finite number")
+        return float(value)
+
+    def score(self, name: str) -> float | None:
+        """A reward; NaN, which is how torch and pandas write that there is none, becomes None."""
+        value = self.row.get(name)
+        return None if isinstance(value, float) and math.isnan(value) else self.number(name)
+
+    def logged_score(self, name: str) -> float | None:
+        """A reward whose column must be there; it may be empty."""
+        if name not in self.row:
+            self.need(name)
+        return self.score(name)
+
+    def scores(self) -> dict[str, float | None]:
+        """All columns as rewards."""
+        return {name: self.score(name) for name in self.row}
+
+    def whole(self, name: str, *, needed: bool = False) -> int | None:
+        """A whole number."""
+        if needed:
+            self.need(name)
+        found = self.number(name)
+        if found is not None and found != int(found):
+            raise self.error(f"{name} is {self.row[name]!r}, expected a whole number", "Correct that row.")
+        return None if found is None else int(found)
+
+    def truth(self, name: str) -> bool | None:
+        """True or false: a flag, 0 or 1, or spelled out."""
+        value = self.row.get(name)
+        if value is None:
+            return None
+        spelled = value.lower() if isinstance(value, str) else value
+        # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
+        for right, spellings in ((True, (1, "true")), (False, (0, "false"))):
+            if spelled in spellings:
+                return right
+        raise self.error(f"{name} is {value!r}, expected true or false")
+
+    def label(self, name: str, called: str = "") -> str | None:
+        """A name, given as a text or a number; NaN, which is how pandas writes that there is none, becomes None.
+
+        Args:
+            name: of the column.
+            called: what error messages call it, if not by its column.
+        """
+        value = self.row.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
+            raise self.error(
+                f"{called or name} is {repr(value)[:80]}, expected a text or a number", "Correct that row."
+            )
+        if isinstance(value, float):
+            # If one is missing, pandas makes floats of whole numbers.
+            return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
+        return str(value) if value.bit_length() <= 63 else hex(value)
+
+    def object(self, name: str) -> Fields:
+        """The object in a column; an empty one if there is none."""
+        found = self.row.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            raise self.error(f"{name} is a {type(found).__name__}, expected an object", "Correct that row.")
+        return self.inside(found or {})
+
+    def marks(self, name: str, called: str = "") -> np.ndarray:
+        """(n,) bool: which tokens are marked, by true or by a number above 0. The column must be there."""
+        value = self.need(name)
+        found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
+        if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
+            raise self.error(f"{called or name} is no list of marks, one a token", "Correct that row.")
+        return np.asarray(found > 0)
+
+    def ids(self, name: str) -> np.ndarray:
+        """(n,) int64 token ids. The column must be there."""
+        value = self.need(name)
+        try:
+            found = np.asarray(value)
+        except (ValueError, OverflowError):
+            found = np.zeros((0, 0))
+        # numpy takes True among integers for 1.
+        flags = isinstance(value, (list, tuple)) and any(isinstance(id, bool) for id in value)
+        if found.ndim != 1 or flags or (len(found) and found.dtype.kind != "i"):
+            raise self.error(f"{name} is no list of token ids", "Correct that row.")
+        return found.astype(np.int64)
+
+    def optional_ids(self, name: str) -> np.ndarray | None:
+        """(n,) int64 token ids."""
+        return None if self.row.get(name) is None else self.ids(name)
+
+    def answer(self, *names: str) -> str:
+        """A reference answer as text; a list of one counts as that one, anything else structured becomes JSON."""
+        value = self.get(*names)
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if value is None or value != value:
+            return ""
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+    def finish(self, name: str) -> Literal["stop", "length"] | None:
+        """A finish reason, if it is one of ours."""
+        value = self.row.get(name)
+        return "stop" if value == "stop" else "length" if value == "length" else None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number; 64 bits hold what any log counts."""
+    if isinstance(value, int):
+        return value.bit_length() <= 63
+    return isinstance(value, float) and math.isfinite(value)

@@ -1,0 +1,129 @@
+"""Format: how the log of one trainer is recognised, and how its rows become entries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entries.entry import Entry, Parser, Unusable
+from tsae.rollouts.logs.entries.fields import Fields, Row
+from tsae.rollouts.logs.on_disk.log_files import HalfLine, LogFile, kind_of
+
+TABLES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Format:
+    """One trainer's way of logging rollouts."""
+
+    name: str
+    title: str
+    read: Parser
+    fits: Callable[[Row, ImportConfig], bool]
+    """Whether a row has its columns."""
+    file: re.Pattern[str] | None = None
+    """Matches the path of its files, with named groups step, run and subset; None if names say nothing."""
+    a_file_a_step: bool = False
+    """A run has one file a step: two are an error."""
+    synchronous: bool = True
+    """Whether the weights that sampled for a step are those right before its update."""
+    validates: Callable[[Path], bool] | None = None
+    """Whether a file is a validation's, by its name."""
+    suffixes: tuple[str, ...] = TABLES
+    """Of its files, by `kind_of`."""
+    cut: bool = True
+    """Whether a file can be read from any of its lines: nothing is remembered from one line to the next."""
+
+    def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
+        """Whether a file with this first row may be its."""
+        return kind_of(file) in self.suffixes and self.fits(row, config)
+
+
+def has(*columns: str) -> Callable[[Row, ImportConfig], bool]:
+    """Whether a row has all of these columns."""
+    return lambda row, config: set(columns) <= row.keys()
+
+
+EntryOf = Callable[[Fields], Entry | None]
+"""The entry of a trajectory; None for one that does not belong to what was asked for."""
+Split = Callable[[Fields], Iterable[Fields | Unusable]]
+"""The trajectories of a row."""
+
+
+def by_row(entry: EntryOf, split: Split | None = None) -> Parser:
+    """A parser that reads every row alike.
+
+    Args:
+        entry: see `EntryOf`.
+        split: see `Split`; by default a row is a trajectory.
+    """
+    return lambda file, config: each_row(file, config, entry, split)
+
+
+def each_row(
+    file: LogFile, config: ImportConfig, entry: EntryOf, split: Split | None = None
+) -> Iterator[Entry | Unusable]:
+    """The trajectories of every row of a file.
+
+    Raises:
+        TsaeError: for a row that its trainer does not write, in place of Python's own error about the value.
+    """
+    try:
+        for number, row in file.rows():
+            fields = Fields(row, file.place(number), file, config, number)
+            where = fields.where
+            try:
+                for part in [fields] if split is None else split(fields):
+                    if isinstance(part, Unusable):
+                        yield part
+                        continue
+                    where = part.where
+                    yield from _entry_of(part, entry)
+            except Unusable as unusable:
+                yield unusable
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+                raise TsaeError(
+                    f"is not built as its trainer writes it ({type(error).__name__}: {error})",
+                    where=where,
+                    fix="Correct or drop that row.",
+                ) from error
+    except HalfLine as half:
+        yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
+
+
+def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
+    try:
+        found = entry(part)
+    except Unusable as unusable:
+        yield unusable
+        return
+    if found is not None:
+        found.number, found.extra = part.line, part.kept() | found.extra
+        yield found
+
+
+def each_of_a_batch(fields: Fields) -> list[Fields]:
+    """The trajectories of a line that is an object of columns; a line of single values is one trajectory.
+
+    Raises:
+        TsaeError: for columns of different lengths.
+    """
+    row = fields.row
+    lists = {name: values for name, values in row.items() if isinstance(values, list)}
+    rows = [row]
+    if lists:
+        lengths = {name: len(values) for name, values in lists.items()}
+        if len(lists) < len(row) or len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{name} {lengths.get(name, 'a single value')}" for name in row)
+            raise fields.error(
+                f"a line of columns, which are of different lengths ({shown})", "Correct or delete that line."
+            )
+        rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [
+        replace(fields, row=row, where=f"{fields.where}, trajectory {index + 1}", index=index)
+        for index, row in enumerate(rows)
+    ]

@@ -1,0 +1,116 @@
+"""Trajectories of token ids and a mask that marks which of them the policy sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.entries.fields import Fields, is_finite
+
+
+class Split(NamedTuple):
+    """A sequence of tokens as prompt and response."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    """From the first sampled token to the last."""
+    sampled: np.ndarray | None
+    """(n_response,) bool: which tokens of the response were sampled; None for all."""
+
+
+def split_by_mask(ids: np.ndarray, mask: np.ndarray, fields: Fields) -> Split:
+    """Divide a sequence whose sampled tokens are marked, and drop what follows the last of them.
+
+    Args:
+        ids: (n,) token ids.
+        mask: (n,) bool, true for tokens that the policy sampled.
+        fields: of the row, for error messages.
+
+    Raises:
+        Unusable: if no token is sampled.
+    """
+    if len(ids) != len(mask):
+        raise fields.error(f"{len(ids)} token ids but {len(mask)} mask values", "Correct that row.")
+    sampled = np.flatnonzero(mask)
+    if not len(sampled):
+        raise fields.unusable("empty", "no token is marked as sampled")
+    first, last = sampled[0], sampled[-1] + 1
+    return Split(ids[:first], ids[first:last], None if last - first == len(sampled) else mask[first:last])
+
+
+def masked_entry(
+    fields: Fields,
+    mask: np.ndarray,
+    rewards: dict[str, float | None],
+    *,
+    step: int | None,
+    key: str | None,
+    updates: int | None = None,
+    logprobs: Any = None,
+) -> Entry:
+    """The entry of a row with ``token_ids`` and ``advantages`` (a number, or one a token).
+
+    Args:
+        fields: of the row.
+        mask: (n,) bool, which tokens the policy sampled.
+        rewards: the only one; empty if the log has none.
+        step: the trainer's.
+        key: unique among the entries of a log.
+        updates: optimiser steps of the policy, if they are known.
+        logprobs: (n,) one a token, if the log has them.
+    """
+    ids = fields.ids("token_ids")
+    prompt, response, inside = split_by_mask(ids, mask, fields)
+    advantage, varies = _mean_over(fields, mask)
+    return Entry(
+        fields.where,
+        prompt_ids=prompt,
+        response_ids=response,
+        sampled=inside,
+        rewards=rewards,
+        step=step,
+        updates=updates,
+        advantage=advantage,
+        advantage_varies=varies,
+        logprobs=logprobs_of(logprobs, response, before=len(prompt), n=len(ids)),
+        key=key,
+    )
+
+
+def logprobs_of(values: Any, response: np.ndarray, *, before: int = 0, n: int | None = None) -> np.ndarray | None:
+    """(n_response,) logged log-probabilities; None if there are none, or not one for every token.
+
+    Args:
+        values: one a token of the response, or of the whole sequence.
+        response: its token ids.
+        before: tokens in front of the response, if the values are the whole sequence's.
+        n: how many values there must be; by default one a token of the response.
+    """
+    try:
+        found = np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        return None
+    if found.ndim != 1 or len(found) != (len(response) if n is None else n):
+        return None
+    found = found[before : before + len(response)]
+    return found if np.isfinite(found).all() else None
+
+
+def _mean_over(fields: Fields, mask: np.ndarray) -> tuple[float | None, bool]:
+    """The advantage, or the mean of the sampled tokens' advantages; and whether these differ."""
+    values = fields.get("advantages")
+    if values is None or isinstance(values, (int, float)):
+        return fields.number("advantages"), False
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (1, len(mask)):
+        raise fields.error("advantages is neither a number nor one a token", "Correct that row.")
+    for value in values:
+        if value is not None and not is_finite(value):
+            fields.inside({"advantages": value}).number("advantages")
+    counted = [True] if len(values) == 1 else mask.tolist()
+    found = [float(value) for value, sampled in zip(values, counted, strict=True) if sampled and value is not None]
+    # One advantage for all tokens stays exactly what it is.
+    mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
+    return fields.inside({"advantages": mean}).number("advantages"), len(set(found)) > 1

@@ -1,0 +1,55 @@
+"""Files that do not belong to a log: copies of others, and those of another run in the same folder."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tsae.errors import TsaeError
+from tsae.rollouts.logs.on_disk.log_files import LogFile
+
+
+def refuse_copies(files: Sequence[LogFile]) -> None:
+    """Refuse a file that is a copy of another of the same step, or of no known step: it would count twice.
+
+    Raises:
+        TsaeError: naming both.
+    """
+    alike: dict[tuple[int | None, int], list[LogFile]] = {}
+    for file in files:
+        alike.setdefault((file.step, file.path.stat().st_size), []).append(file)
+    for group in alike.values():
+        heads: dict[bytes, list[LogFile]] = {}
+        for file in group if len(group) > 1 and group[0].path.stat().st_size else ():
+            with file.path.open("rb") as opened:
+                heads.setdefault(opened.read(1 << 12), []).append(file)
+        for some in heads.values():
+            for first, second in pairwise(some):
+                if filecmp.cmp(first.path, second.path, shallow=False):
+                    raise TsaeError(
+                        f"is the same file as {first.path}, byte for byte",
+                        where=second.path,
+                        fix="Leave one of them out: its trajectories would count twice.",
+                    )
+
+
+def leftovers(files: Sequence[LogFile]) -> list[str]:
+    """A note for every step whose file is older than that of an earlier step: a resumed run has not come so far again.
+
+    Files that were copied without their times differ by seconds, so a minute is allowed.
+    """
+    notes: list[str] = []
+    times: dict[str, tuple[int, float]] = {}
+    for file in files:
+        if file.step is None:
+            continue
+        time = file.path.stat().st_mtime
+        step, before = times.get(file.run, (file.step, time))
+        if file.step > step and time < before - 60:
+            notes.append(
+                f"{file.path.name} of step {file.step} is older than the file of step {step}: from there on the files "
+                "may be those of another run, or of before a resume"
+            )
+        times[file.run] = (file.step, time)
+    return notes

@@ -1,0 +1,1 @@
+"""How an import runs: workers, spool, journal, progress bar."""

@@ -1,0 +1,149 @@
+"""Journal: finished parts of an import, in a hidden folder beside its target, so that it can be stopped and resumed.
+
+The name of a part's folder follows from its files (paths, sizes, times of writing), from how they are read, and from
+the tokenizer. An import that is run again uses the parts that it finds under these names. The folder is deleted when
+the import ends, or fails before several parts were read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TextIO
+
+from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+from tsae.rollouts.answers.grading import BY_NAME
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.tokenising.tokens import Tokens
+
+_STATE = "part.json"
+
+
+class Job(NamedTuple):
+    """A part that is to be read, or was."""
+
+    part: Part
+    folder: Path
+    """For what is read."""
+    done: bool
+
+
+class Journal:
+    """Finished parts of one import.
+
+    Args:
+        to: its target.
+        settings: see `settings`.
+        skip: kinds of trajectories that are left out. A part that was read with other kinds is used if it has no
+            trajectory that is an error now.
+    """
+
+    def __init__(self, to: Path, settings: Mapping[str, Any], skip: Sequence[str]) -> None:
+        self.to, self.folder, self.skip = to, to.with_name(f".{to.name}.parts"), set(skip)
+        self.found = self._used = self._read = 0
+        """Parts that were there before, those of them that were used, and those that were read since."""
+        self._settings = json.dumps(settings, sort_keys=True)
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> Journal:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise TsaeError(
+                "another import writes this file", where=self.to, fix="Wait until it has ended, or give another --to."
+            ) from error
+        except (ImportError, OSError):  # Windows, or a disk without locks
+            pass
+        for folder in self.folder.iterdir():
+            if (folder / _STATE).is_file():
+                self.found += 1
+            elif folder.is_dir():
+                shutil.rmtree(folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._lock is not None
+        several = max(self._used + self._read, len(list(self.folder.glob(f"*/{_STATE}")))) > 1
+        if error is None or not several:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def job(self, part: Part) -> Job:
+        """A part, its folder, and whether it was read before."""
+        text = self._settings + json.dumps(part.as_dict())
+        folder = self.folder / hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        if not (folder / _STATE).is_file():
+            return Job(part, folder, done=False)
+        done = self.skip >= _state(folder)["counts"].get("skipped", {}).keys()
+        if not done:
+            shutil.rmtree(folder)
+        return Job(part, folder, done=done)
+
+    def take(self, job: Job) -> dict[str, Any]:
+        """The state of a finished part."""
+        self._used += job.done
+        self._read += not job.done
+        return _state(job.folder)
+
+    def told(self) -> str:
+        """How much of an earlier import was used."""
+        others = self.found - self._used
+        changed = f"; {others:,} others were of another log or other settings, and were not used" if others else ""
+        return f"{self._used:,} of {self._used + self._read:,} parts had been read before{changed}"
+
+
+def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: ImportConfig) -> dict[str, Any]:
+    """What the parts of a log depend on beside their files, for JSON."""
+    read, tokenizer = asdict(config), tokens.tokenizer
+    for name in ("skip", "noisy_rewards", "strict"):  # They only decide what is an error.
+        del read[name]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "form": form.name,
+        "config": read,
+        "series": [(c.id, c.run, c.step) for c in series],
+        "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
+        "template": tokenizer.chat_template,
+        "model": [tokens.context, sorted(tokens.ends)],
+        "versions": [version(name) for name in ("tsae", "transformers", "tokenizers")],
+        # A user's function may have changed: no part that it judged is used again.
+        "verifier": None if config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
+    }
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    return found
+
+
+def begin(folder: Path) -> Path:
+    """A temporary folder for a part, until it is finished."""
+    folder = folder.with_name(f"{folder.name}.{os.getpid()}")
+    folder.mkdir()
+    return folder
+
+
+def finish(begun: Path, state: Mapping[str, Any]) -> None:
+    """Give a finished part its own folder."""
+    (begun / _STATE).write_text(json.dumps(state))
+    os.replace(begun, begun.with_suffix(""))

@@ -1,0 +1,1 @@
+"""Token ids for the texts of a log."""

@@ -1,0 +1,1 @@
+"""Responses: what the tokens and the text of one response are."""

@@ -1,0 +1,117 @@
+"""The columns of a rollouts table: their types, their values, and checks of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from tsae.errors import TsaeError
+from tsae.rollouts.parquet import list_lengths
+from tsae.rollouts.responses.token_parts import FIELD as PARTS_FIELD
+from tsae.rollouts.responses.token_parts import check_parts
+
+BANDS = ("easy", "medium", "hard")
+OUTCOMES = ("success", "failure", "unknown")
+
+SCHEMA = pa.schema(
+    [
+        pa.field("problem_id", pa.string()),
+        pa.field("policy", pa.string()),  # id of the checkpoint that sampled the response
+        pa.field("prompt", pa.string()),
+        pa.field("response", pa.string()),  # derived from response_ids; special tokens left out
+        pa.field("answer", pa.string()),
+        pa.field("level", pa.string()),  # the author's label, if any
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("response_ids", pa.list_(pa.int32())),
+        pa.field("reward", pa.float64()),  # null where unknown
+        pa.field("outcome", pa.string()),
+        pa.field("advantage", pa.float64()),  # null until computed or imported
+        pa.field("finish_reason", pa.string()),  # stop, length or unknown
+        pa.field("band", pa.string()),  # null until computed
+    ]
+)
+"""Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
+token is (`tsae.rollouts.responses.token_parts`)."""
+
+_REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
+
+
+def type_of(name: str) -> pa.DataType | None:
+    """The type of a column; None for one that is not in the schema."""
+    return PARTS_FIELD.type if name == PARTS_FIELD.name else SCHEMA.field(name).type if name in SCHEMA.names else None
+
+
+def outcome_name(right: bool | None) -> str:
+    """success, failure, or unknown for None."""
+    return "unknown" if right is None else "success" if right else "failure"
+
+
+def problem_bands(frame: pd.DataFrame) -> pd.Series:
+    """The band of every problem, by problem_id; null where it has none.
+
+    All banded trajectories of a problem have the same band. With cross-fitted bands, half of them may have none
+    (`tsae.rollouts.bands.find_bands`).
+    """
+    return frame.groupby("problem_id", sort=False).band.first()
+
+
+def typed(table: pa.Table, where: str) -> pa.Table:
+    """A table with the columns of `SCHEMA` first, in their types.
+
+    Raises:
+        TsaeError: for missing columns, and for values that do not fit the type.
+    """
+    missing = [name for name in _REQUIRED if name not in table.column_names]
+    if missing:
+        raise TsaeError(
+            f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}",
+            where=where,
+            fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
+        )
+    columns = {}
+    for field in (*SCHEMA, PARTS_FIELD):
+        if field.name in table.column_names:
+            try:
+                columns[field.name] = table[field.name].cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                what = f"column {field.name} is {table[field.name].type}, expected {field.type} ({error})"
+                raise TsaeError(what, where=where) from error
+        elif field.name in SCHEMA.names:
+            columns[field.name] = pa.nulls(table.num_rows, field.type)
+    columns |= {name: table[name] for name in table.column_names if name not in columns}
+    return pa.table(columns, metadata=table.schema.metadata)
+
+
+def checked(table: pa.Table, where: str) -> pa.Table:
+    """A table without metadata, with the columns of `SCHEMA` first, if its values are in order.
+
+    Raises:
+        TsaeError: for missing columns, unknown outcomes or bands, empty or null token ids, or rewards that are not
+            finite.
+    """
+    table = typed(table.replace_schema_metadata(None), where)
+    if table.num_rows == 0:
+        raise TsaeError("holds no trajectories", where=where, fix="Give at least one trajectory.")
+    for name in _REQUIRED:
+        if table[name].null_count:
+            raise TsaeError(f"{table[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
+    for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
+        unknown = sorted(set(table[name].unique().to_pylist()) - {*allowed, None})
+        if unknown:
+            what = f"{name} {unknown[0]!r} is none of {', '.join(allowed)}"
+            raise TsaeError(what, where=where, fix=f"Correct {name}.")
+    for name in ("prompt_ids", "response_ids"):
+        nulls = sum(chunk.flatten().null_count for chunk in table[name].chunks)
+        if nulls:
+            raise TsaeError(f"{name} holds {nulls} null token ids", where=where, fix="Drop those trajectories.")
+        empty = np.flatnonzero(list_lengths(table[name]) == 0)
+        if len(empty):
+            what = f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})"
+            raise TsaeError(what, where=where, fix="Drop them, or check the tokenizer that they were tokenised with.")
+    reward = table["reward"].to_numpy()
+    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
+    if len(bad):
+        raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
+    check_parts(table, where)
+    return table

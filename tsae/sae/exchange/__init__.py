@@ -1,0 +1,1 @@
+"""SAEs to and from other toolkits: folders as sae_lens reads and writes them."""

@@ -1,0 +1,112 @@
+"""Fine-tuning: training that starts from an SAE, such as that of an earlier checkpoint, in place of random weights.
+
+Every latent starts with what it computes and writes, so that latent i of the result is the start's latent i, moved by
+the new activations. Training selects latents in its own way: BatchTopK, k per token on average.
+
+| start | its codes until the first step | k without a config |
+|---|---|---|
+| a T-SAE | the same | its own |
+| sae_lens: one threshold for all latents | the same | L0 |
+| sae_lens: thresholds that differ (jumprelu) | the same; training leaves them for one of all latents | L0 |
+| sae_lens: topk | the k largest of each token become k per token on average | its own |
+| sae_lens: standard (ReLU) | the same; training puts a threshold where there was none | L0 |
+
+L0 is measured on a sample of the new store. Without a config, training on from an SAE of sae_lens gives a plain
+BatchTopK SAE: one group, no temporal term. Its decoder rows may have any norm, ours have norm 1: the norms go into
+the encoder, and codes grow by them.
+
+The threshold is calibrated on the new store at the end, and the temporal term has its full weight from the first step.
+Counters of idle tokens, Adam's moments and the learning rate's schedule begin anew; the scale is the new store's. At
+the full learning rate a long training moves latents far; docs/measured.md has how far, and what a tenth of it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tsae.activations.source import Source
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig
+from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.model import ForeignSAE, TemporalSAE, check_fits
+
+
+def starting_config(
+    start: TemporalSAE, store: Source, config: SAEConfig | None = None, site: str | None = None
+) -> SAEConfig:
+    """The config of a training that starts from an SAE.
+
+    Args:
+        start: the SAE.
+        store: what is trained on.
+        config: asked for; by default the start's own (see the table above).
+        site: asked for.
+
+    Raises:
+        TsaeError: where site, d_model, d_sae or groups of the start and of what is asked for differ.
+    """
+    if site is not None and site != start.site:
+        raise TsaeError(
+            f"site={site} is asked for, the start was trained at {start.site}",
+            where="start",
+            fix="Leave the site out, or start from an SAE of that site.",
+        )
+    check_fits(start, store)
+    config = config or _own_config(start, store)
+    if isinstance(config, ForeignConfig):
+        raise TsaeError("a ForeignConfig says what an SAE is, not how to train it", where="sae", fix="Leave it out.")
+    asked, found = ((c.d_sae, c.group_bounds) for c in (config, start.config))
+    if asked != found:
+        raise TsaeError(
+            f"d_sae={config.d_sae}, groups={config.groups} are asked for, "
+            f"the start has d_sae={start.config.d_sae}, groups={start.config.groups}",
+            where="start",
+            fix="Ask for what the start has, or give no config to take the start's own.",
+        )
+    return config
+
+
+def _own_config(start: TemporalSAE, store: Source) -> SAEConfig:
+    config = start.config
+    if isinstance(config, ForeignConfig):
+        changed = start.training_info.get("sae_lens", {}).get("tsae")
+        if changed is None:
+            k = config.k or max(1, round(_mean_l0(start, store)))
+            return SAEConfig(d_sae=config.d_sae, k=k, groups=config.groups, temporal_weight=0.0)
+        config = SAEConfig(**changed["sae"])  # a T-SAE that sae_lens has rescaled
+    # How long a latent may be idle depends on the length of the training, not on what the SAE is.
+    return replace(config, dead_after_tokens=None)
+
+
+@torch.no_grad()
+def _mean_l0(sae: TemporalSAE, store: Source) -> float:
+    sample = store.windows(sae.site, held_out=False).first_tokens
+    parts = torch.from_numpy(sample).to(sae.W_dec.device).split(1024)
+    return sum(int((sae.encode(x) > 0).sum()) for x in parts) / len(sample)
+
+
+@torch.no_grad()
+def trainable(start: TemporalSAE, config: SAEConfig) -> TemporalSAE:
+    """A copy as SAEs are trained: decoder rows of norm 1, the decoder's bias subtracted from the input.
+
+    Reconstructions are the start's; codes are the start's times the norms of its decoder rows. The threshold is a
+    scalar where it is the same for all latents, else (d_sae,); topk's choice among codes is left out.
+    """
+    weights = {name: value.detach().cpu() for name, value in start.state_dict().items()}
+    norm = weights["W_dec"].norm(dim=1)
+    # Rows that have norm 1 but for rounding keep their bits.
+    norm = torch.where((norm - 1).abs() < 1e-5, 1.0, norm)
+    bias = weights["b_enc"]
+    if isinstance(start, ForeignSAE) and not start.config.apply_b_dec_to_input:
+        bias = bias + weights["b_dec"] @ weights["W_enc"]
+    threshold = weights["threshold"] * norm
+    sae = TemporalSAE(start.d_model, config, site=start.site)
+    sae.W_enc.copy_(weights["W_enc"] * norm)
+    sae.b_enc.copy_(bias * norm)
+    # A row of zeros stays one: its latent's codes are now 0, as what it wrote was.
+    sae.W_dec.copy_(weights["W_dec"] / norm.clamp_min(1e-12)[:, None])
+    sae.b_dec.copy_(weights["b_dec"])
+    sae.threshold = threshold[0].clone() if bool((threshold == threshold[0]).all()) else threshold
+    return sae

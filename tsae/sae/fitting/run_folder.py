@@ -1,0 +1,244 @@
+"""The folder of one training: a run that was killed at any moment resumes from it and ends with the same bits.
+
+::
+
+    folder/
+      metrics.jsonl              appended while training; cut back to the checkpoint when a run resumes
+      checkpoint/0000000500/     state after 500 steps: written as `partial`, flushed to disk, then renamed
+        state.safetensors        weights, Adam's moments, counters
+        state.json               what is trained, on what
+      sae.safetensors, config.json, training.json
+      run.json                   written last: the training is finished, and checkpoint/ is removed
+
+The old checkpoint is removed only after the new one has its name, so that one whole checkpoint always exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tsae.base.files import write_json
+from tsae.base.provenance import write_run
+from tsae.errors import TsaeError
+from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
+
+_NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "wandb_project")
+"""Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
+
+
+class RunFolder:
+    """Checkpoints, metrics and the result of one training.
+
+    Args:
+        path: the folder; made when the first thing is written.
+        sae: config, defaults resolved.
+        training: config.
+        inputs: what the training reads, as JSON. A checkpoint must have equal configs and inputs to be resumed.
+    """
+
+    def __init__(self, path: str | Path, sae: SAEConfig, training: TrainingConfig, inputs: Mapping[str, Any]) -> None:
+        self.path, self.checkpoints = Path(path), Path(path) / "checkpoint"
+        self.sae, self.training, self.inputs = sae, training, dict(inputs)
+        self.identity = _identity({"sae": asdict(sae), "training": asdict(training)}, self.inputs)
+
+    @property
+    def id(self) -> str | None:
+        """Names this training in this folder, the same when it resumes; None with resume="never"."""
+        if self.training.resume == "never":
+            return None
+        text = json.dumps([str(self.path.resolve()), self.identity], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def finished(self) -> bool:
+        """Whether a training ended here; `claim` checks that it was this one."""
+        return (self.path / "run.json").is_file()
+
+    @property
+    def steps(self) -> int:
+        """Steps before the latest checkpoint; 0 without one."""
+        latest = self._latest()
+        return int(latest.name) if latest else 0
+
+    def claim(self) -> None:
+        """Check that the folder is empty or holds this training; with resume="never", empty it.
+
+        Raises:
+            TsaeError: where it holds another training, naming what differs, or a damaged checkpoint.
+        """
+        if self.training.resume == "never":
+            # Before the checkpoint, so that a kill in between leaves nothing that looks finished.
+            (self.path / "run.json").unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        latest = self._latest()
+        file = self.path / "run.json" if self.finished else latest and latest / "state.json"
+        if file:
+            found = _read_json(file)
+            if found.get("stage") != "train":
+                raise TsaeError(f"holds the result of {found.get('stage')!r}", where=self.path, fix=_OTHER_FOLDER)
+            changes = list(_differences(_identity(found["config"], found["inputs"]), self.identity))
+            if changes:
+                more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
+                raise TsaeError(
+                    f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
+                )
+        if self.finished:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        else:
+            self._cut_metrics(self.steps)
+
+    def load(self) -> dict[str, torch.Tensor] | None:
+        """The tensors of the latest checkpoint, if there is one."""
+        latest = self._latest()
+        if latest is None:
+            return None
+        try:
+            return load_file(latest / "state.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise TsaeError(f"cannot be read ({error})", where=latest, fix=_ANEW) from error
+
+    def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the state after a number of steps. The checkpoint before stays until this one is whole.
+
+        Raises:
+            TsaeError: where it cannot be written, for instance on a full disk. The checkpoint before is then untouched.
+        """
+        partial, whole = self.checkpoints / "partial", self.checkpoints / f"{steps:010d}"
+        state = {
+            "stage": "train",
+            "steps": steps,
+            "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
+            "inputs": self.inputs,
+        }
+        with self._writing():
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
+                write_json(partial / "state.json", state)
+                for path in (partial / "state.safetensors", partial / "state.json", partial, self.path):
+                    _flush(path)
+                _flush(self.path / "metrics.jsonl")
+                partial.rename(whole)
+                _flush(self.checkpoints)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        for other in self.checkpoints.iterdir():
+            if other != whole:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def last_row(self) -> dict[str, float]:
+        """The last row of metrics.jsonl; empty where there is none."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return dict(json.loads(lines[-1])) if lines else {}
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Append a row to metrics.jsonl."""
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+
+    def finish(self, model: TemporalSAE) -> None:
+        """Write the SAE, then run.json, then remove the checkpoint."""
+        with self._writing():
+            model.save(self.path)
+            for name in ("sae.safetensors", "config.json", "training.json", "metrics.jsonl"):
+                _flush(self.path / name)
+            _flush(write_run(self.path, "train", {"sae": self.sae, "training": self.training}, self.inputs))
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def _latest(self) -> Path | None:
+        """The newest checkpoint. A kill during removal may leave parts of an older one, never of this one."""
+        whole = sorted(p for p in self.checkpoints.glob("*") if p.name.isdigit())
+        return whole[-1] if whole else None
+
+    def _cut_metrics(self, steps: int) -> None:
+        """Keep the rows of the steps that the checkpoint has seen."""
+        file = self.path / "metrics.jsonl"
+        if not file.is_file():
+            return
+        kept = []
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            # A kill may have cut the last line.
+            if not line.endswith("\n") or json.loads(line)["step"] >= steps:
+                break
+            kept.append(line)
+        partial = file.with_suffix(".tmp")
+        with self._writing():
+            partial.write_text("".join(kept), encoding="utf-8")
+            os.replace(partial, file)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            latest = self._latest()
+            start = f"from the checkpoint after {int(latest.name)} steps" if latest else "from the beginning"
+            raise TsaeError(
+                f"cannot be written to ({error})",
+                where=self.path,
+                fix=f"Make room, then run the same command again: it goes on {start}.",
+            ) from error
+
+
+_ANEW = 'To train anew in this folder, set resume="never" (--resume never).'
+_OTHER_FOLDER = f"Give another folder. {_ANEW}"
+
+
+def _identity(config: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The configs and inputs that two runs of one training share, as JSON gives them back."""
+    training = {k: v for k, v in config["training"].items() if k not in _NOT_COMPARED}
+    identity = {"sae": config["sae"], "training": training, "inputs": inputs}
+    return dict(json.loads(json.dumps(identity)))
+
+
+def _differences(found: Any, now: Any, name: str = "") -> Iterator[str]:
+    """'training.seed was 0, is 1' for every leaf that differs."""
+    if isinstance(found, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*found, *now]):
+            yield from _differences(found.get(key, "absent"), now.get(key, "absent"), f"{name}.{key}" if name else key)
+    elif found != now:
+        yield f"{name} was {_short(found)}, is {_short(now)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False).strip('"')
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        # What `_identity` reads; another stage's run.json has no training.
+        if content.get("stage") == "train":
+            content["config"]["training"], content["config"]["sae"], content["inputs"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TsaeError(f"cannot be read ({type(error).__name__}: {error})", where=file, fix=_ANEW) from error
+    return dict(content)
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or folder to the disk, if it exists."""
+    if path.exists():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

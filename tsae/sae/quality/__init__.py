@@ -1,0 +1,1 @@
+"""Quality of a trained SAE: reconstruction, smoothness, separation, stability, loss recovered."""
