@@ -177,10 +177,14 @@ class FeatureDiff:
 
         None for the base, and for a checkpoint that the diff does not know.
         """
+        return self._main_parts.get(checkpoint)
+
+    @cached_property
+    def _main_parts(self) -> dict[str, str | None]:
         if self.contrasts.empty:
-            return None
-        mine = self.contrasts.query("kind == 'shift' and checkpoint == @checkpoint and band == outcome == 'all'")
-        return main_part(dict(zip(mine.part, mine.note, strict=True)))
+            return {}
+        drawn = self.contrasts.query("kind == 'shift' and band == outcome == 'all'").groupby("checkpoint", sort=False)
+        return {name: main_part(dict(zip(mine.part, mine.note, strict=True))) for name, mine in drawn}
 
     def main_shift(self, checkpoint: str, *, band: str = "all", discoveries: bool = False) -> pd.DataFrame:
         """`table` of a checkpoint's main shift, over all outcomes."""

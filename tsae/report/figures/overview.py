@@ -23,17 +23,17 @@ from tsae.report.text import figure_text, number, percent
 
 _MAX_RUNS, _MAX_ROWS, _MAX_LINES, _LEFT = 4, 9, 8, 178
 _ROW, _TOP, _BOTTOM = 27, 84, 44  # pixels
-# Between panels: axis labels and a heading; between stacked runs also an axis title and the next run's header.
-_GAP, _STACKED_GAP = 64, 132
+# Between panels: axis labels and a heading.
+_GAP = 64
 
 
-def overview(diff: FeatureDiff, *, columns: int = _MAX_RUNS) -> go.Figure | None:
-    """Draw it; `columns=1` stacks the runs for narrow screens. None where there is nothing to draw."""
+def overview(diff: FeatureDiff) -> go.Figure | None:
+    """Draw it. None where there is nothing to draw."""
     if runs := drawn_runs(diff)[:_MAX_RUNS]:
-        return _runs(diff, runs, min(columns, len(runs)))
+        return _runs(diff, runs)
     tables = {band: _outcome_rows(diff, band) for band in ["all", *facts.bands_of(diff)]}
     tables = {band: table for band, table in tables.items() if len(table)}
-    return _outcomes(diff, tables, min(columns, len(tables))) if tables else None
+    return _outcomes(diff, tables) if tables else None
 
 
 def overview_caption(diff: FeatureDiff) -> str:
@@ -69,7 +69,7 @@ def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str,
     return lines if any(facts.behaviour(diff, diff.base, band, name) is not None for _, name, band in lines) else []
 
 
-def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
+def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
     lines = _behaviour_lines(diff, runs)[:_MAX_LINES]
     shifts = {run: facts.main_shift(diff, run) for run in runs}
     moved = {run: shift[shift.q <= diff.q] for run, shift in shifts.items()}
@@ -79,15 +79,15 @@ def _runs(diff: FeatureDiff, runs: list[str], columns: int) -> go.Figure:
     heads = {head: n for head, n in heads.items() if n} or {"": 1}
     figure, cells, height = panels(
         [_header(diff, run) for run in runs],
-        columns,
+        len(runs),
         panel=[n * _ROW + 12 for n in heads.values()],
-        gap=_GAP if columns == len(runs) else _STACKED_GAP,
+        gap=_GAP,
         horizontal=0.035,
         heads=list(heads) if lines or rows else [],
         beside=True,
         align="left",
-        size=12.5 if columns < 4 else 11,
-        shared_yaxes=columns > 1,
+        size=12.5 if len(runs) < 4 else 11,
+        shared_yaxes=len(runs) > 1,
     )
     limit = max([0.5, *(float(m.delta.abs().max()) for m in moved.values() if len(m))]) * 1.3
     for run, first in zip(runs, range(0, len(cells), len(heads)), strict=True):
@@ -244,13 +244,13 @@ def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
     return facts.strongest(rows, diff.q, _MAX_ROWS)
 
 
-def _outcomes(diff: FeatureDiff, tables: dict[str, pd.DataFrame], columns: int) -> go.Figure:
+def _outcomes(diff: FeatureDiff, tables: dict[str, pd.DataFrame]) -> go.Figure:
     # The same share of rows for every band, so that none is crowded out.
     share = max(3, 14 // len(tables))
     features = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index[:share]))
     titles = [f"<b>{band} problems</b>" for band in tables]
     figure, cells, height = panels(
-        titles, columns, panel=len(features) * _ROW + 12, gap=78, horizontal=0.035, shared_yaxes=columns > 1
+        titles, len(tables), panel=len(features) * _ROW + 12, gap=78, horizontal=0.035, shared_yaxes=len(tables) > 1
     )
     limit = 1.1 * max(max(abs(v) for v in facts.standardised(r)) for t in tables.values() for _, r in t.iterrows())
     for band, cell in zip(tables, cells, strict=True):

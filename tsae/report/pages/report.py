@@ -110,7 +110,6 @@ def _readable(diff: FeatureDiff) -> FeatureDiff:
 def _figures(diff: FeatureDiff, opposed: list[int]) -> dict[str, go.Figure | None]:
     return {
         "overview": overview(diff),
-        "overview-narrow": overview(diff, columns=1),
         "noise-figure": noise_figure(diff),
         "behaviours-figure": behaviour_figure(diff),
         "spread-figure": spread_figure(diff),

@@ -1,7 +1,6 @@
 // Draws the figures from the page's JSON when they come near the screen, in the page's colours and width, and again
 // when either changes.
 const specs = JSON.parse(document.getElementById("figures").textContent);
-const narrow = window.matchMedia("(max-width: 760px)");
 const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
 const plotConfig = { responsive: true, displaylogo: false, displayModeBar: false };
 const drawn = new Set();
@@ -29,7 +28,7 @@ const themed = (layout) => {
   return copy;
 };
 
-const specOf = (place) => specs[narrow.matches && place.dataset.narrow ? place.dataset.narrow : place.dataset.figure];
+const specOf = (place) => specs[place.dataset.figure];
 // Plotly's script is packed too: that makes the page half as large, and it is there as soon.
 const plotlyLoaded = inflate("plotly").then((source) => document.head.append(element("script", {}, source)));
 plotlyLoaded.catch(() => document.body.prepend(
@@ -58,9 +57,10 @@ const watcher = new IntersectionObserver((entries) => {
 }, { rootMargin: "800px" });
 const places = document.querySelectorAll(".plot");
 // Heights come first, so that nothing jumps when figures are drawn.
-const size = () => places.forEach((place) => { place.style.minHeight = specOf(place).layout.height + "px"; });
-size();
-places.forEach((place) => { watcher.observe(place); });
+places.forEach((place) => {
+  place.style.minHeight = specOf(place).layout.height + "px";
+  watcher.observe(place);
+});
 
 // Light or dark: as the system says, until the button says otherwise. Paper is light.
 const button = document.createElement("button");
@@ -86,5 +86,4 @@ window.addEventListener("afterprint", () => {
   else delete document.documentElement.dataset.theme;
   redraw();
 });
-narrow.addEventListener("change", () => { size(); redraw(); });
 prefersDark.addEventListener("change", () => { label(); redraw(); });
