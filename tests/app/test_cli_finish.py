@@ -209,6 +209,7 @@ def test_bash_completes(typed: list[str], offered: set[str], bash_completion: Pa
     assert offered <= {word.strip() for word in said.stdout.split()}, said.stderr
 
 
+@pytest.mark.slow  # starts many processes
 def test_exit_statuses(tmp_path: Path) -> None:
     assert tsae_process("completion", "zsh").returncode == 0
     wrong = tsae_process("store", "show", str(tmp_path / "nothing"))
@@ -229,7 +230,7 @@ _SLOW = pytest.mark.slow
         pytest.param(["completion", "zsh"], 141, True, marks=_SLOW),
         # A few lines, flushed last.
         pytest.param(["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, False, marks=_SLOW),
-        (["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, True),
+        pytest.param(["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, True, marks=_SLOW),
         (["rollouts", "--help"], 141, False),
         pytest.param(["rollouts", "--help"], 141, True, marks=_SLOW),
         # What went wrong is said all the same.

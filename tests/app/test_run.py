@@ -405,6 +405,7 @@ def test_strict_refuses_what_does_not_agree(
     assert not list((to / "rollouts").glob("*.parquet"))
 
 
+@pytest.mark.slow  # runs the whole pipeline
 def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str], Any]) -> None:
     _, _, diff = finished
     assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
@@ -463,6 +464,7 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     assert "quality is above 0 (as asked)" in lines[1]
 
 
+@pytest.mark.slow  # runs the whole pipeline
 def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
     """The medium run solves from step 25 on what it did not at step 1; each problem is asked at one step."""
     run, logged = tmp_path / "medium", SHIPPED / "logs" / "medium" / "completions"

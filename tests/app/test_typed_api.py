@@ -12,6 +12,7 @@ import pytest
 
 import tsae
 
+pytestmark = pytest.mark.slow  # mypy reads the package anew
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TORCH = """

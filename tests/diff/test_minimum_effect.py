@@ -187,6 +187,7 @@ def found_at(effects: np.ndarray, repeats: int, n_problems: int) -> tuple[np.nda
     return np.array(found), touching
 
 
+@pytest.mark.slow  # measures an error rate
 def test_effects_at_the_boundary_are_found_no_more_often_than_promised() -> None:
     """Thirty features at ±.1, ten at ±.3; 100 problems of four trajectories."""
     effects = np.concatenate([np.full(30, 0.1), np.full(10, 0.3)]) * np.where(np.arange(40) % 2, -1, 1)

@@ -258,6 +258,7 @@ def false_and_found(repeats: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(false), np.array(found)
 
 
+@pytest.mark.slow  # measures an error rate
 def test_few_false_discoveries_where_effects_differ_between_problems() -> None:
     false, found = false_and_found(20)
     assert false.mean() <= 0.05 + 2.5 * false.std() / np.sqrt(20)

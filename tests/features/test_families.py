@@ -190,6 +190,7 @@ def test_a_feature_of_few_problems_has_no_family() -> None:
         assert found.family[1] == "basic-computation"
 
 
+@pytest.mark.slow  # draws many tables
 def test_families_of_noise_are_few() -> None:
     """Features that know nothing of tokens, but are bursty and a problem's own."""
     table = story(n_problems=20)

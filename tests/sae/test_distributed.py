@@ -148,7 +148,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
                 (folder / f"{name}-{rank}").write_text(str(error))
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of processes, and where they left what they computed."""
     folder = tmp_path_factory.mktemp("ranks")

@@ -124,6 +124,7 @@ def test_our_architecture_is_not_the_one_that_sae_lens_calls_temporal() -> None:
     assert SAE_CLASS_REGISTRY["temporal"][0] is not saelens.LensTemporalSAE
 
 
+@pytest.mark.slow  # starts a process
 def test_exporting_imports_no_sae_lens_and_refuses_other_architectures(sae: TemporalSAE, tmp_path: Path) -> None:
     sae.save(tmp_path / "sae")
     program = f"""

@@ -34,6 +34,7 @@ def built(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow  # trains models
 def test_quick_build_writes_everything(built: Path) -> None:
     series = json.loads((built / "series.json").read_text())
     assert [entry["id"] for entry in series["checkpoints"]] == [
@@ -70,6 +71,7 @@ def test_other_channels_are_built_on_request(script: ModuleType, tmp_path: Path)
         assert row["correct"] >= bare
 
 
+@pytest.mark.slow  # trains models
 def test_trl_wrote_its_completion_logs(built: Path) -> None:
     import pyarrow.parquet
 
@@ -98,6 +100,7 @@ def test_finished_stages_are_skipped_and_missing_ones_made(
     assert (built / "measured.json").read_bytes() == measured
 
 
+@pytest.mark.slow  # trains models
 def test_another_recipe_in_the_same_folder_is_refused(
     script: ModuleType, built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +108,7 @@ def test_another_recipe_in_the_same_folder_is_refused(
     assert "differing: seed" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # trains models
 def test_measured_table_goes_between_the_marks_of_a_readme(
     script: ModuleType, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
