@@ -49,6 +49,7 @@ def spans(text: str, prompt: str = PROMPT) -> dict[str, str]:
         ("The ducks lay 17 eggs per day.", {"other": "The ducks lay 17 eggs per day."}),
         ("She has 16 - 3 = <<16-3=13>>13 eggs", {"other": "She has  eggs", "arithmetic": "16 - 3 = <<16-3=13>>13"}),
         ("9 kids + 6 kids = 15", {"arithmetic": "9 kids + 6 kids = 15"}),
+        ("That is .5*4 = 2 eggs", {"other": "That is  eggs", "arithmetic": ".5*4 = 2"}),
         ("It costs $26 on Monday.", {"other": "It costs $26 on Monday."}),
         ("First find the eggs: 16 - 3", {"planning": "First find the eggs:", "arithmetic": "16 - 3", "other": ""}),
         ("Let x be the price.", {"planning": "Let x be the price."}),

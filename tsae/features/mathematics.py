@@ -64,8 +64,8 @@ _OPERATOR = r"[+\-−–*/×÷·xX=^]|\\times|\\div|\\cdot"
 _UNIT = r"(?:(?:\s?/\s?|\s)[a-zA-Z]{1,20}){1,3}(?=\s[+\-−*/×÷=]\s[$(<\d.])"
 _CONCLUSION = re.compile(r"\b(?:so|thus|hence|therefore|means?|total|altogether)\b", re.IGNORECASE)
 _ARITHMETIC = re.compile(
-    rf"<<[^<>]{{0,200}}>>(?:{_NUMBER})?|[($]{{0,3}}(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?"
-    rf"(?:\s?(?:{_OPERATOR})\s?[($]{{0,3}}(?:<<[^<>]{{0,200}}>>)?(?:{_NUMBER}|\.\d{1, 24})[)]{{0,2}}(?:{_UNIT})?)+"
+    rf"<<[^<>]{{0,200}}>>(?:{_NUMBER})?|[($]{{0,3}}(?:{_NUMBER}|\.\d{{1,24}})[)]{{0,2}}(?:{_UNIT})?"
+    rf"(?:\s?(?:{_OPERATOR})\s?[($]{{0,3}}(?:<<[^<>]{{0,200}}>>)?(?:{_NUMBER}|\.\d{{1,24}})[)]{{0,2}}(?:{_UNIT})?)+"
     rf"(?:\s?=)?"
 )
 _WORD = re.compile(r"[a-z]{4,}|\d[\d,]*(?:\.\d+)?")
