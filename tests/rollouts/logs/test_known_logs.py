@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tsae.cli import main
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import ImportConfig, LogFormat
 from tsae.rollouts.logs.detect import FORMATS, find_log
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.known import KNOWN, TELLS, formats_table, tells_table
@@ -17,7 +18,9 @@ SHIPPED = Path(__file__).parents[2] / "logs"
 
 
 def test_every_format_is_described() -> None:
-    assert [name for known in KNOWN for name in known.formats] == [form.name for form in FORMATS]
+    names = [form.name for form in FORMATS]
+    assert [name for known in KNOWN for name in known.formats] == names
+    assert sorted(get_args(LogFormat)) == sorted(["auto", *names])  # what --format takes
 
 
 def test_the_documentation_has_the_commands_table() -> None:
