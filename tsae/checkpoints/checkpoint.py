@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint(CheckpointRecord):
-    """One set of weights; see `CheckpointRecord` for its fields."""
+    """One set of weights, which it can load. `CheckpointRecord` describes its fields."""
 
     base: Checkpoint | None = field(default=None, compare=False, repr=False)
 

@@ -118,7 +118,7 @@ def group_summary(groups: pd.DataFrame) -> pd.DataFrame:
 
 
 def group_names(frame: pd.DataFrame) -> np.ndarray:
-    """(n,) the group of every trajectory: policy, problem and, if there is one, step."""
+    """(n,) names of the trajectories' groups: same policy, same problem and, if steps are known, same step."""
     names = frame.policy + "\0" + frame.problem_id
     return (names + "\0" + frame["step"].astype(str) if "step" in frame.columns else names).to_numpy()
 

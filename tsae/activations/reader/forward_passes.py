@@ -86,21 +86,6 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
         yield Batch(batch, found, lengths[batch].tolist())
 
 
-def read_each(
-    reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int, name: str, *, where: str, fix: str
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(position, (n_tokens, …) of one site or prediction) of every trajectory, the longest first.
-
-    Raises:
-        TsaeError: where a batch does not fit into memory; it names `where` and says `fix`.
-    """
-    try:
-        for batch in read_batches(reader, texts, batch_tokens):
-            yield from batch.each(name)
-    except OutOfMemory as error:
-        raise TsaeError(f"a batch of {batch_tokens} tokens does not fit into memory", where=where, fix=fix) from error
-
-
 def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T) token ids and mask of texts, padded on the right."""
     ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""`tsae store`: show, check, statistics."""
+"""`tsae store`: check, statistics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,9 @@ from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.commands.common import as_json, say_wrote
-from tsae.commands.options.store import Check, Show, Statistics
+from tsae.commands.options.store import Check, Statistics
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import statistics_text
-
-
-def run_show(options: Show) -> None:
-    manifest = read_manifest(options.store)
-    with as_json(options.json) as write:
-        print(f"{options.store}: {manifest['dtype']}" + ("" if manifest["complete"] else ", not finished"))
-        for site, info in manifest["sites"].items():
-            print(f"  {site}: d_model {info['d_model']}")
-        for reader in manifest["readers"]:
-            tokens = sum(shard["n_tokens"] for shard in reader["shards"])
-            trajectories = sum(shard["n_trajectories"] for shard in reader["shards"])
-            n = len(reader["shards"])
-            print(f"  {reader['id']}: {tokens:,} tokens of {trajectories:,} trajectories, {n} shards")
-        write(manifest)
 
 
 def run_check(options: Check) -> None:

@@ -18,8 +18,8 @@ class Capture:
     """
 
     series: tuple[str, ...]
-    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
-    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
+    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
     rollouts: Path
     """Parquet file of rollouts, which the checkpoints read."""
     to: Path
@@ -36,8 +36,8 @@ class Drift:
     """Measure where training wrote: how far every weight is from the base's, by layer and module."""
 
     series: tuple[str, ...]
-    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
-    adapters, Hugging Face ids (org/model@revision/subfolder)."""
+    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    is a folder, an adapter or a Hugging Face id (org/model@revision/subfolder)."""
     checkpoints: tuple[str, ...] = ()
     """Ids to measure; by default all."""
     spectral: bool = True

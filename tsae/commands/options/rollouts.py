@@ -17,8 +17,8 @@ class Sample:
     """Sample rollouts of problems from checkpoints, check their answers, and set advantages."""
 
     series: tuple[str, ...]
-    """Folder of checkpoints (series.json or checkpoint-N folders), or several checkpoints, the base first: folders,
-    adapters, .gguf files, Hugging Face ids (org/model@revision/subfolder)."""
+    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
     problems: Path
     """JSON lines of id, prompt, answer and, optionally, level."""
     to: Path

@@ -1,4 +1,4 @@
-"""Options of `tsae store`: show, check, statistics."""
+"""Options of `tsae store`: check, statistics."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from tsae.activations.config import Subset
-
-
-@dataclass(frozen=True)
-class Show:
-    """Show what an activation store holds."""
-
-    store: Positional[Path]
-    """Folder that `tsae capture` wrote."""
-    json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+from tsae.commands.options.contents import Show
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where:
     if problem.max() < 1:
         raise TsaeError("has one problem only, which tells nothing of others", where=where, fix="Give several.")
     centred = within(advantage, group)
-    # Equal advantages leave only rounding, which is no covariance.
+    # If advantages are equal, only rounding errors are left: set them to 0.
     centred[np.abs(centred) <= 1e-12 * max(1.0, float(np.abs(advantage).max()))] = 0.0
     if not centred.any():
         raise TsaeError(

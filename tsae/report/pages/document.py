@@ -51,7 +51,7 @@ def render_page(
             figures=figures,
             heights={name: int(figure.layout.height) for name, figure in figures.items()},
             figures_json=Markup(script_json({name: _plain(figure) for name, figure in figures.items()})),
-            # Base64, which holds no character that HTML knows; there are megabytes of it to look through otherwise.
+            # Base64 has no character to escape, and escaping would search megabytes of it.
             packs={name: Markup(text) for name, text in (parts or {}).items()},
             plotly=Markup(packed_plotly()),
             style=Markup(_resource("report.css")),

@@ -95,7 +95,7 @@ class Verdicts:
         return value > limit
 
     def _decides(self, name: str | None, where: str | None) -> None:
-        """Check that one reward decides in all files of a run: another must not replace it in a file that lacks it."""
+        """Check that the same reward decides in all files of a run. A file that lacks it must not use another."""
         before, first = self._decisive
         if name and self.a_file_a_step and self.verify is None and before not in (None, name):
             raise TsaeError(

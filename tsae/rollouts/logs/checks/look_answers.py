@@ -260,7 +260,7 @@ class _Judge:
         return (self.given(answer) or expressions(f"${answer}$")) if self.name == "math-verify" else self.given(answer)
 
     def given(self, text: str) -> Any:
-        """The answer that a text gives; something false if there is none."""
+        """Find the answer in a text: a list of expressions or of one number; empty if there is no answer."""
         if self.name == "math-verify" and (found := expressions(text)):
             return found
         number = number_in(text)

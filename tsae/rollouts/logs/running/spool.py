@@ -100,7 +100,7 @@ class Spools:
         self._files.append(file)
 
     def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
-        """Write all kept rows as one file; `policies` has new names of policies by their old ones."""
+        """Write the kept rows to one file. `policies` maps the old name of a policy to its new name."""
         types = dict.fromkeys(self._rewards, pa.float64())
         for name, kinds in self._extras.items():
             types[name] = next((kind for kind, fitting in _TYPES if kinds <= fitting), pa.string())

@@ -1,8 +1,8 @@
-"""NeMo-RL: the training data that its GRPO logs, ``train_data_step{N}.jsonl`` in the logger's folder.
+"""NeMo-RL: its GRPO logs the training data of each step to ``train_data_step{N}.jsonl`` in the logger's folder.
 
 After the source of NVIDIA-NeMo/RL (``algorithms/grpo.py`` and ``utils/logger.py``, main, 2026). A row has content,
 rewards, input_lengths, token_ids, token_loss_mask, sample_loss_mask, advantages, generation_logprobs, prev_logprobs and
-idx; the batch axis is kept, so that every value but idx is a list of one.
+idx. The batch axis is kept: every value but idx is a list of one.
 """
 
 from __future__ import annotations
