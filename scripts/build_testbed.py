@@ -153,9 +153,6 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
 
 def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
     """Run the stages in their order, skipping what is finished."""
-    import torch
-
-    torch.set_num_threads(recipe.threads)
     out.mkdir(parents=True, exist_ok=True)
     check_unclaimed(out, recipe)
     for stage in (stage for stage in ("base", *RUNS, "measure") if stage in stages):
@@ -165,7 +162,7 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
         if stage != "base" and not (out / "base").exists():
             raise TsaeError(f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first.")
         started = time.monotonic()
-        with quiet_libraries():
+        with quiet_libraries(), torch_threads(recipe.threads):
             if stage == "base":
                 build_base(out, recipe)
             elif stage == "measure":
@@ -378,6 +375,19 @@ def write_series(out: Path, recipe: Recipe, stage: str, seconds: float) -> None:
         },
     }
     path.write_text(json.dumps(series, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Compute on so many threads. A process that builds and goes on gets its own number back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,14 @@ from support.builders import ARCHITECTURES, make_rollouts, save_model, save_pert
 
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A test that leaves another number behind would change the bits of the tests after it."""
+    yield
+    if torch := sys.modules.get("torch"):
+        assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(scope="session", params=ARCHITECTURES)

@@ -143,6 +143,19 @@ def test_completions_beside_other_prompts_are_found_out(
     assert found.example.startswith(f"{tmp_path}/log/log.jsonl:")
 
 
+def test_a_log_that_was_moved_gets_the_same_second_look(series: CheckpointSeries, tmp_path: Path) -> None:
+    """The sample is drawn by hashes of places, in which the folder must not count."""
+    rows = sums(n_steps=9)  # 576, of which 256 are drawn
+    places = ("one", "two", "three")
+    looks = [look(write(tmp_path / place / "log.jsonl", shifted(rows, ("response",), 1)), series) for place in places]
+    found = [
+        (str(check["answers"]).replace(f"/{place}/", "/"), check["answers"].compared)
+        for place, check in zip(places, looks, strict=True)
+    ]
+    assert found[0][1] == 256
+    assert found[1:] == found[:1] * 2
+
+
 def test_prompts_alone_that_moved_are_found_out_by_their_answers(series: CheckpointSeries, tmp_path: Path) -> None:
     """Answers that stayed with the completions agree with these; a prompt then has several."""
     moved = shifted([{k: v for k, v in row.items() if k != "problem_id"} for row in sums()], ("prompt",), 4)

@@ -37,7 +37,7 @@ import numpy as np
 from tsae.base.proportions import wilson_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import equal, expressions, number_in
-from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entries.hashes import place_hash
 
 _WINDOWS, _WINDOW = 8, 32
 _TAIL, _LONGEST_ANSWER = 4000, 100
@@ -93,7 +93,7 @@ class Reservoir:
 
     def _close(self) -> None:
         if self._open:
-            self._keep(hash64(self._open[0].where), self._open)
+            self._keep(place_hash(self._open[0].where), self._open)
             self._open = []
 
     def _keep(self, key: int, window: list[Sampled]) -> None:

@@ -25,7 +25,7 @@ from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, is_hub_id, weight_files
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.checks.check import Check
-from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entries.hashes import place_hash
 
 _TRAJECTORIES = 4
 _TOKENS, _PROMPT = 128, 4096
@@ -86,7 +86,7 @@ class LogProbs:
         kept = self._kept[policy]
         kept.append(told)
         if len(kept) > _TRAJECTORIES:
-            del kept[max(range(len(kept)), key=lambda place: hash64(kept[place].where))]
+            del kept[max(range(len(kept)), key=lambda place: place_hash(kept[place].where))]
 
     def check(self) -> Check:
         """Compare what was kept with the checkpoints' weights."""

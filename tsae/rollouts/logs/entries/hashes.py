@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import PurePath
 
 
 def hash64(*parts: str | bytes) -> int:
@@ -13,3 +14,8 @@ def hash64(*parts: str | bytes) -> int:
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)
     return int.from_bytes(digest.digest(), "little")
+
+
+def place_hash(where: str) -> int:
+    """64 bits of a file's name and a row, without its folder: a log that was moved draws the same samples."""
+    return hash64(PurePath(where).name)
