@@ -22,9 +22,11 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from queue import Queue
 
@@ -152,8 +154,28 @@ def draw(room: str, config: Config, tests: dict[str, dict[int, list[str]]]) -> l
                 if not any(low <= start <= high for low, high in skipped):
                     places[path, *start].append(Mutant(room, path, name, occurrence, start[0]))
     rng = random.Random(f"{config.seed} {room}")
-    chosen = rng.sample(sorted(places), min(config.per_room, len(places)))
-    return [rng.choice(places[place]) for place in chosen]
+    chosen = (rng.choice(places[place]) for place in rng.sample(sorted(places), len(places)))
+    return list(islice(filter(is_code, chosen), config.per_room))
+
+
+def is_code(mutant: Mutant) -> bool:
+    """Whether the mutant is Python at all: an operator takes the ** of a dictionary for a power."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(mutated(mutant, ROOT), mutant.path, "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def mutated(mutant: Mutant, root: Path) -> str:
+    """The file with its fault."""
+    import cosmic_ray.plugins
+    from cosmic_ray.mutating import mutate_code
+
+    operator = cosmic_ray.plugins.get_operator(mutant.operator)()
+    found: str = mutate_code((root / mutant.path).read_text(encoding="utf-8"), operator, mutant.occurrence)
+    return found
 
 
 def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -186,21 +208,16 @@ def copy(to: Path) -> Path:
 
 def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[str, object]:
     """Plant the fault in a copy, run the tests of its line, and take it out again."""
-    import cosmic_ray.plugins
-    from cosmic_ray.mutating import mutate_code
-
     file, began = place / mutant.path, time.monotonic()
-    source = file.read_text(encoding="utf-8")
-    operator = cosmic_ray.plugins.get_operator(mutant.operator)()
-    mutated = mutate_code(source, operator, mutant.occurrence)
+    source, faulty = file.read_text(encoding="utf-8"), mutated(mutant, place)
     found: dict[str, object] = {**asdict(mutant), "was": source.splitlines()[mutant.line - 1].strip()}
-    found["becomes"] = mutated.splitlines()[mutant.line - 1].strip()
+    found["becomes"] = faulty.splitlines()[mutant.line - 1].strip()
     if not tests:
         # Lines that run on import alone have no test of their own: all of the room's.
         tests = [f"tests/{mutant.room}"] if not in_function(source, mutant.line) else []
     outcome = "survived" if tests else "untested"
     try:
-        file.write_text(mutated, encoding="utf-8")
+        file.write_text(faulty, encoding="utf-8")
         for part in (tests[: config.first], tests[config.first :]):
             if part and outcome == "survived" and not passes(part, place, config.timeout):
                 outcome = "killed"
@@ -223,8 +240,8 @@ def passes(tests: list[str], place: Path, timeout: float) -> bool:
         ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return False
-    # 4: the fault stops conftest.py from being imported, or a test is not found.
-    if ran.returncode not in (0, 1, 2, 3) and "conftest" not in ran.stderr:
+    # 4: the fault stops conftest.py or a test's file from being imported; else a test is not found.
+    if ran.returncode not in (0, 1, 2, 3) and "conftest" not in ran.stderr and "ERROR collecting" not in ran.stdout:
         raise SystemExit(f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
     return ran.returncode == 0
 
