@@ -102,7 +102,7 @@ def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str)
 
 
 def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, fixed: Rollouts) -> None:
-    """Codes that switch on or off make a good part of a mean's change, once the weights have moved by more than little."""
+    """Codes that switch on or off make a good part of a mean's change once the weights have moved some way."""
     sae, features = some_sae(0.3), list(range(24))
     soft = FeatureMeans(sae, features, fixed, SPECIAL, width=0.05)
     hard = FeatureMeans(sae, features, fixed, SPECIAL, width=1e-9)
