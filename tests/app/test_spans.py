@@ -23,7 +23,6 @@ from tsae.activations.store import ActivationStore
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
-from tsae.diff.config import InfluenceConfig
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
 from tsae.diff.policy_gradient.measure_reinforcement import reinforcement
@@ -447,7 +446,7 @@ def test_log_probabilities_are_of_sampled_tokens(series: Any, thinking: Rollouts
 
 
 def test_influence_is_of_sampled_tokens(thinking: Rollouts) -> None:
-    for rows, _, _, response in padded(thinking, np.arange(8), InfluenceConfig(batch_tokens=60)):
+    for rows, _, _, response in padded(thinking, np.arange(8), 60, "cpu"):
         for i, row in enumerate(rows.tolist()):
             tokens = tokens_of(thinking, row)
             n_prompt = len(thinking.tokens(row)[0])

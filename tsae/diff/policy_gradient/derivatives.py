@@ -71,14 +71,14 @@ class Fixed:
 
 
 def padded(
-    rollouts: Rollouts, rows: np.ndarray, config: InfluenceConfig
+    rollouts: Rollouts, rows: np.ndarray, batch_tokens: int, device: str
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
 
     The response mask leaves out tokens that the policy did not sample.
     """
     prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
-    for batch in plan_batches(prompt + response, config.batch_tokens):
+    for batch in plan_batches(prompt + response, batch_tokens):
         width = int((prompt + response)[batch].max())
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         mask, is_response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
@@ -87,7 +87,7 @@ def padded(
             ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
             mask[i, : len(text)] = 1
             is_response[i, prompt[t] : len(text)] = torch.from_numpy(rollouts.sampled(int(rows[t])))
-        yield rows[batch], ids.to(config.device), mask.to(config.device), is_response.to(config.device)
+        yield rows[batch], ids.to(device), mask.to(device), is_response.to(device)
 
 
 class Forward:
@@ -142,7 +142,9 @@ class Forward:
         """(n_trajectories, n_features)."""
         means = np.zeros((len(fixed.rollouts), len(columns)))
         with torch.no_grad():
-            for rows, ids, mask, response in padded(fixed.rollouts, np.arange(len(means)), config):
+            for rows, ids, mask, response in padded(
+                fixed.rollouts, np.arange(len(means)), config.batch_tokens, config.device
+            ):
                 _, x = self(weights, ids, mask, response)
                 means[rows] = self._means(x, ids, response, columns, fixed.special).double().cpu().numpy()
         return means
@@ -155,7 +157,9 @@ class Forward:
         found: dict[str, Weights] = {
             part: {name: torch.zeros_like(w) for name, w in weights.items()} for part in config.parts
         }
-        for rows, ids, mask, response in padded(fixed.rollouts, np.arange(len(score)), config):
+        for rows, ids, mask, response in padded(
+            fixed.rollouts, np.arange(len(score)), config.batch_tokens, config.device
+        ):
             log, x = self(leaves, ids, mask, response)
             means = self._means(x, ids, response, column, fixed.special)[:, 0]
             for part, values, by in (("representation", means, fixed.weight), ("policy", log, score)):

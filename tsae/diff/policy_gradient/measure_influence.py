@@ -84,7 +84,7 @@ def influence(
         for j in range(len(features)):
             gradients = forward.gradients(weights, targets, columns[j : j + 1], targets.score(means[:, j]), config)
             for part, gradient in gradients.items():
-                for rows, ids, mask, response in padded(rollouts, used, config):
+                for rows, ids, mask, response in padded(rollouts, used, config.batch_tokens, config.device):
                     along = forward.score_along(weights, gradient, ids, mask, response)
                     found[part][rows, j] = along.double().cpu().numpy() * score[rows]
             bar.update()

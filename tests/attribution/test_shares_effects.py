@@ -1,0 +1,249 @@
+"""Shares and effects: on a policy of two parameters, and on trainings of a small model that are really run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from support.builders import make_rollouts
+from tsae.attribution.effects import simulate
+from tsae.attribution.gradient_store import batches_of, build_gradients
+from tsae.attribution.optimiser import Optimiser, Simulation
+from tsae.attribution.path import TrainingPath
+from tsae.attribution.policy_loss import PolicyLoss
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.shares import shares
+from tsae.attribution.targets import NextToken
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+ADAM = Optimiser("adam", 1e-3, "constant", max_grad_norm=None)
+
+
+# --- two parameters: a softmax policy over three actions, whose gradients are written down
+
+
+class TwoParameters(torch.nn.Module):
+    """Logits (a, b, 0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([0.2, -0.1]))
+
+
+class Chance:
+    """The target: the probability of the first action."""
+
+    names: ClassVar = ["first action"]
+
+    def values(self, trained: Any) -> np.ndarray:
+        return np.array([float(chances(trained.vector())[0])])
+
+    def gradients(self, trained: Any) -> torch.Tensor:
+        p = chances(trained.vector())
+        return (p[0] * torch.tensor([1 - p[0], -p[1]]))[None]
+
+
+def chances(w: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(torch.cat([w, torch.zeros(1)]), 0)
+
+
+def score(w: torch.Tensor, action: int) -> torch.Tensor:
+    """∇ log π of an action."""
+    return torch.eye(3)[action][:2] - chances(w)[:2]
+
+
+def trained_for(optimiser: Optimiser, n_steps: int) -> tuple[Any, Any]:
+    """A run of two actions a step, with its gradients in memory, and its path with every step."""
+    trained = TrainedWeights(TwoParameters())  # type: ignore[arg-type]
+    random = np.random.default_rng(0)
+    simulation = Simulation(optimiser, trained.vector()[None])
+    knots, steps = {0: simulation.weights[0].clone()}, {}
+    for step in range(1, n_steps + 1):
+        acts = random.integers(0, 3, 2)
+        advantages = np.where(acts == 0, 1.0, -0.4) + random.normal(size=2) / 4
+        gradients = torch.stack(
+            [float(a) * score(knots[step - 1], int(y)) for a, y in zip(advantages, acts, strict=True)]
+        )
+        simulation.step(-gradients.sum(0)[None])
+        knots[step] = simulation.weights[0].clone()
+        steps[step] = (np.array([2 * step - 2, 2 * step - 1]), gradients)
+    return SimpleNamespace(step=steps.__getitem__, steps=list(steps)), TrainingPath(trained, knots)
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        ADAM,
+        Optimiser("adamw", 1e-3, "linear", n_steps=60, weight_decay=0.3),
+        Optimiser("adam", 1e-3, "cosine", n_steps=60, weight_decay=0.3, max_grad_norm=0.5),
+        Optimiser("sgd", 3e-3, "constant", momentum=0.8, weight_decay=0.2, max_grad_norm=0.5),
+    ],
+    ids=lambda o: o.name,
+)
+def test_shares_add_up_to_what_happened(optimiser: Optimiser) -> None:
+    store, path = trained_for(optimiser, 60)
+    found = shares(store, path, optimiser, Chance(), progress=False)
+    realised = chances(path.knots[60])[0] - chances(path.knots[0])[0]
+    assert abs(float(realised)) > 0.002
+    assert found.realised[0] == pytest.approx(float(realised), abs=1e-7)
+    assert found.shares.sum() + found.decay[0] == pytest.approx(float(realised), rel=1e-3)
+    assert abs(found.remainder[0]) < 1e-3 * abs(float(realised))
+    assert found.segments.path_error.max() < 1e-3
+    assert found.rows.tolist() == list(range(120))
+    assert (optimiser.weight_decay > 0) == (found.decay[0] != 0)
+
+
+def test_a_share_is_what_its_gradient_did() -> None:
+    """SGD without momentum: −lr ∇F·g at each step, by hand."""
+    sgd = Optimiser("sgd", 1e-2, "constant", max_grad_norm=None)
+    store, path = trained_for(sgd, 20)
+    found = shares(store, path, sgd, Chance(), progress=False)
+    by_hand = []
+    for step in range(1, 21):
+        slopes = []
+        for after in (step - 1, step):
+            path.put(after)
+            slopes.append(Chance().gradients(path.trained)[0])
+        by_hand += [float(0.01 * (slopes[0] + slopes[1]) / 2 @ g) for g in store.step(step)[1]]
+    np.testing.assert_allclose(found.shares[:, 0], by_hand, rtol=1e-5, atol=1e-9)
+
+
+def test_a_checkpoint_that_the_steps_do_not_lead_to_is_seen() -> None:
+    store, path = trained_for(ADAM, 60)
+    wrong = Optimiser("adam", 2e-3, "constant", max_grad_norm=None)
+    found = shares(store, path, wrong, Chance(), progress=False)
+    assert found.segments.path_error.min() > 0.5
+
+
+def test_where_gradients_do_not_depend_on_weights_the_simulation_is_the_training() -> None:
+    """A loss that is linear in the weights: every subset's training, by torch's own Adam."""
+    random = torch.Generator().manual_seed(1)
+    gradients = torch.randn(30, 4, 2, generator=random)
+    trained = TrainedWeights(TwoParameters())  # type: ignore[arg-type]
+    store = SimpleNamespace(step=lambda t: (np.arange(4 * t - 4, 4 * t), gradients[t - 1]))
+    start = trained.vector()
+
+    def really(kept: np.ndarray) -> torch.Tensor:
+        weights = torch.nn.Parameter(start.clone())
+        adam = torch.optim.Adam([weights], lr=1e-3)
+        for t in range(30):
+            weights.grad = -(torch.as_tensor(kept[4 * t : 4 * t + 4], dtype=torch.float32) @ gradients[t])
+            adam.step()
+        return weights.detach()
+
+    path = TrainingPath(trained, {0: start, 30: really(np.ones(120))})
+    kept = np.random.default_rng(0).random((5, 120)) < 0.5
+    found = simulate(store, path, ADAM, Chance(), kept, at_once=6, progress=False)  # type: ignore[arg-type]
+    expected = [float(chances(really(row))[0] - chances(start)[0]) for row in kept]
+    np.testing.assert_allclose(found.changes[:, 0], expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.whole[0], float(chances(really(np.ones(120)))[0] - chances(start)[0]), atol=1e-7)
+
+
+# --- a small Llama, trained on a log
+
+
+@pytest.fixture(scope="module")
+def log(fingerprint: str) -> Rollouts:
+    """Six steps of two problems with three responses each."""
+    table = make_rollouts(n_problems=12, tokenizer=fingerprint).with_advantages()
+    table = table.with_column("step", np.arange(len(table)) // 6 + 1)
+    assert (table.frame.advantage != 0).any()
+    return table
+
+
+LOSS = PolicyLoss("dr_grpo", max_completion_length=16)
+QUICK = Optimiser("adam", 1e-3, "constant", max_grad_norm=0.05)
+
+
+def train(
+    folder: Path, log: Rollouts, kept: np.ndarray | None = None
+) -> tuple[TrainedWeights, dict[int, torch.Tensor]]:
+    """A training in plain torch on the log: no code of the attribution but the weights' order."""
+    model = Checkpoint(id="base", path=str(folder)).load_model()
+    trained = TrainedWeights(model)
+    parameters = list(trained.parameters.values())
+    adam = torch.optim.Adam(parameters, lr=QUICK.learning_rate)
+    knots = {0: trained.vector()}
+    for step, rows in batches_of(log).items():
+        model.requires_grad_(True)
+        adam.zero_grad()
+        for row in rows:
+            prompt, response = log.tokens(int(row))
+            ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+            chance = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
+            picked = chance[torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :]
+            part = log.frame.advantage[row] / (16 * len(rows)) * picked.sum()
+            if kept is None or kept[row]:
+                (-part).backward()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch.nn.utils.clip_grad_norm_(parameters, QUICK.max_grad_norm)
+        adam.step()
+        model.requires_grad_(False)
+        knots[step] = trained.vector()
+    return trained, knots
+
+
+def targets(log: Rollouts) -> NextToken:
+    prompts = [log.tokens(row)[0] for row in range(0, len(log), 3)]
+    return NextToken(prompts, ["one", "two"] * (len(prompts) // 2), token=int(log.tokens(0)[1][0]), what="begins")
+
+
+def test_shares_of_a_real_training_add_up(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    trained, knots = train(llama, log)
+    path = TrainingPath(trained, knots)
+    store = build_gradients(path, log, batches_of(log), LOSS, tmp_path / "g", progress=False)
+    found = shares(store, path, QUICK, targets(log), progress=False)
+    assert found.segments.path_error.max() < 1e-3  # the recipe is that of the training
+    assert (np.abs(found.realised) > 1e-3).all()
+    assert (np.abs(found.remainder) < 0.02 * np.abs(found.realised)).all()
+    np.testing.assert_allclose(found.shares.sum(0), found.realised, rtol=0.02)
+    ends = TrainingPath(trained, {0: knots[0], 3: knots[3], 6: knots[6]})
+    sparse = build_gradients(ends, log, batches_of(log), LOSS, tmp_path / "s", progress=False)
+    again = shares(sparse, ends, QUICK, targets(log), progress=False)
+    assert len(again.segments) == 4
+    assert np.corrcoef(again.shares[:, 0], found.shares[:, 0])[0, 1] > 0.95
+
+
+def test_effects_are_near_to_trainings_on_the_rest(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    trained, knots = train(llama, log)
+    path = TrainingPath(trained, knots)
+    store = build_gradients(path, log, batches_of(log), LOSS, tmp_path / "g", dtype="bfloat16", progress=False)
+    problem = log.frame.problem_id.to_numpy()
+    random = np.random.default_rng(0)
+    kept = np.array([np.isin(problem, random.permutation(np.unique(problem))[:6]) for _ in range(8)])
+    found = simulate(store, path, QUICK, targets(log), kept, progress=False)
+    really = []
+    path.put(0)
+    before = targets(log).values(trained)
+    for row in kept:
+        model, _ = train(llama, log, row)
+        really.append(targets(log).values(model) - before)
+    for j in range(2):
+        assert np.corrcoef(found.changes[:, j], np.array(really)[:, j])[0, 1] > 0.9
+    assert np.abs(found.changes - really).mean() < 0.1 * np.abs(really).max()
+
+
+def test_gradients_are_kept_and_taken_up_again(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    trained, knots = train(llama, log)
+    path = TrainingPath(trained, knots)
+    store = build_gradients(path, log, batches_of(log), LOSS, tmp_path / "g", progress=False)
+    (store.folder / "step-000004.safetensors").unlink()
+    stamps = {file: file.stat().st_mtime_ns for file in store.folder.glob("*.safetensors")}
+    before = {n: store.step(n)[1] for n in (1, 6)}
+    again = build_gradients(path, log, batches_of(log), LOSS, tmp_path / "g", progress=False)
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
+    assert torch.equal(again.step(6)[1], before[6])
+    assert again.step(4)[1].abs().max() > 0
+    with pytest.raises(TsaeError, match="another run or loss"):
+        build_gradients(path, log, batches_of(log), PolicyLoss("grpo"), tmp_path / "g", progress=False)
+    with pytest.raises(TsaeError, match=r"take .* GB"):
+        build_gradients(path, log, batches_of(log), LOSS, tmp_path / "h", budget=1000, progress=False)

@@ -1,0 +1,125 @@
+"""Targets: their values against other code, their gradients against differences of values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tsae
+from support.builders import make_rollouts, save_model
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.targets import FeatureMeans, NextToken, Together
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+SPECIAL = [17, 18, 19]
+
+
+@pytest.fixture
+def trained(gpt2: Path) -> TrainedWeights:
+    return TrainedWeights(Checkpoint(id="base", path=str(gpt2)).load_model(dtype="float64"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Computes in the precision of its weights throughout; Llama's norms go through float32."""
+    return save_model(tmp_path_factory.mktemp("gpt2") / "model", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def fixed(fingerprint: str) -> Rollouts:
+    return make_rollouts(n_problems=30, n_samples=2, seed=5, tokenizer=fingerprint)
+
+
+def some_sae(threshold: float, point: str = "post") -> tsae.TemporalSAE:
+    sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=24, k=4), site=f"blocks.1.hook_resid_{point}")
+    generator = torch.Generator().manual_seed(0)
+    sae.initialize(0.1 * torch.randn(16, generator=generator), generator)
+    sae.threshold.fill_(threshold)
+    return sae.double()
+
+
+def differences(targets: Any, trained: TrainedWeights, direction: torch.Tensor, by: float) -> np.ndarray:
+    """(n,) central differences of the values along a direction."""
+    start, found = trained.vector(), []
+    for sign in (1, -1):
+        trained.put(start + sign * by * direction)
+        found.append(targets.values(trained))
+    trained.put(start)
+    change: np.ndarray = (found[0] - found[1]) / (2 * by)
+    return change
+
+
+def some_direction(trained: TrainedWeights, seed: int = 0) -> torch.Tensor:
+    found = torch.randn(len(trained), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return found / found.norm()
+
+
+def test_the_chance_of_a_first_token(trained: TrainedWeights) -> None:
+    prompts = [np.array(ids) for ids in ([17, 1, 2], [17, 3], [17, 4, 5, 6, 7], [17, 9])]
+    targets = NextToken(prompts, ["a", "b", "a", "b"], token=11, what="begins with 11")
+    assert targets.names == ["begins with 11 (a)", "begins with 11 (b)"]
+    chance = []
+    for prompt in prompts:
+        with torch.no_grad():
+            logits = trained.model(torch.from_numpy(prompt)[None]).logits[0, -1]
+        chance.append(float(torch.softmax(logits, 0)[11]))
+    np.testing.assert_allclose(
+        targets.values(trained), [(chance[0] + chance[2]) / 2, (chance[1] + chance[3]) / 2], rtol=1e-5
+    )
+    slopes = targets.gradients(trained)
+    for seed in range(3):
+        direction = some_direction(trained, seed)
+        np.testing.assert_allclose(
+            (slopes @ direction).numpy(), differences(targets, trained, direction, 1e-3), rtol=1e-2, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("point", ["pre", "post"])
+def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str) -> None:
+    """Against the reader that capture uses; the gradient where codes are continuous."""
+    sae = some_sae(1e-9, point)
+    targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
+    reader = HuggingFaceReader(trained.model, [sae.site])
+    means = []
+    for row in range(len(fixed)):
+        prompt, response = fixed.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
+        means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
+    np.testing.assert_allclose(targets.values(trained), np.mean(means, 0), rtol=1e-6)
+    slopes = targets.gradients(trained).double()
+    for seed in range(3):
+        direction = some_direction(trained, seed)
+        expected = differences(targets, trained, direction, 1e-6)
+        np.testing.assert_allclose((slopes @ direction).numpy(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, fixed: Rollouts) -> None:
+    """Codes that switch on or off make a good part of a mean's change once the weights have moved some way."""
+    sae, features = some_sae(0.3), list(range(24))
+    soft = FeatureMeans(sae, features, fixed, SPECIAL, width=0.05)
+    hard = FeatureMeans(sae, features, fixed, SPECIAL, width=1e-9)
+    slope, without = soft.gradients(trained).double(), hard.gradients(trained).double()
+    errors = np.zeros(2)
+    for seed in range(4):
+        direction = some_direction(trained, seed)
+        really = differences(soft, trained, direction, 0.2)
+        errors += [np.abs((part @ direction).numpy() - really).sum() for part in (slope, without)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_several_targets_one_after_another(trained: TrainedWeights, fixed: Rollouts) -> None:
+    first = NextToken([fixed.tokens(0)[0]], ["all"], token=3, what="begins")
+    both = Together(first, FeatureMeans(some_sae(0.3), [1, 2], fixed, SPECIAL))
+    assert both.names == ["begins (all)", "feature 1", "feature 2"]
+    assert both.values(trained).shape == (3,)
+    assert both.gradients(trained).shape == (3, len(trained))
+    with pytest.raises(TsaeError, match="no feature 24; there are 0 to 23"):
+        FeatureMeans(some_sae(0.3), [24], fixed, SPECIAL)

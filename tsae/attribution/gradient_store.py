@@ -1,0 +1,159 @@
+"""Gradients of a run's samples, along its path, on disk.
+
+A folder has one safetensors file a step: `gradients` (n, P), each sample's part of the gradient of −loss at the weights
+before the step, and `rows` (n,), its rows of the rollouts. An interrupted build goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tsae.attribution.path import TrainingPath
+from tsae.attribution.policy_loss import PolicyLoss
+from tsae.attribution.sample_gradients import sample_gradients
+from tsae.base.files import write_json
+from tsae.base.progress import progress_bar
+from tsae.diff.policy_gradient.derivatives import padded
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class GradientStore:
+    """Reads what `build_gradients` wrote.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "gradients.json"
+        if not path.is_file():
+            raise TsaeError("holds no gradients.json", where=self.folder, fix="Build the gradients first.")
+        self.info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        self.steps: list[int] = self.info["steps"]
+
+    def step(self, number: int) -> tuple[np.ndarray, torch.Tensor]:
+        """((n,) rows of the rollouts, (n, P) float32 gradients) of a step's samples."""
+        found = load_file(_file(self.folder, number))
+        return found["rows"].numpy(), found["gradients"].float()
+
+
+def build_gradients(
+    path: TrainingPath,
+    rollouts: Rollouts,
+    batches: Mapping[int, np.ndarray],
+    loss: PolicyLoss,
+    to: str | Path,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    budget: int = 8 * 10**9,
+    batch_tokens: int = 4096,
+    progress: bool = True,
+) -> GradientStore:
+    """Compute every sample's gradient at the weights that its step began with.
+
+    Args:
+        path: of the run.
+        rollouts: have tokens and advantages.
+        batches: rows of the rollouts by the number of the step that trained on them; the first is 1.
+        loss: the trainer's.
+        to: folder of the store.
+        dtype: on disk; auto takes float32 where it fits the budget, else bfloat16.
+        budget: bytes on disk.
+        batch_tokens: tokens in a forward pass, with padding.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where the gradients fit the budget in no precision, advantages are missing, or the folder holds
+            another run's.
+    """
+    to, n, size = Path(to), sum(map(len, batches.values())), len(path.trained)
+    if dtype == "auto":
+        dtype = "float32" if n * size * 4 <= budget else "bfloat16"
+    if n * size * _BYTES[dtype] > budget:
+        raise TsaeError(
+            f"gradients of {n:,} samples with respect to {size:,} weights take {n * size * _BYTES[dtype] / 1e9:.1f} GB",
+            where=to,
+            fix=f"Raise the budget ({budget / 1e9:.1f} GB), take fewer samples, or only some of the weights.",
+        )
+    advantage = rollouts.frame.advantage.to_numpy(dtype=float)
+    used = np.concatenate(list(batches.values()))
+    if not np.isfinite(advantage[used]).all():
+        raise TsaeError(
+            f"{(~np.isfinite(advantage[used])).sum()} of {n} samples have no advantage",
+            where=rollouts.origin,
+            fix="Set advantages from rewards (Rollouts.with_advantages), or drop these rows.",
+        )
+    steps = sorted(batches)
+    info = {"rollouts": rollouts.fingerprint, "loss": vars(loss), "dtype": dtype, "n_weights": size, "steps": steps}
+    _begin(to, info)
+    with progress_bar("gradients", "sample", n, shown=progress) as bar:
+        for step in steps:
+            if not _file(to, step).is_file():
+                _build_step(path, rollouts, np.asarray(batches[step]), loss, to, step, dtype, batch_tokens)
+            bar.update(len(batches[step]))
+    return GradientStore(to)
+
+
+def _begin(to: Path, info: dict[str, Any]) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    known = to / "gradients.json"
+    if known.is_file() and json.loads(known.read_text(encoding="utf-8")) != json.loads(json.dumps(info)):
+        raise TsaeError("holds the gradients of another run or loss", where=to, fix="Give another folder.")
+    write_json(known, info)
+
+
+def _build_step(
+    path: TrainingPath,
+    rollouts: Rollouts,
+    rows: np.ndarray,
+    loss: PolicyLoss,
+    to: Path,
+    step: int,
+    dtype: str,
+    batch_tokens: int,
+) -> None:
+    path.put(step - 1)
+    weights = loss.weights(rollouts.n_sampled[rows])
+    advantage = rollouts.frame.advantage.to_numpy(dtype=float)[rows]
+    weighted = dict(zip(rows.tolist(), (weights * advantage).tolist(), strict=True))
+    found = torch.zeros(len(rows), len(path.trained), dtype=getattr(torch, dtype))
+    place = {row: i for i, row in enumerate(rows.tolist())}
+    # A sample without advantage has no gradient.
+    for some, ids, mask, response in padded(rollouts, rows[advantage != 0], batch_tokens, str(path.trained.device)):
+        by = torch.tensor([weighted[row] for row in some.tolist()], dtype=torch.float32, device=ids.device)
+        weight = by[:, None] * response[:, 1:]
+        gradient = sample_gradients(path.trained, ids, mask, weight, temperature=loss.temperature)
+        found[[place[row] for row in some.tolist()]] = gradient.to(found.dtype).cpu()
+    partial = _file(to, step).with_suffix(".tmp")
+    save_file({"rows": torch.from_numpy(rows.astype(np.int64)), "gradients": found}, partial)
+    partial.replace(_file(to, step))
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, np.ndarray]:
+    """Rows by the step of the log that trained on them.
+
+    Raises:
+        TsaeError: where the log has no steps.
+    """
+    rows = np.arange(len(rollouts)) if rows is None else np.asarray(rows)
+    if "step" not in rollouts.frame.columns:
+        raise TsaeError(
+            "the log has no steps", where=rollouts.origin, fix="Import a log that says the step of its rows."
+        )
+    step = rollouts.frame["step"].to_numpy()[rows]
+    return {int(number): rows[step == number] for number in np.unique(step)}

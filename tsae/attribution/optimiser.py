@@ -1,0 +1,106 @@
+"""The run's optimiser: simulated on other gradients, and its steps taken apart into the gradients they are made of.
+
+A step moves the weights by
+
+    u_t = −lr_t Σ_{s ≤ t} k_{t−s,t} ∘ c_s g_s  −  lr_t λ θ_{t−1}        g_s: the gradient of the loss at step s
+
+c_s is the factor of gradient clipping. Adam has k_{d,t} = (1 − β₁) β₁^d / ((1 − β₁^t) (√v̂_t + ε)), with the run's own v̂
+(Kingma & Ba 2015); SGD has k_{d,t} = μ^d. The last term is decoupled weight decay (AdamW; Loshchilov & Hutter 2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Literal
+
+import torch
+
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """What turned gradients into steps."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adamw"
+    """adam takes weight decay into the gradient, as torch's does; adamw shrinks the weights beside it."""
+    learning_rate: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the rate falls to 0 at the last step; constant keeps it."""
+    warmup: int = 0
+    """Steps over which the rate rises from 0."""
+    n_steps: int | None = None
+    """Steps of the whole training, for the schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    """Of SGD."""
+    max_grad_norm: float | None = 1.0
+    """Norm to which a batch's gradient is clipped; None does not clip."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adam", "adamw", "sgd"):
+            raise TsaeError(f"optimiser {self.name!r} is none of adam, adamw, sgd", where="Optimiser")
+        if self.schedule != "constant" and self.n_steps is None:
+            raise TsaeError(
+                f"a {self.schedule} schedule needs the number of steps of the whole training",
+                where="Optimiser.n_steps",
+                fix="Give n_steps, or schedule=constant.",
+            )
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step; the first is 1. As transformers schedules it."""
+        done = step - 1
+        if done < self.warmup:
+            return self.learning_rate * done / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        assert self.n_steps is not None
+        left = (self.n_steps - done) / max(1, self.n_steps - self.warmup)
+        return self.learning_rate * max(0.0, left if self.schedule == "linear" else (1 - cos(pi * left)) / 2)
+
+    def clip(self, norm: torch.Tensor) -> torch.Tensor:
+        """Factor of gradients whose norm this is, as `torch.nn.utils.clip_grad_norm_` has it."""
+        if self.max_grad_norm is None:
+            return torch.ones_like(norm)
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Simulation:
+    """Several trainings at once, each a row of weights with its own optimiser state.
+
+    Args:
+        optimiser: of all rows.
+        weights: (K, P) before the first step; changed in place.
+    """
+
+    def __init__(self, optimiser: Optimiser, weights: torch.Tensor) -> None:
+        self.optimiser, self.weights = optimiser, weights
+        self.step_number = 0
+        self.first = torch.zeros_like(weights)
+        self.second = torch.zeros_like(weights) if optimiser.name != "sgd" else None
+
+    @torch.no_grad()
+    def step(self, gradient: torch.Tensor) -> None:
+        """Take the next step of all rows on the gradients of their losses, (K, P)."""
+        o, self.step_number = self.optimiser, self.step_number + 1
+        t, rate = self.step_number, o.rate(self.step_number)
+        gradient = gradient * o.clip(gradient.norm(dim=1))[:, None]
+        if o.weight_decay and o.name == "adamw":
+            self.weights.mul_(1 - rate * o.weight_decay)
+        elif o.weight_decay:
+            gradient = gradient + o.weight_decay * self.weights
+        if self.second is None:
+            self.first.mul_(o.momentum).add_(gradient)
+            self.weights.add_(self.first, alpha=-rate)
+            return
+        self.first.lerp_(gradient, 1 - o.betas[0])
+        self.second.mul_(o.betas[1]).addcmul_(gradient, gradient, value=1 - o.betas[1])
+        self.weights.addcdiv_(self.first, self.scale(), value=-rate / (1 - o.betas[0] ** t))
+
+    def scale(self) -> torch.Tensor:
+        """(K, P) √v̂ + ε of the last step, by which Adam divides."""
+        assert self.second is not None
+        return (self.second / (1 - self.optimiser.betas[1] ** self.step_number)).sqrt_().add_(self.optimiser.eps)

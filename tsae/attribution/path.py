@@ -1,0 +1,75 @@
+"""The path of a training through the space of weights: checkpoints, and straight lines between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+import torch
+
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+
+
+class TrainingPath:
+    """Weights after every step.
+
+    Args:
+        trained: the model and which of its weights the run trained.
+        knots: (P,) weights by the number of steps that were finished; two or more.
+    """
+
+    def __init__(self, trained: TrainedWeights, knots: Mapping[int, torch.Tensor]) -> None:
+        if len(knots) < 2:
+            raise TsaeError(
+                f"{len(knots)} checkpoint makes no path",
+                where="TrainingPath",
+                fix="Give the run's first weights and at least one later checkpoint.",
+            )
+        self.trained, self.knots = trained, dict(sorted(knots.items()))
+        self.steps = list(self.knots)
+
+    @classmethod
+    def of(cls, series: CheckpointSeries, run: str | None = None, *, device: str = "cpu") -> TrainingPath:
+        """The base and the checkpoints of one run, whole models.
+
+        Args:
+            series: has them.
+            run: its name; by default the only one.
+            device: torch device.
+
+        Raises:
+            TsaeError: where several runs are there and none is named, or steps are missing.
+        """
+        runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
+        if run is None and len(runs) == 1:
+            run = runs[0]
+        if run not in runs:
+            raise TsaeError(
+                f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"),
+                where=series.name,
+                fix="Name one of them.",
+            )
+        loader = ModelLoader(device=device, dtype="float32", attention="eager")
+        knots = {}
+        for checkpoint in series:
+            if checkpoint.is_base or checkpoint.run == run:
+                trained = TrainedWeights(loader.load(checkpoint))
+                knots[0 if checkpoint.is_base else int(checkpoint.step or 0)] = trained.vector()
+        return cls(TrainedWeights(loader.load(series.base)), knots)
+
+    @property
+    def last(self) -> int:
+        return self.steps[-1]
+
+    def weights(self, after: float) -> torch.Tensor:
+        """(P,) weights when so many steps are finished; between checkpoints on the straight line."""
+        low = self.steps[max(0, min(bisect_right(self.steps, after), len(self.steps) - 1) - 1)]
+        high = self.steps[self.steps.index(low) + 1]
+        return torch.lerp(self.knots[low], self.knots[high], (after - low) / (high - low))
+
+    def put(self, after: float) -> None:
+        """Give the model these weights."""
+        self.trained.put(self.weights(after))

@@ -1,0 +1,169 @@
+"""Gradients of single samples from one forward and one backward pass over a batch.
+
+Every module's gradient is a function of what it read and of what came back to it. Both carry the batch's axis, so the
+sum over samples, which autograd would take, is left out:
+
+    linear       ∂L_i/∂W = Σ_t δ_it x_itᵀ
+    others       a vector-Jacobian product of the module alone, mapped over the samples (norms, embeddings)
+
+Only the activations are differentiated by autograd; the sums of weight gradients are never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import einsum, rearrange, reduce
+
+from tsae.checkpoints.forward.hooks import positions
+from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TrainedWeights:
+    """The weights that a run trains, as one vector in a fixed order.
+
+    Args:
+        model: has them.
+        names: of parameters, as `model.named_parameters` gives them; by default all.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str] | None = None) -> None:
+        all_of = dict(model.named_parameters())
+        unknown = [name for name in names or () if name not in all_of]
+        if unknown:
+            raise TsaeError(f"the model has no weight {unknown[0]!r}", where="TrainedWeights")
+        self.model = model
+        self.parameters = {name: all_of[name] for name in (names if names is not None else all_of)}
+        self.sizes = [parameter.numel() for parameter in self.parameters.values()]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def vector(self) -> torch.Tensor:
+        """(P,) a copy of the weights, float32 or wider."""
+        return self.join({name: p.detach() for name, p in self.parameters.items()})
+
+    def join(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(P,) of tensors by name; one that is missing counts as zeros."""
+        flat = []
+        for name, parameter in self.parameters.items():
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            flat.append(parts.get(name, torch.zeros(parameter.numel())).detach().to(wide).flatten())
+        return torch.cat([part.to(self.device) for part in flat])
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @torch.no_grad()
+    def put(self, vector: torch.Tensor) -> None:
+        """Give the model these weights, (P,)."""
+        for parameter, part in zip(self.parameters.values(), vector.split(self.sizes), strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+def sample_gradients(
+    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """(B, P) gradient of every sample's Σ_t weight_t log π(token t) with respect to the trained weights.
+
+    Args:
+        trained: the weights.
+        ids: (B, T) token ids, padded on the right.
+        mask: (B, T), 0 for padding.
+        weight: (B, T − 1) of the tokens after the first.
+        temperature: of the sampling, by which logits are divided.
+
+    Raises:
+        TsaeError: for a module that mixes samples, such as a mixture of experts.
+    """
+    with _recorded(trained) as seen:
+        log = log_probabilities(trained.model, ids, mask, temperature)
+        (log * weight).sum().backward()
+    found = torch.zeros(len(ids), len(trained), dtype=log.dtype, device=log.device)
+    places = dict(zip(trained.parameters, found.split(trained.sizes, dim=1), strict=True))
+    by_id = {id(parameter): name for name, parameter in trained.parameters.items()}
+    for module, read, back in seen:
+        for parameter, gradient in _of_module(module, read, back).items():
+            name = by_id.get(id(parameter))
+            if name is not None:
+                if len(gradient) != len(ids):
+                    raise TsaeError(
+                        f"the samples of a batch are mixed before {name}",
+                        where="sample_gradients",
+                        fix="Leave this weight out; gradients of single samples are not known for it.",
+                    )
+                places[name] += rearrange(gradient, "b ... -> b (...)")
+    return found
+
+
+def log_probabilities(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """(B, T − 1) log-probability of every token after the first, in nats."""
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log = torch.log_softmax(logits[:, :-1].to(wide) / temperature, dim=-1)
+    return log.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+Seen = list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]
+"""(module, what it read, what came back to its output)."""
+
+
+@contextmanager
+def _recorded(trained: TrainedWeights) -> Iterator[Seen]:
+    """Record what every module with trained weights reads, and the gradient of what it gives."""
+    seen: Seen = []
+
+    def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> torch.Tensor:
+        if not given.requires_grad:
+            given = given.detach().requires_grad_()  # The graph begins here, at activations instead of weights.
+        x = read[0].detach()
+        given.register_hook(lambda back: seen.append((module, x, back.detach())))
+        return given
+
+    wanted = {id(parameter) for parameter in trained.parameters.values()}
+    was = {p: p.requires_grad for p in trained.model.parameters()}
+    handles = [
+        module.register_forward_hook(after)
+        for module in trained.model.modules()
+        if any(id(p) in wanted for p in module.parameters(recurse=False))
+    ]
+    trained.model.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, needed in was.items():
+            parameter.requires_grad_(needed)
+
+
+def _of_module(module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+    """Gradient of every sample, (B, …) by parameter of the module itself."""
+    if type(module) is torch.nn.Linear:
+        found = {module.weight: einsum(back, read.to(back.dtype), "b ... o, b ... i -> b o i")}
+        if module.bias is not None:
+            found[module.bias] = reduce(back, "b ... o -> b o", "sum")
+        return found
+    parameters = dict(module.named_parameters(recurse=False))
+
+    def one(x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        def run(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(module, weights, (x[None],))[0]
+
+        pull: Any = torch.func.vjp(run, {name: p.detach() for name, p in parameters.items()})[1]
+        pulled: dict[str, torch.Tensor] = pull(gradient)[0]
+        return pulled
+
+    # Learned positions are read once for all samples.
+    pulled = torch.func.vmap(one)(read.expand(len(back), *read.shape[1:]), back)
+    return {parameter: pulled[name] for name, parameter in parameters.items()}

@@ -1,0 +1,211 @@
+"""What samples may have moved: numbers that are functions of the weights, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from einops import einsum, rearrange, reduce
+
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
+from tsae.diff.policy_gradient.derivatives import padded
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
+
+
+class Targets(Protocol):
+    """Several numbers of a model."""
+
+    @property
+    def names(self) -> list[str]:
+        """One a target."""
+
+    def values(self, trained: TrainedWeights) -> np.ndarray:
+        """(n,) of the model with its present weights."""
+
+    def gradients(self, trained: TrainedWeights) -> torch.Tensor:
+        """(n, P) with respect to the trained weights."""
+
+
+class NextToken:
+    """The probability that a response begins with a token, averaged over prompts of a group.
+
+    A behaviour that shows in the first token is measured exactly so: a direct answer, a thinking tag.
+
+    Args:
+        prompts: token ids of each.
+        groups: (n,) names; every group is a target.
+        token: id.
+        what: stands before the group's name.
+    """
+
+    def __init__(self, prompts: Sequence[np.ndarray], groups: Sequence[str], token: int, *, what: str) -> None:
+        self.token, self.kinds = token, list(dict.fromkeys(groups))
+        self.names = [f"{what} ({kind})" for kind in self.kinds]
+        width = max(map(len, prompts))
+        self.ids, self.mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width)
+        for i, prompt in enumerate(prompts):
+            self.ids[i, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int64))
+            self.mask[i, : len(prompt)] = 1
+        one = torch.tensor([[group == kind for group in groups] for kind in self.kinds], dtype=torch.float32)
+        self.mean = one / one.sum(1, keepdim=True)  # (n, prompts)
+
+    def _values(self, trained: TrainedWeights) -> torch.Tensor:
+        ids, mask = self.ids.to(trained.device), self.mask.long().to(trained.device)
+        logits = trained.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).logits  # (prompts, T, vocabulary)
+        last = logits[torch.arange(len(ids)), mask.sum(1) - 1]
+        chance = torch.softmax(last.float(), dim=-1)[:, self.token]
+        return self.mean.to(chance.device) @ chance
+
+    @torch.no_grad()
+    def values(self, trained: TrainedWeights) -> np.ndarray:
+        found: np.ndarray = self._values(trained).double().cpu().numpy()
+        return found
+
+    def gradients(self, trained: TrainedWeights) -> torch.Tensor:
+        return _jacobian(trained, partial(self._values, trained))
+
+
+class FeatureMeans:
+    """Mean activations of features on the response tokens of fixed trajectories, in which problems count alike.
+
+    A code jumps at the SAE's threshold, and no derivative sees that. For the gradient the jump is a sigmoid whose width
+    is a share of the threshold; the values keep the jump.
+
+    Args:
+        sae: its site is where the features live.
+        features: indices.
+        fixed: the trajectories that every model reads.
+        special: token ids that count nowhere.
+        batch_tokens: tokens in a forward pass, with padding.
+        width: of the sigmoid, as a share of the threshold.
+    """
+
+    def __init__(
+        self,
+        sae: TemporalSAE,
+        features: Sequence[int],
+        fixed: Rollouts,
+        special: Sequence[int],
+        *,
+        batch_tokens: int = 8192,
+        width: float = 0.05,
+    ) -> None:
+        wrong = [feature for feature in features if not 0 <= feature < sae.config.d_sae]
+        if wrong or not len(features):
+            raise TsaeError(
+                f"no feature {wrong[0]}; there are 0 to {sae.config.d_sae - 1}" if wrong else "no feature is asked for",
+                where="FeatureMeans",
+            )
+        self.sae, self.features, self.fixed, self.special = sae, list(features), fixed, list(special)
+        self.batch_tokens, self.width, self.names = batch_tokens, width, [f"feature {feature}" for feature in features]
+        problem, size = np.unique(fixed.frame.problem_id, return_inverse=True, return_counts=True)[1:]
+        self.weight = 1 / (size[problem] * len(size))
+        self.site = Site.parse(sae.site)
+
+    def _padded(self, trained: TrainedWeights) -> list[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return list(padded(self.fixed, np.arange(len(self.fixed)), self.batch_tokens, str(trained.device)))
+
+    def _of_batch(
+        self,
+        trained: TrainedWeights,
+        batch: tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        soft: bool,
+    ) -> torch.Tensor:
+        """Summands (n_features,) of the means, differentiable if soft."""
+        rows, ids, mask, response = batch
+        x = self._activations(trained, ids, mask).to(self.sae.W_enc.dtype)
+        columns = torch.as_tensor(self.features, device=x.device)
+        pre = (x - self.sae.b_dec) @ self.sae.W_enc[:, columns] + self.sae.b_enc[columns]
+        threshold = self.sae.threshold.expand(self.sae.config.d_sae)[columns]
+        if soft:
+            codes = torch.relu(pre) * torch.sigmoid((pre - threshold) / (self.width * threshold))
+        else:
+            codes = torch.relu(pre) * (pre > threshold)
+        counted = response & ~torch.isin(ids, torch.as_tensor(self.special, device=ids.device))
+        counted = counted & ~self.sae.outliers(x.detach())
+        mean = einsum(codes, counted.to(codes.dtype), "b t f, b t -> b f")
+        mean = mean / rearrange(reduce(counted, "b t -> b", "sum").clamp_min(1), "b -> b 1")
+        return torch.as_tensor(self.weight[rows], dtype=mean.dtype, device=mean.device) @ mean
+
+    def _activations(self, trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """(B, T, d_model) at the site; the blocks after it are not run."""
+        found: list[torch.Tensor] = []
+        block = decoder_blocks(trained.model)[self.site.layer]
+
+        def keep(value: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            found.append(value[0] if isinstance(value, tuple) else value)
+            raise _Enough
+
+        if self.site.point == "post":
+            handle = block.register_forward_hook(lambda _m, _i, out: keep(out))
+        else:
+            handle = block.register_forward_pre_hook(
+                lambda _m, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
+        try:
+            trained.model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
+        except _Enough:
+            pass
+        finally:
+            handle.remove()
+        return found[0]
+
+    @torch.no_grad()
+    def values(self, trained: TrainedWeights) -> np.ndarray:
+        found = np.zeros(len(self.names))
+        for batch in self._padded(trained):
+            found += self._of_batch(trained, batch, soft=False).double().cpu().numpy()
+        return found
+
+    def gradients(self, trained: TrainedWeights) -> torch.Tensor:
+        found = torch.zeros(len(self.names), len(trained))
+        for batch in self._padded(trained):
+            found += _jacobian(trained, partial(self._of_batch, trained, batch, soft=True)).to(found)
+        return found
+
+
+class _Enough(Exception):
+    """The forward pass has come to the site."""
+
+
+class Together:
+    """The targets of several objects, one after another."""
+
+    def __init__(self, *parts: Targets) -> None:
+        self.parts = parts
+        self.names = [name for part in parts for name in part.names]
+
+    def values(self, trained: TrainedWeights) -> np.ndarray:
+        return np.concatenate([part.values(trained) for part in self.parts])
+
+    def gradients(self, trained: TrainedWeights) -> torch.Tensor:
+        return torch.cat([part.gradients(trained) for part in self.parts])
+
+
+def _jacobian(trained: TrainedWeights, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """(n, P) of `values()`, (n,), by a backward pass for each."""
+    leaves = list(trained.parameters.values())
+    for parameter in leaves:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            found = values()
+            rows = []
+            for i, value in enumerate(found):
+                more = i + 1 < len(found)
+                grads = torch.autograd.grad(value, leaves, retain_graph=more, allow_unused=True)
+                parts = {n: g for n, g in zip(trained.parameters, grads, strict=True) if g is not None}
+                rows.append(trained.join(parts))
+    finally:
+        for parameter in leaves:
+            parameter.requires_grad_(False)
+    return torch.stack(rows)
