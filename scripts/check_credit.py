@@ -47,7 +47,7 @@ def check(reference: Path, n_problems: int) -> None:
     """Fit every estimator and judge it."""
     import tsae
     from tsae.rl.config import CreditConfig
-    from tsae.rl.learning import fit_credit
+    from tsae.rl.credit_fitting import fit_credit
 
     learned = tsae.FeatureTable.load(reference / "features")
     judged = {level: judged_features(reference, level, n_problems) for level in LEVELS}
@@ -92,7 +92,7 @@ def judged_features(reference: Path, level: str, n_problems: int) -> FeatureTabl
 
 def judge(credit: Credit, features: FeatureTable) -> tuple[dict[str, float], list[float]]:
     """AUROC of wrong against right tokens by role, and mean scores of direct and final markers."""
-    from tsae.rl.learning import ResponseTokens
+    from tsae.rl.credit_fitting import ResponseTokens
     from tsae.testbed.annotate import annotate
     from tsae.testbed.tokenizer import VOCABULARY
 

@@ -36,9 +36,9 @@ from tsae.base.provenance import versions
 from tsae.checkpoints.updates.update_size import Update, update_of
 from tsae.config import DemoConfig
 from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.draw_contrast import Contrast, draw
 from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.null import null_counts
+from tsae.diff.controls.null_discoveries import null_counts
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
 from tsae.rollouts.answers.grading import find_verifier

@@ -145,7 +145,7 @@ def prepare(to: Path, *, quick: bool = False) -> None:
     """The reference's rollouts, its SAE and the credit learned from them, below one folder."""
     import tsae
     from tsae.rl.config import CreditConfig
-    from tsae.rl.learning import fit_credit
+    from tsae.rl.credit_fitting import fit_credit
     from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
     if (to / "credit" / "credit.json").is_file():

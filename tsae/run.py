@@ -5,7 +5,7 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported. Problems get bands by the base's pass rates where these are known, else by those that
-   the log shows (`tsae.rollouts.difficulty.log_problems.band_problems`). From a log beyond the token budget whole
+   the log shows (`tsae.rollouts.difficulty.draw_problems.band_problems`). From a log beyond the token budget whole
    problems are drawn, as many from every band: the unit of all statistics is the problem.
 3. The stages of `tsae.pipeline.analyse`.
 """
@@ -26,14 +26,14 @@ from tsae.base.provenance import versions
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
 from tsae.report.text import visible
 from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.bands import band_counts
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entries.entry import Entry

@@ -22,7 +22,7 @@ from statements.tables import EOS, feature_table
 from tsae.diff.config import DiffConfig
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig, Estimator
-from tsae.rl.learning import fit_credit
+from tsae.rl.credit_fitting import fit_credit
 from tsae.rollouts.table import Rollouts
 
 N_FEATURES, LENGTH = 40, 6

@@ -21,7 +21,7 @@ from statements import Line
 from statements.tables import EOS, feature_table
 from tsae import DiffConfig, FeatureTable, Rollouts, feature_diff
 from tsae.diff.contrast.comparisons import Comparison, comparisons
-from tsae.diff.contrast.delta import Contrast, draw
+from tsae.diff.contrast.draw_contrast import Contrast, draw
 from tsae.diff.contrast.rows import Rows
 
 N_PROBLEMS, N_SAMPLES, N_FEATURES = 60, 8, 40

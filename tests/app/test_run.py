@@ -35,7 +35,7 @@ from tsae.errors import TsaeError
 from tsae.report.pages.report import render
 from tsae.report.story.findings import findings
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.difficulty.log_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands

@@ -28,8 +28,8 @@ from tsae.diff.policy_gradient.log_probabilities import response_logprobs
 from tsae.diff.policy_gradient.measure_reinforcement import reinforcement
 from tsae.features.top_contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig
+from tsae.rl.credit_fitting import ResponseTokens, fit_credit
 from tsae.rl.exporting import write_credit
-from tsae.rl.learning import ResponseTokens, fit_credit
 from tsae.rollouts.behaviours import measures
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.parquet import list_lengths

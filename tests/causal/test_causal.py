@@ -432,7 +432,7 @@ def test_the_same_seed_gives_the_same_and_files_keep_it(
 def test_a_diff_of_the_same_sae_takes_note(found: Intervention) -> None:
     from types import SimpleNamespace
 
-    from tsae.diff.result import FeatureDiff
+    from tsae.diff.feature_diff import FeatureDiff
 
     nothing: Any = SimpleNamespace()
     info = {"sae": found.info["sae"], "causally_tested": False}

@@ -19,11 +19,11 @@ from tsae.commands.actions.causal import opposed_features
 from tsae.commands.options.causal import Causal
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
-from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.controls.baselines import baselines
-from tsae.diff.controls.null import null_counts, null_of
-from tsae.diff.feature_diff import feature_diff
+from tsae.diff.controls.null_discoveries import null_counts, null_of
+from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.report import render

@@ -12,8 +12,8 @@ import scipy.sparse as sp
 from support.builders import EOS, feature_table
 from tsae.diff.config import DiffConfig
 from tsae.diff.controls.confounds import SURVIVES, TOO_FEW
-from tsae.diff.feature_diff import feature_diff
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.diff.measure_diff import feature_diff
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=300, n_permutations=1000)

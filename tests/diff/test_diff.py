@@ -23,12 +23,12 @@ from support.builders import EOS, feature_table
 from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, outcome_comparisons, shift_comparisons
-from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.null import null_counts
-from tsae.diff.feature_diff import feature_diff
-from tsae.diff.result import FeatureDiff
+from tsae.diff.controls.null_discoveries import null_counts
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.diff.measure_diff import feature_diff
 from tsae.diff.significance.inference import (
     infer,
     outcomes,

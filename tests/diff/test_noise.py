@@ -19,7 +19,7 @@ from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.noise import Noise, add_noise
 from tsae.checkpoints.updates.update_size import update_of
 from tsae.cli import main
-from tsae.diff.controls.noise_null import noise_null
+from tsae.diff.controls.measure_noise import noise_null
 from tsae.errors import TsaeError
 from tsae.report.story.noise import noise_lines
 from tsae.sae.config import SAEConfig
@@ -232,7 +232,7 @@ def test_little_noise_moves_nothing(
 def test_problems_come_from_every_band(
     series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path]
 ) -> None:
-    from tsae.diff.controls.noise_null import _choose
+    from tsae.diff.controls.measure_noise import _choose
 
     _, features, _ = read
     config = replace(QUICK, noise_problems=9)

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from support.builders import BOS, EOS, SHARED, feature_table
 from tsae.diff.config import DiffConfig
 from tsae.diff.families import Families, assign_families, find_families
-from tsae.diff.feature_diff import feature_diff
+from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.annotations import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes

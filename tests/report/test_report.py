@@ -27,7 +27,7 @@ from support.diffs import (
     source,
 )
 from tsae.diff.controls.confounds import FAILS, SURVIVES
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report import figures

@@ -17,8 +17,8 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit import Credit
+from tsae.rl.credit_fitting import ResponseTokens, _split, fit_credit
 from tsae.rl.exporting import write_credit
-from tsae.rl.learning import ResponseTokens, _split, fit_credit
 from tsae.rl.shaping import plausibility, rebalanced, shape_advantages, token_weights
 
 
@@ -72,7 +72,7 @@ def test_tokens_that_were_not_due_are_found_from_rewards_alone() -> None:
 def test_the_regression_is_ridge() -> None:
     from scipy.sparse import csr_array
 
-    from tsae.rl.learning import _ridge
+    from tsae.rl.credit_fitting import _ridge
 
     rng = np.random.default_rng(0)
     design, target = rng.normal(size=(200, 5)) * [1, 10, 0.1, 1, 1], rng.normal(size=200)

@@ -12,12 +12,12 @@ import tsae
 from support.builders import BOS, EOS, feature_table
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.rows import Rows
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import find_bands, found_how
 from tsae.rollouts.config import BandQuantiles
-from tsae.rollouts.difficulty.log_problems import band_problems
+from tsae.rollouts.difficulty.draw_problems import band_problems
 from tsae.rollouts.difficulty.step_confounding import confounding
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts

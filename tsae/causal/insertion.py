@@ -30,7 +30,7 @@ from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE

@@ -18,7 +18,7 @@ from tsae.base.intervals import too_few
 from tsae.base.proportions import wilson_interval
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, measures
 from tsae.rollouts.schema import BANDS

@@ -1,7 +1,7 @@
 """Dynamics: features along the steps of a run, beside what the same steps do.
 
-The shift of a feature at a step is that of `tsae.diff.contrast.delta`: the total shift if all steps and the base
-sampled the same problems, else the shift on the same trajectories. All steps of a run are compared over the same
+The shift of a feature at a step is that of `tsae.diff.contrast.draw_contrast`: the total shift if all steps and the
+base sampled the same problems, else the shift on the same trajectories. All steps of a run are compared over the same
 problems.
 
 A feature is *clear* in a run if some step moved it by more than the minimum effect: Simes' p over the steps (Simes
@@ -36,7 +36,7 @@ from tsae.base.bootstrap import counts, percentile_interval
 from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, main_comparisons
-from tsae.diff.contrast.delta import active_features
+from tsae.diff.contrast.draw_contrast import active_features
 from tsae.diff.contrast.problem_means import side_means
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import paired_inference, q_values

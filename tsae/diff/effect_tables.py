@@ -11,9 +11,9 @@ import pandas as pd
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
-from tsae.diff.contrast.delta import Contrast
+from tsae.diff.contrast.draw_contrast import Contrast
 from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.null import null_counts
+from tsae.diff.controls.null_discoveries import null_counts
 from tsae.features.feature_table import FeatureTable
 
 _KEYS = ["kind", "checkpoint", "run", "step", "part", "band", "outcome"]

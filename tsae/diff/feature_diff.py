@@ -1,160 +1,359 @@
-"""`feature_diff`: every contrast of a FeatureTable, its controls, and what the features respond to."""
+"""FeatureDiff: the answer, as tables with their evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
-from tsae.base.provenance import versions
-from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import Comparison, comparisons
-from tsae.diff.contrast.delta import Contrast, draw
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.confounds import confound_table
-from tsae.diff.controls.null import REPEATS
-from tsae.diff.descriptions import describe
-from tsae.diff.dynamics import dynamics
-from tsae.diff.effect_tables import contrast_table, shift_table
-from tsae.diff.families import Families, assign_families, family_shifts
-from tsae.diff.result import FeatureDiff
-from tsae.diff.threads import in_threads, one_blas_thread
+from tsae.base.files import write_json
+from tsae.base.filters import several
+from tsae.base.views import Plots, views
+from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
+from tsae.diff.controls.confounds import CONTROLS, survival
+from tsae.diff.controls.noise_null import NoiseNull
+from tsae.diff.feature import Feature
+from tsae.diff.policy_gradient.reinforcement import Reinforcement
+from tsae.diff.significance.inference import q_values
 from tsae.errors import TsaeError
-from tsae.features.annotations import Annotator, annotate_tokens
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.behaviours import behaviour_table
-from tsae.sae.quality.stability import Stability
+
+_TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
+_OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "insertion", "reinforcement", "predicted", "noise")
 
 
-@one_blas_thread
-def feature_diff(
-    features: FeatureTable | str | Path,
-    config: DiffConfig | None = None,
-    *,
-    annotator: Annotator | None = None,
-    token_strings: Sequence[str] | None = None,
-    stability: Stability | str | Path | None = None,
-    families: Families | None = None,
-    logits: pd.DataFrame | None = None,
-    steps: FeatureTable | str | Path | None = None,
-    progress: bool = True,
-) -> FeatureDiff:
-    """Compare every checkpoint with the base, and successes with failures.
+@dataclass(frozen=True)
+class FeatureDiff:
+    """Feature shifts of every checkpoint against the base and outcome effects within problems, with their evidence.
 
-    Args:
-        features: or its folder.
-        config: defaults of `DiffConfig`.
-        annotator: names the class of every response token. Without it, top tokens describe the features.
-        token_strings: text of every token id. Without it, tokens are shown by id.
-        stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
-            found beside the SAE.
-        families: the annotator's token classes that make up families, such as `tsae.features.mathematics.FAMILIES`.
-        logits: from `tsae.features.logits.logit_effects`, to describe the features.
-        steps: the same SAE's codes of more steps of the runs, or their folder, for `FeatureDiff.dynamics` only; by
-            default the steps in `features`.
-        progress: show a bar.
-
-    Raises:
-        TsaeError: where a band that is asked for is empty, stability or steps belong to another SAE, or families are
-            given without an annotator.
+    Sizes are Δ: a difference in standard deviations of the feature over base trajectories. A feature *moved* if |Δ| is
+    larger than the config's minimum_effect, at the config's q. A difference alone is not enough. All of this is
+    correlational: nothing has been tested causally.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    config = config or DiffConfig()
-    stable = _stability_of(features, stability)
-    if families is not None and annotator is None:
-        raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
-    of_steps = features if steps is None else _steps_of(features, steps)
-    along = dynamics(of_steps, config)
-    rows = Rows.of(features, config)
-    compared = comparisons(features, rows, config)
-    drawn = _draw(rows, compared, config, progress)
-    strings = token_strings or [f"#{i}" for i in range(int(features.token_ids.max()) + 1)]
-    classes = None if annotator is None else annotate_tokens(features, annotator, strings)
-    described = describe(features, rows, config, classes, strings)
-    by_family = pd.DataFrame()
-    if families is not None and classes is not None:
-        described = described.join(assign_families(features, classes, families, config))
-        by_family = family_shifts(features, rows, described.family, config)
-    if stable is not None:
-        described["stability"] = stable.per_latent
-    if logits is not None:
-        described = described.join(logits)
-    return FeatureDiff(
-        shifts=shift_table(features, rows, drawn),
-        contrasts=contrast_table(features, rows, drawn, config),
-        features=described,
-        behaviours=behaviour_table(features.rollouts, reference=features.readers[0], confidence=config.confidence),
-        confounds=confound_table(features, rows, drawn, config),
-        families=by_family,
-        dynamics=None if along is None else along.table,
-        behaviour_dynamics=None if along is None else along.behaviours,
-        info={
-            "config": config.settings(),
-            "versions": versions(),
-            "sae": features.info["sae"],
-            "readers": _flagged(features, config),
-            "null_repeats": REPEATS,
-            "bands": features.rollouts.info.get("bands"),
-            "rollouts": features.rollouts.fingerprint,
-            "second_look": (features.rollouts.info.get("log") or {}).get("second_look"),
-            "labels": features.rollouts.labels_fingerprint,
-            **({"without_span": left_out} if (left_out := rows.without_tokens(features)) else {}),
-            "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
-            "steps": [] if along is None else _flagged(of_steps, config),
-            "no_dynamics": {} if along is None else along.notes,
-            "causally_tested": False,
-            "token_strings": _strings_of(features, token_strings),
-        },
-        source=features,
-    )
 
+    shifts: pd.DataFrame
+    """One row a contrast and tested feature:
 
-def _draw(rows: Rows, compared: Sequence[Comparison], config: DiffConfig, progress: bool) -> list[Contrast]:
-    drawn = in_threads([partial(draw, rows, of, config) for of in compared], config.threads)
-    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(compared), disable=not progress))
+    kind            shift, outcome or interaction
+    checkpoint      whose shift, or whose trajectories
+    run, step       of the checkpoint
+    part            shift: total, policy, representation, same_trajectories; others: success_minus_failure
+    band            all, easy, medium, hard; of an interaction the two bands, such as hard-medium
+    outcome         all, success, failure: trajectories counted
+    feature         index
+    mean, reference mean activation of the two sides, over problems (checkpoint and base; successes and failures); of an
+                    interaction the outcome effects in the two bands
+    difference      mean − reference, in units of activation; low, high its bootstrap interval
+    delta           Δ: the difference / the feature's standard deviation over base trajectories; delta_low, delta_high
+    p, q            of the null |Δ| ≤ minimum_effect; q is Benjamini–Hochberg (or -Yekutieli) over the contrast's
+                    features
+    p_differs, q_differs  of the null Δ = 0: whether there is any difference
+    scale           base; pooled where the feature is silent at base (active in fewer than min_problems problems, or the
+                    same in all trajectories): Δ is then in the deviation within base and checkpoint
+    auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
+    """
+    contrasts: pd.DataFrame
+    """One row a contrast:
 
+    its keys        as in `shifts`
+    n_problems, n_trajectories, n_tokens  of its rows
+    rows            names its rows: contrasts and controls with the same name rest on the same rows
+    n_left_out      problems that lack a side
+    n_tested, n_discoveries, n_differs    features tested; with q, and with q_differs, at most the config's q
+    n_null, null_any  discoveries where there is nothing to find (`tsae.diff.controls.null_discoveries`): mean over
+                    repeats, and share of repeats with any
+    detectable_delta  the |Δ| that is found 8 times in 10; infinite where there are too few problems, NaN where refused
+    note            why it was refused
+    """
+    features: pd.DataFrame
+    """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
+    length_correlation (Spearman, over the base's trajectories: a confound). Where known also thinking_share (of the
+    activation in responses), stability (mean decoder cosine with the matched latents of other seeds' SAEs), promotes
+    and suppresses (`tsae.features.logits.logit_effects`)."""
+    behaviours: pd.DataFrame
+    """See `tsae.rollouts.behaviours.behaviour_table`."""
+    confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """See `tsae.diff.controls.confounds.confound_table`."""
+    families: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """See `tsae.diff.families.family_shifts`; empty where no families were given."""
+    dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.table`; None where no run has two steps."""
+    behaviour_dynamics: pd.DataFrame | None = None
+    """See `tsae.diff.dynamics.Dynamics.behaviours`."""
+    baselines: pd.DataFrame | None = None
+    """See `tsae.diff.controls.baselines.baselines`; None where they were not computed."""
+    insertion: pd.DataFrame | None = None
+    """See `tsae.causal.insertion.insertion`; None where that was not done."""
+    reinforcement: pd.DataFrame | None = None
+    """The table of `tsae.diff.policy_gradient.reinforcement.Reinforcement`; set by `with_reinforcement`."""
+    predicted: pd.DataFrame | None = None
+    """See `tsae.diff.policy_gradient.reinforcement.Reinforcement.compare`; set by `with_reinforcement`."""
+    noise: pd.DataFrame | None = None
+    """The table of `NoiseNull`; set by `with_noise`."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands, texts
+    of tokens, steps (the readers of the dynamics), why a run has none, and noise (`NoiseNull.info`)."""
+    source: FeatureTable | None = None
+    """The features that it was computed from, for examples; None after loading without them."""
 
-def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:
-    if given is None:
-        return features.stability
-    found = given if isinstance(given, Stability) else Stability.load(given)
-    where = "stability" if isinstance(given, Stability) else given
-    return found.of(features.info["sae"].get("weights"), where)
+    def table(self, *, discoveries: bool = False, **keys: Any) -> pd.DataFrame:
+        """Shifts and outcome effects with the verdicts of the controls and the features' descriptions.
 
+        Args:
+            discoveries: only features that moved by more than the minimum effect.
+            keys: select rows, such as kind="shift", part="total", band="all", outcome="all"; a value or several.
 
-def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> FeatureTable:
-    steps = given if isinstance(given, FeatureTable) else FeatureTable.load(given)
-    expected, found = (table.info["sae"].get("weights") for table in (features, steps))
-    if expected != found or steps.n_features != features.n_features:
-        raise TsaeError(
-            f"the steps were encoded with another SAE ({found}) than the features ({expected})",
-            where=steps.origin,
-            fix="Encode both with one SAE.",
+        Returns:
+            `shifts` with the columns moved (q at most the config's), survives_length and the like, and `features`.
+        """
+        wanted = {name: several(value) for name, value in keys.items()}
+        contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
+        table = self._of_contrasts(contrast)
+        for name, value in wanted.items():
+            if name not in self.shifts.columns:
+                there = ", ".join(self.shifts.columns)
+                raise TsaeError(f"no column {name!r}; there are {there}", where="FeatureDiff.table")
+            if name not in contrast:
+                table = table[table[name].isin(value)]
+        if discoveries:
+            table = table[table.moved]
+        return table.join(self.features, on="feature").reset_index(drop=True)
+
+    @cached_property
+    def _judged(self) -> pd.DataFrame:
+        """`shifts` with moved and the controls' verdicts, which take long to look up."""
+        return self.shifts.assign(moved=self.shifts.q <= self.q, **survival(self.confounds, self.shifts))
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, ...], np.ndarray]:
+        """Rows of every contrast's shifts. Comparing names over all rows at every call takes seconds."""
+        return self.shifts.groupby(list(CONTRAST), sort=False).indices
+
+    def _of_contrasts(self, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
+        """Judged shifts of the contrasts with these keys, in their order."""
+        if not keys or not len(self.shifts):
+            return self._judged
+        wanted = [(CONTRAST.index(key), values) for key, values in keys.items()]
+        found = [rows for of, rows in self._places.items() if all(of[i] in values for i, values in wanted)]
+        return self._judged.iloc[np.sort(np.concatenate(found)) if found else []]
+
+    @property
+    def q(self) -> float:
+        """False-discovery rate at which a feature counts as a discovery."""
+        return float(self.info["config"]["q"])
+
+    @property
+    def minimum_effect(self) -> float:
+        """|Δ| up to which a feature did not move."""
+        return float(self.info["config"]["minimum_effect"])
+
+    @property
+    def base(self) -> str:
+        """The checkpoint that the others are compared with: the first reader."""
+        return str(self.info["readers"][0]["id"])
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Checkpoints compared with the base."""
+        return [reader["id"] for reader in self.info["readers"][1:]]
+
+    def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
+        """The n discoveries with the largest |Δ| of the selected contrasts; by default of all main shifts."""
+        if keys:
+            table = self.table(discoveries=True, **keys)
+        else:
+            parts = [self.main_shift(checkpoint, discoveries=True) for checkpoint in self.checkpoints]
+            table = pd.concat(parts, ignore_index=True) if parts else self.table(discoveries=True, kind="shift")
+        order = table.delta.abs().sort_values(ascending=False, kind="stable").index
+        return table.reindex(order).head(n).reset_index(drop=True)
+
+    def main_part(self, checkpoint: str) -> str | None:
+        """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.
+
+        None for the base, and for a checkpoint that the diff does not know.
+        """
+        return self._main_parts.get(checkpoint)
+
+    @cached_property
+    def _main_parts(self) -> dict[str, str | None]:
+        if self.contrasts.empty:
+            return {}
+        drawn = self.contrasts.query("kind == 'shift' and band == outcome == 'all'").groupby("checkpoint", sort=False)
+        return {name: main_part(dict(zip(mine.part, mine.note, strict=True))) for name, mine in drawn}
+
+    def main_shift(self, checkpoint: str, *, band: str = "all", discoveries: bool = False) -> pd.DataFrame:
+        """`table` of a checkpoint's main shift, over all outcomes."""
+        part = self.main_part(checkpoint) or MAIN_PARTS[0]
+        return self.table(
+            discoveries=discoveries, kind="shift", checkpoint=checkpoint, part=part, band=band, outcome="all"
         )
-    return steps
 
+    def compare(self, other: FeatureDiff) -> pd.DataFrame:
+        """Set every effect beside that of another diff of the same SAE: another seed, span or set of rollouts.
 
-def _flagged(features: FeatureTable, config: DiffConfig) -> list[dict[str, Any]]:
-    """The readers, flagged where the SAE reconstructs them badly or leaves out many of their tokens."""
-    return [
-        {
-            **reader,
-            "flagged": reader["fve"] is None
-            or reader["fve"] < config.min_fve
-            or reader.get("outlier_share", 0) > config.max_outliers,
+        Returns:
+            the contrast's keys and feature; difference, low, high, delta and q of both (`_other`); agreement: both, one
+            or neither found it, or opposite where both did with different signs. Effects that one diff lacks are left
+            out.
+
+        Raises:
+            TsaeError: where the diffs are of different SAEs.
+        """
+        ours, theirs = (diff.info["sae"].get("weights") for diff in (self, other))
+        if ours != theirs or len(self.features) != len(other.features):
+            raise TsaeError(
+                f"a diff of the SAE {ours} cannot be compared with one of {theirs}: their features are not the same",
+                where="FeatureDiff.compare",
+                fix="Encode both with one SAE.",
+            )
+        keys = [*CONTRAST, "feature"]
+        numbers = ["difference", "low", "high", "delta", "q"]
+        both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))
+        found = (both.q <= self.q).astype(int) + (both.q_other <= other.q).astype(int)
+        both["agreement"] = found.map({0: "neither", 1: "one", 2: "both"})
+        both.loc[(found == 2) & (both.difference * both.difference_other < 0), "agreement"] = "opposite"
+        return both
+
+    def opposed(self, up: str, down: str, *, part: str | None = None, band: str = "all") -> pd.DataFrame:
+        """Features that one checkpoint raised and the other lowered, both by more than the minimum effect.
+
+        This is a test of its own. p is the larger of both, 1 where the signs are not these, and q is over all features
+        that either contrast tested. Intersecting the two lists of discoveries would not do: a share q of many
+        discoveries is false, and these may be all that seem opposed.
+
+        Args:
+            up: checkpoint id with a positive shift.
+            down: checkpoint id with a negative shift.
+            part: of the shift; by default the main part of both, or same_trajectories where they have different ones.
+            band: of the problems.
+
+        Returns:
+            indexed by feature, strongest first (by the smaller |Δ| of the two), with the features' descriptions.
+        """
+        if part is None:
+            mains = {self.main_part(up), self.main_part(down)}
+            part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
+        keys = {"kind": ("shift",), "part": (part,), "band": (band,), "outcome": ("all",)}
+        raised, lowered = (self._of_contrasts({**keys, "checkpoint": (c,)}).set_index("feature") for c in (up, down))
+        both = raised.index.intersection(lowered.index)
+        p = np.where(
+            (raised.delta[both] > 0) & (lowered.delta[both] < 0), np.maximum(raised.p[both], lowered.p[both]), 1.0
+        )
+        others = len(raised.index.union(lowered.index)) - len(both)
+        opposed = q_values(np.concatenate([p, np.ones(others)]), self.info["config"]["fdr"])[: len(both)] <= self.q
+        both = both[opposed]
+        strength = pd.concat([raised.delta[both].abs(), lowered.delta[both].abs()], axis=1).min(axis=1)
+        order = strength.sort_values(ascending=False, kind="stable").index
+        found = self.features.loc[order].copy()
+        found.insert(0, "strength", strength[order])
+        return found
+
+    def feature(self, feature: int) -> Feature:
+        """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
+        if feature not in self.features.index:
+            raise TsaeError(
+                f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
+            )
+        table = self.table()
+        return Feature(
+            feature,
+            described=self.features.loc[feature],
+            effects=table[table.feature == feature].reset_index(drop=True),
+            span=self.info["config"]["span"],
+            strings=self.info.get("token_strings", {}),
+            source=self.source,
+        )
+
+    @property
+    def plot(self) -> Plots:
+        """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
+        return views().plots(self)
+
+    def __repr__(self) -> str:
+        shifts = {
+            c: self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
         }
-        for reader in features.info["readers"]
-    ]
+        found = ", ".join(f"{c}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None)
+        moved = f"moved, |Δ| > {self.minimum_effect:g} at q <= {self.q:g}"
+        return f"FeatureDiff({len(self.features)} features; {moved}: {found or 'none'})"
 
+    def contrast(self, **keys: str | None) -> Any:
+        """The first row of `contrasts` with these keys, such as kind="outcome", checkpoint=…, band="all", or None."""
+        table = self.contrasts
+        if table.empty:
+            return None
+        for name, value in {"outcome": "all", **keys}.items():
+            table = table[table[name] == value]
+        return None if table.empty else table.iloc[0]
 
-def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[str, str]:
-    """Text of the token ids that occur, by id as text (JSON has no other keys); empty without strings."""
-    if strings is None:
-        return {}
-    # UTF-8 cannot hold lone surrogates.
-    return {str(i): strings[i].encode("utf-8", "replace").decode() for i in np.unique(features.token_ids).tolist()}
+    def with_reinforcement(self, found: Reinforcement) -> FeatureDiff:
+        """Add what its rollouts reinforce, and predicted beside realised shifts.
+
+        Raises:
+            TsaeError: where that is of other rollouts.
+        """
+        return replace(self, reinforcement=found.table, predicted=found.compare(self))
+
+    def with_noise(self, found: NoiseNull) -> FeatureDiff:
+        """Add the null for changed weights: what noise as large as each update moves."""
+        return replace(self, noise=found.table, info={**self.info, "noise": found.info})
+
+    def _repr_html_(self) -> str:
+        drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
+        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
+        kept = ["checkpoint", "feature", "group", "responds_to", "delta", "delta_low", "delta_high", "q"]
+        kept += ["survives_length", "survives_position", "survives_token"]
+        return views().card(
+            "FeatureDiff",
+            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
+            ("largest shifts (delta: standard deviations over base trajectories)", self.top(8)[kept]),
+            ("contrasts over all problems", drawn),
+            ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
+            note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
+        )
+
+    def to_markdown(self, n: int = 10, **keys: str) -> str:
+        """The rows of `top` as a Markdown table; text of rollouts is escaped."""
+        table = self.top(n, **keys)
+        columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
+        columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
+        return views().markdown_table(table[columns])
+
+    def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write the self-contained report; see `tsae.report.pages.report.write_report`."""
+        return views().write_report(self, path, title=title)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the tables as Parquet, and diff.json last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*_TABLES, *_OPTIONAL):
+            table: pd.DataFrame | None = getattr(self, name)
+            if table is None:
+                (folder / f"{name}.parquet").unlink(missing_ok=True)
+            else:
+                table.to_parquet(folder / f"{name}.parquet", index=name == "features", compression="zstd")
+        write_json(folder / "diff.json", self.info)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
+        """Read a folder that `save` wrote; `features` gives the report its examples."""
+        folder = Path(folder)
+        files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
+        for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
+            if not needed.is_file():
+                raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
+        tables = {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
+        if not {"delta", "p_differs"} <= set(tables["shifts"]):
+            raise TsaeError(
+                "its shifts have no sizes (column delta): an earlier version drew it",
+                where=folder,
+                fix="Draw it again with `tsae diff`.",
+            )
+        return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)

@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 
 def packed(content: Any) -> str:
-    """Base64 of deflated JSON, or of text as it is; `inflate` of report/data.js undoes it.
+    """Base64 of deflated JSON, or of text as it is; `inflate` of report/templates/data.js undoes it.
 
     It holds no character that HTML knows.
     """

@@ -2,6 +2,7 @@
 
 Rollout text is written by models and by strangers. It reaches the page by three ways only: `html_text` for markup,
 `figure_text` for Plotly (which reads a subset of HTML in labels), and `script_json` for data inside a script element.
+Tables in Markdown have a way of their own (`tsae.report.markdown`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ or blame. Without this factor, marks that end long responses are blamed for what
 The tables are learned on rollouts of the *reference*, on problems that it can solve (`CreditConfig.pass_rates`), and
 judged on other such problems. The reference then reads what the trained policy writes. So neither a lucky guess on a
 hard problem nor a moving policy can redefine what is good. The same tables give two controls: `shuffled`, in which
-features exchange their entries, and a strength of 0, which is uniform. `tsae.rl.learning` learns the tables,
+features exchange their entries, and a strength of 0, which is uniform. `tsae.rl.credit_fitting` learns the tables,
 `tsae.rl.shaping` turns scores into advantages.
 
 A score says what goes with success, not what causes it: nothing here is causally tested.

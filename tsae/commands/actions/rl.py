@@ -11,8 +11,8 @@ from tsae.commands.common import load_series, say_wrote
 from tsae.commands.options.rl import Fit, Reformulate, Weights
 from tsae.errors import TsaeError
 from tsae.rl.credit import Credit
+from tsae.rl.credit_fitting import fit_credit
 from tsae.rl.exporting import read_logprob, stored_logprob, write_credit
-from tsae.rl.learning import fit_credit
 from tsae.rl.reformulation import write_reformulations
 from tsae.rl.word_problems import read_word_problems, reformulate_words
 from tsae.testbed.backward import is_chain, reformulate_chains

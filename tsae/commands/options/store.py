@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from tsae.activations.config import Subset
-from tsae.commands.options.contents import Show
+from tsae.commands.options.store_show import Show
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which rows are compared with which: the comparisons that `tsae.diff.contrast.delta` draws."""
+"""Which rows are compared with which: the comparisons that `tsae.diff.contrast.draw_contrast` draws."""
 
 from __future__ import annotations
 

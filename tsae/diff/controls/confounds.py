@@ -29,7 +29,7 @@ from einops import rearrange, reduce
 from tsae.base.bootstrap import group_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import CONTRAST, Comparison
-from tsae.diff.contrast.delta import Contrast
+from tsae.diff.contrast.draw_contrast import Contrast
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads

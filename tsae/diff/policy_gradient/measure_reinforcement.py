@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.delta import active_features
+from tsae.diff.contrast.draw_contrast import active_features
 from tsae.diff.contrast.problem_means import side_means
 from tsae.diff.contrast.rows import Rows, scales
 from tsae.diff.policy_gradient.covariance import Samples, effective_responses, graded_groups, sums

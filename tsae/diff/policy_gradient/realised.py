@@ -42,7 +42,7 @@ def agreements(
         features: that were tested.
         config: of the draws.
         checkpoint: whose shifts were realised.
-        part: of these; see `tsae.diff.contrast.delta`.
+        part: of these; see `tsae.diff.contrast.draw_contrast`.
     """
     base = source.readers[0]
     info = source.reader_info(checkpoint)

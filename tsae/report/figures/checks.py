@@ -7,7 +7,7 @@ from itertools import product
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.layout import finish, name_rows, panels, vertical_zero, x_title
 from tsae.report.figures.marks import Mark, aside, dots
 from tsae.report.figures.style import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED

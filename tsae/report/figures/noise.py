@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.layout import finish, panels
 from tsae.report.figures.style import LEGEND, NEUTRAL, RAISED
 from tsae.report.story import facts

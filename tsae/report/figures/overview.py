@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.features import drawn_runs
 from tsae.report.figures.layout import finish, label_rows, panels, vertical_zero, x_title
 from tsae.report.figures.marks import HOVER, whiskers

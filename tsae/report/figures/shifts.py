@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.features import drawn_runs, feature_hover, feature_marks, feature_rows, top_features
 from tsae.report.figures.layout import DELTA, finish, label_rows, one_panel, panels, vertical_zero, x_title
 from tsae.report.figures.marks import HOVER, Mark, aside, dots

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.features import drawn_runs, feature_hover
 from tsae.report.figures.layout import DELTA, Panels, finish, panels, vertical_zero, x_title
 from tsae.report.figures.marks import HOVER

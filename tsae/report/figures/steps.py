@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.layout import finish, panels, x_title
 from tsae.report.figures.marks import path
 from tsae.report.figures.style import BAND_STYLE, LEGEND, run_style

@@ -9,7 +9,7 @@ import pandas as pd
 from tsae.base.intervals import too_few
 from tsae.diff.controls.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import CONDITIONS
 from tsae.report.pages.tables import DASH, Cell, Table, described_cells, ranged
 from tsae.report.story import facts

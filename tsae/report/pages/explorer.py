@@ -15,7 +15,7 @@ import pandas as pd
 
 from tsae.diff.contrast.comparisons import CONTRAST
 from tsae.diff.controls.confounds import CONTROLS, FAILS
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.packing import number_array, packed
 from tsae.report.pages.examples import Contexts, contexts, histograms
 from tsae.report.story import facts

@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import (
     band_figure,
     behaviour_figure,

@@ -6,7 +6,7 @@ import math
 
 import pandas as pd
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.pages.tables import (
     DASH,
     Cell,

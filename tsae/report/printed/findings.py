@@ -11,7 +11,7 @@ import pandas as pd
 
 from tsae.base.intervals import FEWEST
 from tsae.diff.dynamics import FLAT, align
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.significance.power import power_text
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps

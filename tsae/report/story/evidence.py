@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from tsae.diff.dynamics import FLAT, KINDS
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 
 

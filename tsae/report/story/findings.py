@@ -12,7 +12,7 @@ import pandas as pd
 
 from tsae.base.intervals import too_few
 from tsae.diff.dynamics import FLAT
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps, predictions, tests
 from tsae.report.story.gates import bands_warning, belief, flag_reason

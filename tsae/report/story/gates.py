@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.statements import contrasts, survivors
 from tsae.report.text import count, listed, percent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import count, listed, number, visible
 
 NOT_RUN = "null for changed weights: not run, since it reads the models (give --series and --sae)"

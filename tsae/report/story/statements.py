@@ -9,7 +9,7 @@ from typing import Any, Self
 import pandas as pd
 
 from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
-from tsae.diff.result import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.text import number
 from tsae.sae.quality.stability import FOUND_AGAIN

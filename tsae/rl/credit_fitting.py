@@ -29,7 +29,7 @@ from scipy.sparse.linalg import lsmr
 from tsae.base.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import outcome_comparison
-from tsae.diff.contrast.delta import draw
+from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import outcomes, sequential_p
 from tsae.errors import TsaeError

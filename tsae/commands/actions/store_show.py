@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tsae.activations.shards.manifest import read_manifest
 from tsae.commands.common import as_json
-from tsae.commands.options.contents import Show
+from tsae.commands.options.store_show import Show
 
 
 def run_show(options: Show) -> None:

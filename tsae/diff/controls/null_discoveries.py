@@ -15,7 +15,7 @@ import numpy as np
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
-from tsae.diff.contrast.delta import problem_effects, question, tested_features
+from tsae.diff.contrast.draw_contrast import problem_effects, question, tested_features
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import moved_p, q_values
 from tsae.diff.threads import in_threads

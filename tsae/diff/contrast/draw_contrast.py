@@ -1,4 +1,4 @@
-"""Compute one contrast: the Δ of every feature, with its interval and p-values.
+"""Draw one contrast: differences of problems, handed to inference for the Δ of every feature.
 
 *Shift* of a checkpoint B against the base 0. E[f | policy, reader] is the mean over problems of the mean activation:
 
