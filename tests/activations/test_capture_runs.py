@@ -288,6 +288,7 @@ def test_what_two_killed_processes_left_is_completed_by_one(
     assert contents(folder) == contents(whole)
 
 
+@pytest.mark.slow  # starts two processes
 def test_all_processes_stop_where_one_refuses(
     series_folder: Path, source: Path, tmp_path: Path, rollouts: Rollouts
 ) -> None:

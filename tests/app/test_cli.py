@@ -429,14 +429,17 @@ def test_configs_are_checked_before_anything_runs(
 def test_the_console_script_says_one_paragraph(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "tsae"
     done = subprocess.run(
-        [script, "encode", "--sae", tmp_path / "no", "--store", tmp_path, "--to", tmp_path / "x"],
+        [script, "store", "show", tmp_path / "no"],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == f"tsae: {tmp_path / 'no'}: holds no config.json. Train one with `tsae train`.\n"
+    assert (
+        done.stderr
+        == f"tsae: {tmp_path / 'no'}: no activation store (no manifest.json). Make one with `tsae capture`.\n"
+    )
 
 
 def test_a_series_without_a_base_says_what_it_assumed(

@@ -125,6 +125,7 @@ def test_simes_is_the_least_benjamini_hochberg_q_of_the_steps() -> None:
     np.testing.assert_allclose(simes(p), false_discovery_control(p, axis=0).min(0))
 
 
+@pytest.mark.slow  # measures an error rate
 def test_nothing_moves_where_nothing_moves() -> None:
     worlds = [world(np.ones((5, 30)), n_problems=20, seed=seed) for seed in range(40)]
     found = [dynamics(table, replace(QUICK, seed=seed)) for seed, table in enumerate(worlds)]

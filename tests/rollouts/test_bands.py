@@ -155,6 +155,7 @@ def found_in_bands(table: Any) -> bool:
     return any((inference.q <= config.q).any() for inference in drawn if inference is not None)
 
 
+@pytest.mark.slow  # measures an error rate
 def test_no_feature_moves_with_a_band() -> None:
     assert np.mean([found_in_bands(null_table(seed, cross=True)) for seed in range(12)]) <= 3 / 12
     assert np.mean([found_in_bands(null_table(seed, cross=False)) for seed in range(4)]) >= 3 / 4

@@ -161,6 +161,7 @@ def test_expected_moves_are_those_of_dealing_outcomes_anew() -> None:
     assert found.p["easy", "hard"] == pytest.approx(ways[3] / total, abs=0.012)
 
 
+@pytest.mark.slow  # measures an error rate
 def test_where_nothing_changed_moves_are_those_of_chance() -> None:
     """p-values of 120 data sets in which both checkpoints solve every problem equally often."""
     rng = np.random.default_rng(5)

@@ -19,6 +19,8 @@ from tsae.sae.fitting import sparse_codes
 from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
 
+pytestmark = pytest.mark.slow  # starts several processes
+
 D = 8
 
 
@@ -148,7 +150,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
                 (folder / f"{name}-{rank}").write_text(str(error))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 3])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of processes, and where they left what they computed."""
     folder = tmp_path_factory.mktemp("ranks")

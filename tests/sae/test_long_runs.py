@@ -319,12 +319,13 @@ def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
 # --- several processes
 
 
+@pytest.mark.slow  # starts several processes
 @pytest.mark.parametrize(
     ("size", "training"),
     [
-        pytest.param(2, TRAINING, marks=pytest.mark.slow),
+        (2, TRAINING),
         (3, replace(SHORT, partner="earlier")),
-        pytest.param(2, replace(SHORT, precision="bfloat16"), marks=pytest.mark.slow),
+        (2, replace(SHORT, precision="bfloat16")),
     ],
     ids=("long", "partners from outside the windows", "bfloat16"),
 )

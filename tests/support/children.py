@@ -20,9 +20,6 @@ _processes.set_forkserver_preload(
         "tsae.activations.recording.capture",
         "tsae.activations.batches.windows",
         "tsae.checkpoints.forward.hooks",
-        "tsae.activations.recording.capture",
-        "tsae.activations.batches.windows",
-        "tsae.checkpoints.forward.hooks",
         "tsae.sae.fitting.train",
     ]
 )
