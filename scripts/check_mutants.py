@@ -213,8 +213,9 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     found: dict[str, object] = {**asdict(mutant), "was": source.splitlines()[mutant.line - 1].strip()}
     found["becomes"] = faulty.splitlines()[mutant.line - 1].strip()
     if not tests:
-        # Lines that run on import alone have no test of their own: all of the room's.
-        tests = [f"tests/{mutant.room}"] if not in_function(source, mutant.line) else []
+        # Lines that run on import alone have no test of their own: what holds for all modules, and all of the room's.
+        of_import = ["tests/app/test_architecture.py", f"tests/{mutant.room}"]
+        tests = of_import if not in_function(source, mutant.line) else []
     outcome = "survived" if tests else "untested"
     try:
         file.write_text(faulty, encoding="utf-8")

@@ -447,6 +447,16 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
         Windows(other, SITE, max_norm=0.5)
 
 
+def test_activations_may_be_small(tmp_path: Path) -> None:
+    """Less than 1 in all."""
+    store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
+    for shard in store.shards():
+        overwrite(shard, SITE, 1e-6)
+    norms = Windows(store, SITE).norms
+    assert 0 < norms.median < 1e-3
+    assert norms.limit == pytest.approx(10 * norms.median)
+
+
 # --- the index
 
 

@@ -94,6 +94,19 @@ def test_a_module_says_its_purpose_and_fits_into_a_head() -> None:
     assert [path for path, source in sources.items() if not ast.get_docstring(ast.parse(source))] == []
 
 
+def test_values_do_not_change() -> None:
+    """Configs and results are frozen; these few are filled while something is read."""
+    changing = {"Entry", "LensTemporalSAEConfig", "LoraUpdate", "Seen", "_Card", "_Chosen"}
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                made = [ast.unparse(d) for d in node.decorator_list if ast.unparse(d).startswith("dataclass")]
+                if made and "frozen=True" not in made[0]:
+                    found.add(node.name)
+    assert found == changing
+
+
 def test_module_names_are_not_used_twice() -> None:
     """Views and commands are named after what they show; config is what every room has; TRL and verl are trainers."""
     named = [path for path in MODULES if not {"report", "commands"} & set(path.relative_to(ROOT).parts)]

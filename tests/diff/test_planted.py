@@ -183,6 +183,15 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_auroc_counts_as_many_wins_as_there_are() -> None:
+    """More than a byte holds."""
+    values = np.concatenate([np.ones(3), np.zeros(300)])[:, None]
+    found = within_problem_auroc(
+        sp.csc_array(values), np.arange(3), np.arange(3, 303), np.zeros(303, dtype=int), np.array([0])
+    )
+    assert found.tolist() == [1.0]
+
+
 def test_interactions_keep_their_level_where_bands_vary_differently() -> None:
     """Ten problems with large differences against forty with small ones: permuted means alone reject too often."""
     rng = np.random.default_rng(0)

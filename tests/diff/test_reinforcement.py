@@ -17,12 +17,31 @@ import tsae
 from support.builders import feature_table, make_rollouts
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
 from tsae.diff.contrast.rows import Rows
-from tsae.diff.policy_gradient.covariance import relative_probabilities
+from tsae.diff.policy_gradient.covariance import Samples, graded_groups, relative_probabilities
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
 from tsae.diff.policy_gradient.realised import spearman
 from tsae.report.printed.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "advantages", "graded"),
+    [
+        ("sff", (2.0, -1.0, -1.0), 0),
+        ("sff", (2.0, -0.5, -1.5), 1),  # failures differ
+        ("ssf", (1.5, 0.5, -2.0), 1),  # successes differ
+        ("sfu", (2.0, -1.0, -1.0), 1),  # a third kind: neither formula holds
+    ],
+)
+def test_groups_in_which_advantages_say_more_than_outcomes(
+    outcomes: str, advantages: tuple[float, ...], graded: int
+) -> None:
+    kind = {"s": "success", "f": "failure", "u": "unknown"}
+    rows = [("a", kind[o], a) for o, a in zip(outcomes, advantages, strict=True)]
+    rows += [("b", "success", 1.0), ("b", "failure", -1.0)]
+    frame = pd.DataFrame(rows, columns=["problem_id", "outcome", "advantage"]).assign(policy="base")
+    assert graded_groups(Samples.of(frame, None, "here")) == graded
 
 
 def test_reinforcement_is_the_covariance_within_groups() -> None:

@@ -51,6 +51,15 @@ def test_effects_are_the_slope_of_the_logits(any_model: Path) -> None:
         np.testing.assert_allclose(row.suppresses_by, slope[bottom], rtol=2e-3)
 
 
+def test_a_direction_that_moves_no_logit_promotes_nothing(llama: Path) -> None:
+    sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=8, k=2), site="blocks.2.hook_resid_post")
+    sae.W_dec.data.normal_(generator=torch.Generator().manual_seed(0))
+    sae.W_dec.data[3] = 0
+    found = logit_effects(sae, tsae.CheckpointSeries.load(llama).base, [str(i) for i in range(20)], n=4)
+    assert found.loc[3].tolist() == [[], [], [], []]
+    assert len(found.loc[2].promotes) == len(found.loc[2].suppresses_by) == 4
+
+
 def test_a_model_of_another_width_is_refused(llama: Path) -> None:
     sae = tsae.TemporalSAE(7, tsae.SAEConfig(d_sae=8, k=2), site="blocks.0.hook_resid_post")
     with pytest.raises(TsaeError, match="no unembedding that reads 7 dimensions"):
