@@ -113,6 +113,11 @@ def test_a_share_is_what_its_gradient_did() -> None:
             slopes.append(Chance().gradients(path.trained)[0])
         by_hand += [float(0.01 * (slopes[0] + slopes[1]) / 2 @ g) for g in store.step(step)[1]]
     np.testing.assert_allclose(found.shares[:, 0], by_hand, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(found.plain["path"], found.shares, rtol=1e-5, atol=1e-9)  # nothing comes between
+    path.put(0)
+    slope = Chance().gradients(path.trained)[0]
+    at_base = [float(slope @ g) for step in range(1, 21) for g in store.step(step)[1]]
+    np.testing.assert_allclose(found.plain["base"][:, 0], at_base, rtol=1e-5, atol=1e-9)
 
 
 def test_a_checkpoint_that_the_steps_do_not_lead_to_is_seen() -> None:

@@ -30,6 +30,8 @@ class PolicyLoss:
     """Of the sampling, by which the trainer divides logits."""
 
     def __post_init__(self) -> None:
+        if self.kind not in ("grpo", "bnpo", "dapo", "dr_grpo"):
+            raise TsaeError(f"loss {self.kind!r} is none of grpo, bnpo, dapo, dr_grpo", where="PolicyLoss")
         if (self.kind == "dr_grpo") != (self.max_completion_length is not None):
             raise TsaeError(
                 f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together",

@@ -36,6 +36,9 @@ class Shares:
     """(n,) the step that trained on each."""
     shares: np.ndarray
     """(n, n_targets) in units of the targets."""
+    plain: dict[str, np.ndarray]
+    """(n, n_targets) inner products without the optimiser, by name: `path` with the target's gradient at the step,
+    times the learning rate (TracIn; Pruthi et al. 2020), `base` with the target's gradient before the run."""
     decay: np.ndarray
     """(n_targets,) the part of weight decay."""
     segments: pd.DataFrame
@@ -72,7 +75,7 @@ def shares(
     """
     run = _forward(store, path, optimiser, progress)
     n, first_knot = len(targets.names), path.steps[0]
-    ahead = torch.zeros(n, len(path.trained))
+    ahead, base = torch.zeros(n, len(path.trained)), _at(path, targets, first_knot)[1]
     decay, found, rows, steps = np.zeros(n), [], [], []
     segments: list[dict[str, object]] = []
     with progress_bar("shares", "step", path.last - first_knot, shown=progress) as bar:
@@ -89,7 +92,8 @@ def shares(
                 moved += update + shrunk
                 ahead = ahead * run.carried + middle * run.scales[step]
                 numbers, gradients = store.step(step)
-                found.append((gradients @ (ahead * run.clips[step]).T).numpy())
+                against = torch.cat([ahead * run.clips[step], middle * optimiser.rate(step), base])
+                found.append((gradients @ against.T).numpy())
                 decay -= (ahead @ run.pulled(step)).numpy()
                 rows.append(numbers)
                 steps.append(np.full(len(numbers), step))
@@ -110,11 +114,13 @@ def shares(
                     }
                 )
             value, slope = value_low, slope_low
+    share, path_products, base_products = np.split(np.concatenate(found[::-1]), 3, axis=1)
     return Shares(
         targets.names,
         np.concatenate(rows[::-1]),
         np.concatenate(steps[::-1]),
-        np.concatenate(found[::-1]),
+        share,
+        {"path": path_products, "base": base_products},
         decay,
         pd.DataFrame(segments[::-1]),
     )
