@@ -3,8 +3,8 @@
     python scripts/retrain_mixed.py --run /data/mixed/run --to /data/mixed/retrained
 
 Trains the run first if its folder is not there. The subsets are all problems, random halves of them, random samples of
-80 %, each band left out, and each band alone. Each is trained on the logged responses (replayed), and on new ones for every
-sampling seed. The folder gets
+80 %, each band left out, and each band alone. Each is trained on the logged responses (replayed), and on new ones for
+every sampling seed. The folder gets
 
     problems.json        the run's settings, and its problems
     rollouts.parquet     its log, imported
