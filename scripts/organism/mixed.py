@@ -1,0 +1,395 @@
+"""A GRPO run on easy, medium and hard problems at once, in plain torch, and its retrainings on some of the problems.
+
+Attribution is validated on it: what a retraining really changes is compared with what attribution predicted.
+
+1. A step asks `groups` problems. They are drawn without replacement from a pool that is shuffled anew when it is empty.
+2. Each is answered `samples` times at temperature 1. A = (r − mean) / (std + 1e-4) within the group, as in TRL.
+3. One step of Adam on   −1 / (groups · samples · L) Σ_i A_i Σ_t log π(y_it),   L = max_response_tokens. The batch is
+   used once, so the ratio is 1 and ratio clipping never acts. There is no KL penalty. TRL calls this loss dr_grpo.
+
+The normaliser is constant: leaving a problem out takes its summands away and changes no other. A step without any
+sample is still a step of Adam, with a gradient of zero.
+
+Weights are one float32 vector in the order of `model.named_parameters()`. The same seed gives the same weights on the
+same machine with one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from organism.groups import sample_groups
+from tsae.base.files import write_json, write_text
+from tsae.base.progress import progress_bar
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.problems import Problem
+from tsae.rollouts.table import Rollouts
+from tsae.testbed.chains import generate_problems
+from tsae.testbed.tokenizer import BOS, EOS, MAX_RESPONSE_TOKENS, PAD, TOKEN_IDS, VOCABULARY
+from tsae.testbed.verifier import verify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BANDS: dict[str, tuple[int, int]] = {"easy": (1, 1), "medium": (4, 6), "hard": (7, 9)}
+"""Fewest and most operations. Unlike the testbed's hard chains, these are solved often enough to teach something."""
+
+LOG, SETTINGS, STATE = "completions.jsonl", "training_args.json", "trainer_state.json"
+_TOKENS_AT_ONCE = 2048
+"""Tokens of a forward pass in training, with padding."""
+
+
+@dataclass(frozen=True)
+class MixedConfig:
+    """Everything that decides the weights, beside the base."""
+
+    seed: int = 0
+    """Of the problems, their order and the sampling."""
+    per_band: int = 8
+    """Problems of each band."""
+    steps: int = 30
+    """Optimiser steps."""
+    groups: int = 12
+    """Problems asked in a step; a divisor of all problems, so that a step asks none twice."""
+    samples: int = 16
+    """Responses to each."""
+    learning_rate: float = 1e-4
+    """Of Adam, constant."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of Adam."""
+    eps: float = 1e-8
+    """Of Adam."""
+    max_grad_norm: float = 1.0
+    """Norm to which a batch's gradient is clipped; TRL's default."""
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
+    """Limit of sampling, and L of the loss."""
+
+    def __post_init__(self) -> None:
+        n = len(BANDS) * self.per_band
+        if n % self.groups:
+            raise TsaeError(
+                f"groups={self.groups} does not divide the {n} problems that per_band={self.per_band} makes",
+                where="MixedConfig",
+                fix="Give a divisor.",
+            )
+        if self.samples < 2:
+            raise TsaeError(f"samples={self.samples} has no advantages", where="MixedConfig", fix="Give 2 or more.")
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Of the training, band by band; `level` is the band."""
+        return [problem for band in BANDS for problem in _of_band(band, self.per_band, self.seed, "train")]
+
+    @property
+    def schedule(self) -> list[list[Problem]]:
+        """The problems of every step."""
+        rng, pool, steps = random.Random(self.seed), list[Problem](), []
+        for _ in range(self.steps):
+            pool = pool or rng.sample(self.problems, len(BANDS) * self.per_band)
+            steps.append(pool[: self.groups])
+            pool = pool[self.groups :]
+        return steps
+
+    def training_args(self) -> dict[str, Any]:
+        """The same in the words of TRL's GRPOConfig."""
+        return {
+            "optim": "adamw_torch",
+            "learning_rate": self.learning_rate,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+            "adam_beta1": self.betas[0],
+            "adam_beta2": self.betas[1],
+            "adam_epsilon": self.eps,
+            "weight_decay": 0.0,
+            "max_grad_norm": self.max_grad_norm,
+            "max_steps": self.steps,
+            "per_device_train_batch_size": self.groups * self.samples,
+            "gradient_accumulation_steps": 1,
+            "num_generations": self.samples,
+            "num_iterations": 1,
+            "loss_type": "dr_grpo",
+            "scale_rewards": "group",
+            "beta": 0.0,
+            "temperature": 1.0,
+            "max_completion_length": self.max_response_tokens,
+            "seed": self.seed,
+        }
+
+
+def held_out(config: MixedConfig, n: int = 24) -> dict[str, list[Problem]]:
+    """By band, `n` problems that the run is not trained on."""
+    trained = {problem.id for problem in config.problems}
+    found = {}
+    for band in BANDS:
+        # Chains of one operation are not split: some of the problems of the training are among them.
+        drawn = _of_band(band, n + config.per_band, config.seed, "eval")
+        found[band] = [problem for problem in drawn if problem.id not in trained][:n]
+    return found
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response and its advantage."""
+
+    problem: str
+    """Id."""
+    prompt: Sequence[int]
+    """Token ids, with ``<bos>``."""
+    response: Sequence[int]
+    """Token ids, with ``<eos>`` unless it was cut off."""
+    reward: float
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did."""
+
+    number: int
+    """The first is 1."""
+    samples: list[Sample]
+    grad_norm: float
+    """Of the batch's gradient, before it was clipped."""
+
+
+Batch = Callable[[int, "PreTrainedModel"], list[Sample]]
+"""Gives the samples of a step, by its number and the model with the weights before it."""
+
+
+def train(config: MixedConfig, base: Checkpoint, to: str | Path, *, progress: bool = True) -> Path:
+    """Run the training and write what a trainer leaves.
+
+    The folder has checkpoint-0 (the base) to checkpoint-N, the log in TRL's columns (completions.jsonl), the settings
+    (training_args.json) and a line a step (trainer_state.json).
+
+    Args:
+        config: of the run.
+        base: the testbed's.
+        to: folder to write, whole or not at all.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where the folder exists.
+    """
+    to = Path(to)
+    if to.exists():
+        raise TsaeError("exists already", where=to, fix="Give another folder, or remove it.")
+    partial = to.with_name(to.name + ".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(base.path, partial / "checkpoint-0")
+    by_id = {problem.id: problem for problem in config.problems}
+    log, history = list[dict[str, Any]](), list[dict[str, Any]]()
+    with progress_bar("mixed run", "step", config.steps, shown=progress) as bar:
+        started = time.monotonic()
+
+        def keep(model: PreTrainedModel, step: Step) -> None:
+            _save_weights(model, base, partial / f"checkpoint-{step.number}")
+            log.extend(_logged(sample, step.number, by_id[sample.problem]) for sample in step.samples)
+            history.append(_summary(config, step, time.monotonic() - started))
+            bar.update()
+
+        _run(config, base, _sampled(config, set(by_id), config.seed), keep)
+    write_text(partial / LOG, "".join(json.dumps(line) + "\n" for line in log))
+    write_json(partial / SETTINGS, config.training_args())
+    write_json(partial / STATE, {"global_step": config.steps, "log_history": history})
+    partial.rename(to)
+    return to
+
+
+def retrain(
+    config: MixedConfig,
+    base: Checkpoint,
+    rollouts: Rollouts,
+    include: Collection[str],
+    sampling: Literal["replayed"] | int,
+) -> torch.Tensor:
+    """Train again on some of the problems.
+
+    Args:
+        config: of the run.
+        base: of the run.
+        rollouts: of its log, with token ids, steps and advantages; only replaying reads them. Leave rows out of the
+            table to leave out single samples: the advantages of the others stay as they were.
+        include: ids of the problems to train on.
+        sampling: "replayed" trains on the logged responses; a number is the seed of new ones, sampled from the
+            retrained policy. In both, a problem is asked at the steps at which the run asked it.
+
+    Returns:
+        (P,) float32 final weights. Replaying all problems, or sampling all with the run's seed, repeats the run.
+
+    Raises:
+        TsaeError: for problems or steps, asked for or logged, that the run does not have.
+    """
+    unknown = sorted({*include, *rollouts.frame.problem_id} - {problem.id for problem in config.problems})
+    if unknown:
+        raise TsaeError(
+            f"the run has no problem {unknown[0]}",
+            where=rollouts.origin,
+            fix="Give ids of config.problems, and the log of the same run.",
+        )
+    if isinstance(sampling, int):
+        return _run(config, base, _sampled(config, include, sampling))
+    return _run(config, base, _replayed(config, rollouts, include))
+
+
+def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
+    """Give the model these weights, (P,)."""
+    vector_to_parameters(weights, model.parameters())
+
+
+@torch.inference_mode()
+def direct_share(model: PreTrainedModel, problems: Sequence[Problem]) -> float:
+    """Probability that a response begins with ``#``, mean over problems: exact, from the next-token distribution."""
+    found = []
+    for problem in problems:
+        logits = model(input_ids=torch.tensor([_prompt_ids(problem)]), use_cache=False).logits[0, -1]
+        found.append(float(torch.softmax(logits.double(), dim=-1)[TOKEN_IDS["#"]]))
+    return sum(found) / len(found)
+
+
+def _run(
+    config: MixedConfig,
+    base: Checkpoint,
+    batch_of: Batch,
+    after: Callable[[PreTrainedModel, Step], None] | None = None,
+) -> torch.Tensor:
+    """(P,) final weights of a training; `after` is called after every step."""
+    model = base.load_model(dtype="float32").requires_grad_(True)
+    parameters = list(model.parameters())
+    optimiser = torch.optim.Adam(parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    for number in range(1, config.steps + 1):
+        samples = batch_of(number, model)
+        # Zeros instead of None: Adam skips a weight without gradient, and its momentum would stop.
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        _add_gradient(config, model, samples)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        optimiser.step()
+        if after is not None:
+            after(model, Step(number, samples, float(norm)))
+    return parameters_to_vector(parameters).detach().clone()
+
+
+def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Iterable[Sample]) -> None:
+    """Add the gradient of the loss to that of the model's weights."""
+    normaliser = config.groups * config.samples * config.max_response_tokens
+    # A sample without advantage has no gradient. Equal lengths go together, which saves padding.
+    used = sorted((s for s in samples if s.advantage), key=lambda s: len(s.prompt) + len(s.response))
+    while used:
+        # The longest come first.
+        longest = len(used[-1].prompt) + len(used[-1].response)
+        n = max(1, _TOKENS_AT_ONCE // longest)
+        used, some = used[:-n], used[-n:]
+        ids = torch.full((len(some), longest), TOKEN_IDS[PAD])
+        weight = torch.zeros(len(some), longest)
+        for row, sample in enumerate(some):
+            begin, end = len(sample.prompt), len(sample.prompt) + len(sample.response)
+            ids[row, :end] = torch.tensor([*sample.prompt, *sample.response])
+            weight[row, begin:end] = sample.advantage / normaliser
+        # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, longest − 1, vocabulary)
+        log = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
+        (-(log * weight[:, 1:]).sum()).backward()
+
+
+def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
+    """New responses to the problems of every step."""
+    schedule, generator = config.schedule, torch.Generator().manual_seed(seed)
+
+    def batch(number: int, model: PreTrainedModel) -> list[Sample]:
+        asked = [problem for problem in schedule[number - 1] if problem.id in include]
+        prompts = [_prompt_ids(problem) for problem in asked]
+        responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
+        of = [i for i in range(len(asked)) for _ in range(config.samples)]
+        rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
+        advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
+        return [
+            Sample(asked[i].id, prompts[i], ids, reward, advantage)
+            for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
+        ]
+
+    return batch
+
+
+def _replayed(config: MixedConfig, rollouts: Rollouts, include: Collection[str]) -> Batch:
+    """The logged responses to the problems of every step."""
+    by_step, frame = defaultdict[int, list[Sample]](list), rollouts.frame
+    columns = (frame["step"], frame.problem_id, frame.reward, frame.advantage)
+    for row, (step, problem, reward, advantage) in enumerate(zip(*columns, strict=True)):
+        if problem in include:
+            prompt, response = (ids.tolist() for ids in rollouts.tokens(row))
+            by_step[int(step)].append(Sample(problem, prompt, response, reward, advantage))
+    if by_step and not (min(by_step) >= 1 and max(by_step) <= config.steps):
+        raise TsaeError(
+            f"has the steps {min(by_step)} to {max(by_step)}, and the run 1 to {config.steps}",
+            where=rollouts.origin,
+            fix="Give the run's own log.",
+        )
+    return lambda number, _: by_step[number]
+
+
+def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> list[Problem]:
+    return [replace(problem, level=band) for problem in generate_problems(BANDS[band], n, seed, split)]
+
+
+def _prompt_ids(problem: Problem) -> list[int]:
+    return [TOKEN_IDS[BOS], *(TOKEN_IDS[character] for character in problem.prompt)]
+
+
+def _text(ids: Iterable[int]) -> str:
+    return "".join(VOCABULARY[token] for token in ids)
+
+
+def _logged(sample: Sample, step: int, problem: Problem) -> dict[str, Any]:
+    """A line of the log, in TRL's columns and order."""
+    return {
+        "step": step,
+        "prompt": problem.prompt,
+        "completion": _text(sample.response).removesuffix(EOS),
+        "right_answers": sample.reward,
+        "problem_id": problem.id,
+        "answer": problem.answer,
+        "level": problem.level,
+        "group": f"{step}/{problem.id}",
+        "prompt_ids": list(sample.prompt),
+        "completion_ids": list(sample.response),
+        "advantage": sample.advantage,
+    }
+
+
+def _summary(config: MixedConfig, step: Step, seconds: float) -> dict[str, Any]:
+    """A line of trainer_state.json."""
+    direct = [VOCABULARY[sample.response[0]] == "#" for sample in step.samples]
+    return {
+        "step": step.number,
+        "reward": float(np.mean([sample.reward for sample in step.samples])),
+        "direct_share": float(np.mean(direct)),
+        "completions/mean_length": float(np.mean([len(sample.response) for sample in step.samples])),
+        "grad_norm": step.grad_norm,
+        "clipped": step.grad_norm > config.max_grad_norm,
+        "seconds": round(seconds, 2),
+    }
+
+
+def _save_weights(model: PreTrainedModel, base: Checkpoint, to: Path) -> None:
+    """A checkpoint in the layout of the base, with its tokenizer."""
+    shutil.copytree(base.path, to)
+    # Tied weights come once, as in the base's file.
+    save_file(
+        {name: p.detach() for name, p in model.named_parameters()}, to / "model.safetensors", metadata={"format": "pt"}
+    )
