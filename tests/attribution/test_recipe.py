@@ -86,7 +86,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"optim": "adafactor"}, "the optimiser 'adafactor' cannot be simulated"),
         ({"lr_scheduler_type": "polynomial"}, "the schedule 'polynomial' cannot be simulated"),
         ({"beta": 0.04}, "the run had a KL penalty"),
-        ({"loss_type": "cispo"}, "loss 'cispo' is none of"),
+        ({"loss_type": "cispo", "lr_scheduler_type": "constant"}, "loss 'cispo' is none of"),
         ({"num_iterations": 2}, "a batch is used more than once"),
         ({"learning_rate": "fast"}, "a setting is no number"),
         ({"lr_scheduler_type": "linear"}, "needs the number of steps"),
