@@ -248,8 +248,9 @@ def retrain(
 
 
 def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
-    """Give the model these weights, (P,)."""
-    vector_to_parameters(weights, model.parameters())
+    """Give the model a copy of these weights, (P,)."""
+    # torch's function makes the parameters views of the vector.
+    vector_to_parameters(weights.clone(), model.parameters())
 
 
 @torch.inference_mode()

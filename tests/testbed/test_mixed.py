@@ -191,8 +191,11 @@ def test_direct_shares_are_those_that_attribution_explains() -> None:
     np.testing.assert_allclose([direct_share(model, some) for some in problems.values()], expected, rtol=1e-5)
     weights = TrainedWeights(model).vector()
     found = realised(BASE, TINY, weights * 1.01, {"sum": lambda w: w.sum()[None].numpy()})
-    put(model, weights * 1.01)
+    given = weights * 1.01
+    put(model, given)
     assert found["direct (hard)"] == direct_share(model, problems["hard"])
+    next(model.parameters()).zero_()
+    assert torch.equal(given, weights * 1.01)
     assert found["sum"] == [float((weights * 1.01).sum())]
 
 
