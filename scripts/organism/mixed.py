@@ -248,18 +248,19 @@ def retrain(
 
 
 def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
-    """Give the model these weights, (P,)."""
-    vector_to_parameters(weights, model.parameters())
+    """Give the model a copy of these weights, (P,)."""
+    # torch's function makes the parameters views of the vector.
+    vector_to_parameters(weights.clone(), model.parameters())
 
 
 @torch.inference_mode()
 def direct_share(model: PreTrainedModel, problems: Sequence[Problem]) -> float:
     """Probability that a response begins with ``#``, mean over problems: exact, from the next-token distribution."""
-    found = []
-    for problem in problems:
-        logits = model(input_ids=torch.tensor([_prompt_ids(problem)]), use_cache=False).logits[0, -1]
-        found.append(float(torch.softmax(logits.double(), dim=-1)[TOKEN_IDS["#"]]))
-    return sum(found) / len(found)
+    prompts = [_prompt_ids(problem) for problem in problems]
+    ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    ids = torch.tensor([prompt + [TOKEN_IDS[PAD]] * (int(ends.max()) + 1 - len(prompt)) for prompt in prompts])
+    logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(ids)), ends]  # (n_problems, vocabulary)
+    return float(torch.softmax(logits.double(), dim=-1)[:, TOKEN_IDS["#"]].mean())
 
 
 def _run(
