@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
+
+Batch = tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Rows of the rollouts; token ids, mask and mask of the response, (B, T)."""
 
 
 class Targets(Protocol):
@@ -110,18 +113,18 @@ class FeatureMeans:
         self.weight = 1 / (size[problem] * len(size))
         self.site = Site.parse(sae.site)
 
-    def _padded(self, trained: TrainedWeights) -> list[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return list(padded(self.fixed, np.arange(len(self.fixed)), self.batch_tokens, str(trained.device)))
+    def _padded(self, trained: TrainedWeights, rollouts: Rollouts) -> Iterator[Batch]:
+        return padded(rollouts, np.arange(len(rollouts)), self.batch_tokens, str(trained.device))
 
-    def _of_batch(
+    def _means(
         self,
         trained: TrainedWeights,
-        batch: tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor],
+        batch: Batch,
         *,
         soft: bool,
     ) -> torch.Tensor:
-        """Summands (n_features,) of the means, differentiable if soft."""
-        rows, ids, mask, response = batch
+        """(B, n_features) mean activation of every trajectory, differentiable if soft."""
+        _, ids, mask, response = batch
         x = self._activations(trained, ids, mask).to(self.sae.W_enc.dtype)
         columns = torch.as_tensor(self.features, device=x.device)
         pre = (x - self.sae.b_dec) @ self.sae.W_enc[:, columns] + self.sae.b_enc[columns]
@@ -133,8 +136,12 @@ class FeatureMeans:
         counted = response & ~torch.isin(ids, torch.as_tensor(self.special, device=ids.device))
         counted = counted & ~self.sae.outliers(x.detach())
         mean = einsum(codes, counted.to(codes.dtype), "b t f, b t -> b f")
-        mean = mean / rearrange(reduce(counted, "b t -> b", "sum").clamp_min(1), "b -> b 1")
-        return torch.as_tensor(self.weight[rows], dtype=mean.dtype, device=mean.device) @ mean
+        return mean / rearrange(reduce(counted, "b t -> b", "sum").clamp_min(1), "b -> b 1")
+
+    def _sum(self, trained: TrainedWeights, batch: Batch, *, soft: bool) -> torch.Tensor:
+        """(n_features,) summands of the means."""
+        mean = self._means(trained, batch, soft=soft)
+        return torch.as_tensor(self.weight[batch[0]], dtype=mean.dtype, device=mean.device) @ mean
 
     def _activations(self, trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, d_model) at the site; the blocks after it are not run."""
@@ -160,16 +167,24 @@ class FeatureMeans:
         return found[0]
 
     @torch.no_grad()
+    def each(self, trained: TrainedWeights, rollouts: Rollouts) -> np.ndarray:
+        """(n, n_features) mean activation on every trajectory, of any rollouts."""
+        found = np.zeros((len(rollouts), len(self.names)))
+        for batch in self._padded(trained, rollouts):
+            found[batch[0]] = self._means(trained, batch, soft=False).double().cpu().numpy()
+        return found
+
+    @torch.no_grad()
     def values(self, trained: TrainedWeights) -> np.ndarray:
         found = np.zeros(len(self.names))
-        for batch in self._padded(trained):
-            found += self._of_batch(trained, batch, soft=False).double().cpu().numpy()
+        for batch in self._padded(trained, self.fixed):
+            found += self._sum(trained, batch, soft=False).double().cpu().numpy()
         return found
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         found = torch.zeros(len(self.names), len(trained))
-        for batch in self._padded(trained):
-            found += _jacobian(trained, partial(self._of_batch, trained, batch, soft=True)).to(found)
+        for batch in self._padded(trained, self.fixed):
+            found += _jacobian(trained, partial(self._sum, trained, batch, soft=True)).to(found)
         return found
 
 
