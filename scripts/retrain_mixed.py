@@ -31,7 +31,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from organism.mixed import BANDS, SETTINGS, MixedConfig, direct_share, held_out, put, retrain, train
+from organism.mixed import (
+    BANDS,
+    SETTINGS,
+    MixedConfig,
+    direct_share,
+    held_out,
+    logged_probabilities,
+    put,
+    retrain,
+    train,
+)
 from safetensors.torch import load_file, save_file
 
 import tsae.testbed
@@ -178,12 +188,14 @@ def retrain_all(
         import_log(run, log, progress=False)
     rollouts, known = Rollouts.read(log), _finished(to / _RESULTS)
     wanted = [(subset, sampling) for sampling in samplings for subset in chosen]
+    new = any(_name(subset, sampling) not in known for subset, sampling in wanted if sampling == "replayed")
+    logged = logged_probabilities(config, base, rollouts) if new else None
     with progress_bar("retrainings", "run", len(wanted), shown=progress) as bar:
         for subset, sampling in wanted:
             name = _name(subset, sampling)
             if name not in known:
                 started = time.monotonic()
-                weights = retrain(config, base, rollouts, set(subset.include), sampling)
+                weights = retrain(config, base, rollouts, set(subset.include), sampling, logged)
                 seconds = round(time.monotonic() - started, 2)
                 with replacing(weights_file(to, name)) as partial:
                     save_file({"weights": weights}, partial)

@@ -4,8 +4,10 @@ Attribution is validated on it: what a retraining really changes is compared wit
 
 1. A step asks `groups` problems. They are drawn without replacement from a pool that is shuffled anew when it is empty.
 2. Each is answered `samples` times at temperature 1. A = (r − mean) / (std + 1e-4) within the group, as in TRL.
-3. One step of Adam on   −1 / (groups · samples · L) Σ_i A_i Σ_t log π(y_it),   L = max_response_tokens. The batch is
-   used once, so the ratio is 1 and ratio clipping never acts. There is no KL penalty. TRL calls this loss dr_grpo.
+3. One step of Adam on   −1 / (groups · samples · L) Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1 − ε, 1 + ε) A_i),
+   L = max_response_tokens, ρ_it = π(y_it) / π_sampled(y_it). TRL calls this loss dr_grpo. There is no KL penalty.
+   The run uses a batch once, so its ratios are 1. In a replay the policy is another than the one that sampled the log:
+   there they weigh and clip, as they do in the trainer for a batch that has grown old.
 
 The normaliser is constant: leaving a problem out takes its summands away and changes no other. A step without any
 sample is still a step of Adam, with a gradient of zero.
@@ -21,7 +23,7 @@ import random
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,6 +80,8 @@ class MixedConfig:
     """Norm to which a batch's gradient is clipped; TRL's default."""
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     """Limit of sampling, and L of the loss."""
+    epsilon: float = 0.2
+    """At which the ratio is clipped; TRL's default."""
 
     def __post_init__(self) -> None:
         n = len(BANDS) * self.per_band
@@ -125,6 +129,7 @@ class MixedConfig:
             "loss_type": "dr_grpo",
             "scale_rewards": "group",
             "beta": 0.0,
+            "epsilon": self.epsilon,
             "temperature": 1.0,
             "max_completion_length": self.max_response_tokens,
             "seed": self.seed,
@@ -154,6 +159,9 @@ class Sample:
     """Token ids, with ``<eos>`` unless it was cut off."""
     reward: float
     advantage: float
+    logged: np.ndarray | None = None
+    """(n,) log-probabilities of the response's tokens under the policy that sampled them, in nats; without them the
+    policy is the present one."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,7 @@ def retrain(
     rollouts: Rollouts,
     include: Collection[str],
     sampling: Literal["replayed"] | int,
+    logged: Sequence[np.ndarray] | None = None,
 ) -> torch.Tensor:
     """Train again on some of the problems.
 
@@ -228,6 +237,7 @@ def retrain(
         include: ids of the problems to train on.
         sampling: "replayed" trains on the logged responses; a number is the seed of new ones, sampled from the
             retrained policy. In both, a problem is asked at the steps at which the run asked it.
+        logged: what `logged_probabilities` gave for these rollouts; replaying computes it if it is missing.
 
     Returns:
         (P,) float32 final weights. Replaying all problems, or sampling all with the run's seed, repeats the run.
@@ -244,7 +254,32 @@ def retrain(
         )
     if isinstance(sampling, int):
         return _run(config, base, _sampled(config, include, sampling))
-    return _run(config, base, _replayed(config, rollouts, include))
+    logged = logged_probabilities(config, base, rollouts) if logged is None else logged
+    return _run(config, base, _replayed(config, rollouts, include, logged))
+
+
+def logged_probabilities(config: MixedConfig, base: Checkpoint, rollouts: Rollouts) -> list[np.ndarray]:
+    """Log-probabilities of the logged tokens under the policies that sampled them, in nats, an array a row.
+
+    The run is repeated on its log, which has to be whole.
+    """
+    found = [np.zeros(0)] * len(rollouts)
+    again = _replayed(config, rollouts, set(rollouts.frame.problem_id), None)
+    rows = {step: np.flatnonzero(rollouts.frame["step"] == step) for step in range(1, config.steps + 1)}
+
+    def batch(number: int, model: PreTrainedModel) -> list[Sample]:
+        samples = again(number, model)
+        with torch.no_grad():
+            # The batches of the training: the same numbers to the last bit.
+            for used in (True, False):
+                for some, ids in _batches([i for i, s in enumerate(samples) if bool(s.advantage) is used], samples):
+                    for i, one in zip(some, _log_probabilities(model, ids), strict=True):
+                        begin, end = _places(samples[i])
+                        found[rows[number][i]] = one[begin - 1 : end - 1].numpy()
+        return samples
+
+    _run(config, base, batch)
+    return found
 
 
 def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
@@ -286,26 +321,48 @@ def _run(
     return parameters_to_vector(parameters).detach().clone()
 
 
-def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Iterable[Sample]) -> None:
+def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Sequence[Sample]) -> None:
     """Add the gradient of the loss to that of the model's weights."""
     normaliser = config.groups * config.samples * config.max_response_tokens
-    # A sample without advantage has no gradient. Equal lengths go together, which saves padding.
-    used = sorted((s for s in samples if s.advantage), key=lambda s: len(s.prompt) + len(s.response))
+    # A sample without advantage has no gradient.
+    for some, ids in _batches([i for i, sample in enumerate(samples) if sample.advantage], samples):
+        log = _log_probabilities(model, ids)
+        weight, then = torch.zeros_like(log), log.detach().clone()
+        for row, i in enumerate(some):
+            begin, end = _places(samples[i])
+            weight[row, begin - 1 : end - 1] = samples[i].advantage / normaliser
+            logged = samples[i].logged
+            if logged is not None:
+                then[row, begin - 1 : end - 1] = torch.from_numpy(logged)
+        ratio = (log - then).exp()
+        clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
+        (-torch.minimum(ratio * weight, clipped * weight).sum()).backward()
+
+
+def _batches(used: list[int], samples: Sequence[Sample]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Some of the samples at a time, with their padded token ids. Equal lengths go together, which saves padding."""
+    used = sorted(used, key=lambda i: _places(samples[i])[1])
     while used:
         # The longest come first.
-        longest = len(used[-1].prompt) + len(used[-1].response)
+        longest = _places(samples[used[-1]])[1]
         n = max(1, _TOKENS_AT_ONCE // longest)
         used, some = used[:-n], used[-n:]
         ids = torch.full((len(some), longest), TOKEN_IDS[PAD])
-        weight = torch.zeros(len(some), longest)
-        for row, sample in enumerate(some):
-            begin, end = len(sample.prompt), len(sample.prompt) + len(sample.response)
-            ids[row, :end] = torch.tensor([*sample.prompt, *sample.response])
-            weight[row, begin:end] = sample.advantage / normaliser
-        # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, longest − 1, vocabulary)
-        log = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-        (-(log * weight[:, 1:]).sum()).backward()
+        for row, i in enumerate(some):
+            ids[row, : _places(samples[i])[1]] = torch.tensor([*samples[i].prompt, *samples[i].response])
+        yield some, ids
+
+
+def _places(sample: Sample) -> tuple[int, int]:
+    """Where its response begins and ends."""
+    return len(sample.prompt), len(sample.prompt) + len(sample.response)
+
+
+def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """(n, T − 1) of every token after the first, in nats."""
+    # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, T − 1, vocabulary)
+    return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
@@ -327,14 +384,17 @@ def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
     return batch
 
 
-def _replayed(config: MixedConfig, rollouts: Rollouts, include: Collection[str]) -> Batch:
+def _replayed(
+    config: MixedConfig, rollouts: Rollouts, include: Collection[str], logged: Sequence[np.ndarray] | None
+) -> Batch:
     """The logged responses to the problems of every step."""
     by_step, frame = defaultdict[int, list[Sample]](list), rollouts.frame
     columns = (frame["step"], frame.problem_id, frame.reward, frame.advantage)
     for row, (step, problem, reward, advantage) in enumerate(zip(*columns, strict=True)):
         if problem in include:
             prompt, response = (ids.tolist() for ids in rollouts.tokens(row))
-            by_step[int(step)].append(Sample(problem, prompt, response, reward, advantage))
+            then = None if logged is None else logged[row]
+            by_step[int(step)].append(Sample(problem, prompt, response, reward, advantage, then))
     if by_step and not (min(by_step) >= 1 and max(by_step) <= config.steps):
         raise TsaeError(
             f"has the steps {min(by_step)} to {max(by_step)}, and the run 1 to {config.steps}",

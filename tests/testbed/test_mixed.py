@@ -104,10 +104,16 @@ def test_replaying_all_problems_repeats_the_run(run: Path, rollouts: Rollouts) -
     assert not torch.equal(TrainedWeights(BASE.load_model()).vector(), expected)
 
 
-def by_single_samples(config: MixedConfig, rollouts: Rollouts, kept: list[int]) -> torch.Tensor:
-    """The oracle: the loss as it is written, sample by sample without padding, in double precision."""
+def by_single_samples(
+    config: MixedConfig, rollouts: Rollouts, kept: list[int], then: dict[tuple[int, int], float] | None = None
+) -> tuple[torch.Tensor, dict[tuple[int, int], float]]:
+    """The oracle: the loss as it is written, sample by sample without padding, in double precision.
+
+    Also gives the log-probabilities by row and place; `then` are those of the policy that sampled the log.
+    """
     model = BASE.load_model(dtype="float64").requires_grad_(True)
     adam = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    seen: dict[tuple[int, int], float] = {}
     for step in range(1, config.steps + 1):
         loss = sum(parameter.sum() for parameter in model.parameters()) * 0.0
         for row in kept:
@@ -116,13 +122,17 @@ def by_single_samples(config: MixedConfig, rollouts: Rollouts, kept: list[int]) 
             prompt, response = rollouts.tokens(row)
             ids = torch.tensor([[*prompt, *response]])
             log = torch.log_softmax(model(input_ids=ids).logits[0], dim=-1)
+            a = rollouts.frame.advantage[row]
             for place in range(len(prompt), ids.shape[1]):
-                loss = loss - rollouts.frame.advantage[row] * log[place - 1, ids[0, place]]
+                now = log[place - 1, ids[0, place]]
+                seen[row, place] = now.item()
+                ratio = (now - (now.item() if then is None else then[row, place])).exp()
+                loss = loss - min(ratio * a, ratio.clamp(0.8, 1.2) * a, key=lambda x: x.item())
         adam.zero_grad()
         (loss / (config.groups * config.samples * MAX_RESPONSE_TOKENS)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         adam.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), seen
 
 
 @pytest.mark.parametrize("limit", [0.01, 1.0], ids=["clipped", "not clipped"])
@@ -134,7 +144,10 @@ def test_a_replay_without_a_problem_lacks_its_summands_and_nothing_else(rollouts
     include = [problem for problem in problems_of(TINY) if problem != taught[0]]
     kept = [row for row, problem in enumerate(frame.problem_id) if problem in include]
     found, start = retrain(config, BASE, rollouts, include, "replayed"), TrainedWeights(BASE.load_model()).vector()
-    expected = by_single_samples(config, rollouts, kept)
+    then = by_single_samples(config, rollouts, list(range(len(rollouts))))[1]
+    expected, now = by_single_samples(config, rollouts, kept, then)
+    ratios = np.exp([now[key] - then[key] for key in now])
+    assert (np.abs(ratios - 1) > 0.2).any()
     assert (expected - start).abs().max() > 1e-3
     assert (found - expected).norm() < 1e-3 * (expected - start).norm()
 
@@ -145,7 +158,7 @@ def test_a_step_without_samples_still_moves_the_weights(rollouts: Rollouts) -> N
     kept = [row for row, problem in enumerate(rollouts.frame.problem_id) if problem in include]
     assert set(rollouts.frame["step"][kept]) == {1}
     found = retrain(config, BASE, rollouts, include, "replayed")
-    start, expected = TrainedWeights(BASE.load_model()).vector(), by_single_samples(config, rollouts, kept)
+    start, expected = TrainedWeights(BASE.load_model()).vector(), by_single_samples(config, rollouts, kept)[0]
     assert (found - expected).norm() < 1e-3 * (expected - start).norm()
     # Single samples are left out with their rows.
     selected = retrain(config, BASE, rollouts.select(kept), problems_of(TINY), "replayed")
@@ -231,7 +244,7 @@ def test_retrainings_are_kept_and_not_repeated(
     trained, real = [], retrain_mixed.retrain
 
     def counted(*arguments: Any) -> torch.Tensor:
-        trained.append(arguments[3:])
+        trained.append(arguments[3:5])
         return real(*arguments)
 
     monkeypatch.setattr(retrain_mixed, "retrain", counted)
