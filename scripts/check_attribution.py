@@ -8,9 +8,9 @@ moved most, over fixed trajectories of the base. For every subset each predictor
 correlation with what the retrainings really changed, over the subsets (linear datamodelling score).
 
 Predicted before the runs: a replay follows the trainer's own loss, with clipped ratios. Where the simulation does so
-too, with ratios that are linear in the weights, it shall score at least .9 on direct answers and .6 on features for the
-mixed runs of seeds 1 and 2, which nobody has looked at. (Seed 0, on which this was found: .94 and .67; without ratios in
-the simulation .90 and .56.)
+too, with ratios that are linear in the weights, it shall score at least .9 on direct answers and .6 on features for
+the mixed runs of seeds 1 and 2, which nobody has looked at. (Seed 0, on which this was found: .94 and .67; without
+ratios in the simulation .90 and .56.)
 """
 
 from __future__ import annotations

@@ -26,12 +26,16 @@ TRL = {
     "max_completion_length": 512,
     "temperature": 0.9,
     "beta": 0.0,
+    "epsilon_high": 0.28,
 }
 VERL = {
     "actor_rollout_ref": {
         "actor": {
             "optim": {"lr": 1e-6, "lr_warmup_steps": 10, "total_training_steps": 100, "weight_decay": 0.01},
             "grad_clip": 1.0,
+            "clip_ratio": 0.2,
+            "clip_ratio_low": 0.1,
+            "clip_ratio_high": 0.3,
             "loss_agg_mode": "seq-mean-token-mean",
             "use_kl_loss": False,
         },
@@ -53,10 +57,10 @@ def test_settings_in_trls_words(tmp_path: Path) -> None:
     assert found.optimiser == Optimiser(
         "adamw", 1e-5, "cosine", warmup=10, n_steps=95, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=0.2
     )
-    assert found.loss == PolicyLoss("dr_grpo", 512, 0.9)
+    assert found.loss == PolicyLoss("dr_grpo", 512, 0.9, 0.2, 0.28)
     assert str(found) == (
         "adamw, learning rate 1e-05 (cosine, 10 steps of warm-up), weight decay 0.1, gradients clipped at norm 0.2, "
-        f"loss dr_grpo (by {tmp_path}/training_args.json)"
+        f"loss dr_grpo, ratios clipped at 0.8 and 1.28 (by {tmp_path}/training_args.json)"
     )
 
 
@@ -65,7 +69,7 @@ def test_settings_in_verls_words(tmp_path: Path) -> None:
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(VERL))
     found = read_recipe(tmp_path)
     assert found.optimiser == Optimiser("adamw", 1e-6, "constant", warmup=10, n_steps=100, weight_decay=0.01)
-    assert found.loss == PolicyLoss("grpo", None, 1.0)
+    assert found.loss == PolicyLoss("grpo", None, 1.0, 0.1, 0.3)
 
 
 def test_logged_rates_must_agree(tmp_path: Path) -> None:

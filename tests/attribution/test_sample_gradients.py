@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
+from tsae.attribution.sample_gradients import TrainedWeights, gradients_and_spread, log_probabilities, sample_gradients
 from tsae.checkpoints.checkpoint import Checkpoint
 
 
@@ -54,3 +54,16 @@ def test_in_single_precision_to_five_digits(llama: Path) -> None:
     found = sample_gradients(trained, ids, mask, weight)
     expected = one_by_one(trained, ids, mask, weight)
     assert ((found - expected).norm(dim=1) < 1e-5 * expected.norm(dim=1)).all()
+
+
+def test_the_spread_is_the_squared_gradient_in_the_logits(llama: Path) -> None:
+    trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model(dtype="float64"))
+    ids, mask, weight = batch(seed=2)
+    found = gradients_and_spread(trained, ids, mask, weight, temperature=0.7)[1]
+    for row in range(len(ids)):
+        n = int(mask[row].sum())
+        logits = trained.model(input_ids=ids[row : row + 1, :n]).logits[0, : n - 1].detach()
+        scaled = (logits / 0.7).requires_grad_()
+        torch.log_softmax(scaled, -1).gather(-1, ids[row, 1:n, None]).sum().backward()
+        assert scaled.grad is not None
+        torch.testing.assert_close(found[row, : n - 1], scaled.grad.pow(2).sum(-1))

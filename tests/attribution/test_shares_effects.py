@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from tsae.attribution.effects import simulate
-from tsae.attribution.gradient_store import batches_of, build_gradients
+from tsae.attribution.effects import _pulled, simulate
+from tsae.attribution.gradient_store import StepGradients, batches_of, build_gradients
 from tsae.attribution.optimiser import Optimiser, Simulation
 from tsae.attribution.path import TrainingPath
 from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.shares import shares
 from tsae.attribution.targets import NextToken
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -132,7 +132,11 @@ def test_where_gradients_do_not_depend_on_weights_the_simulation_is_the_training
     random = torch.Generator().manual_seed(1)
     gradients = torch.randn(30, 4, 2, generator=random)
     trained = TrainedWeights(TwoParameters())  # type: ignore[arg-type]
-    store = SimpleNamespace(step=lambda t: (np.arange(4 * t - 4, 4 * t), gradients[t - 1]))
+    nothing = torch.ones(4)
+    store = SimpleNamespace(
+        loss=PolicyLoss(epsilon=None),
+        whole_step=lambda t: StepGradients(np.arange(4 * t - 4, 4 * t), gradients[t - 1], nothing, nothing[:, None]),
+    )
     start = trained.vector()
 
     def really(kept: np.ndarray) -> torch.Tensor:
@@ -168,9 +172,12 @@ QUICK = Optimiser("adam", 1e-3, "constant", max_grad_norm=0.05)
 
 
 def train(
-    folder: Path, log: Rollouts, kept: np.ndarray | None = None
+    folder: Path, log: Rollouts, kept: np.ndarray | None = None, then: dict[int, torch.Tensor] | None = None
 ) -> tuple[TrainedWeights, dict[int, torch.Tensor]]:
-    """A training in plain torch on the log: no code of the attribution but the weights' order."""
+    """A training in plain torch on the log: no code of the attribution but the weights' order.
+
+    With `then`, the log-probabilities of the policies that sampled, it weighs and clips ratios; if empty, it is filled.
+    """
     model = Checkpoint(id="base", path=str(folder)).load_model()
     trained = TrainedWeights(model)
     parameters = list(trained.parameters.values())
@@ -184,7 +191,11 @@ def train(
             ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
             chance = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
             picked = chance[torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :]
-            part = log.frame.advantage[row] / (16 * len(rows)) * picked.sum()
+            advantage = log.frame.advantage[row] / (16 * len(rows))
+            part = advantage * picked.sum()
+            if then is not None:
+                ratio = (picked - then.setdefault(int(row), picked.detach())).exp()
+                part = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
             if kept is None or kept[row]:
                 (-part).backward()
         for parameter in parameters:
@@ -218,10 +229,15 @@ def test_shares_of_a_real_training_add_up(llama: Path, log: Rollouts, tmp_path: 
     assert np.corrcoef(again.shares[:, 0], found.shares[:, 0])[0, 1] > 0.95
 
 
-def test_effects_are_near_to_trainings_on_the_rest(llama: Path, log: Rollouts, tmp_path: Path) -> None:
-    trained, knots = train(llama, log)
-    path = TrainingPath(trained, knots)
-    store = build_gradients(path, log, batches_of(log), LOSS, tmp_path / "g", dtype="bfloat16", progress=False)
+# Clipping is all or nothing for a token, and its log-ratio is an estimate.
+@pytest.mark.parametrize(("epsilon", "correlation", "error"), [(None, 0.9, 0.1), (0.2, 0.7, 0.2)])
+def test_effects_are_near_to_trainings_on_the_rest(
+    llama: Path, log: Rollouts, tmp_path: Path, epsilon: float | None, correlation: float, error: float
+) -> None:
+    then: dict[int, torch.Tensor] | None = None if epsilon is None else {}
+    trained, knots = train(llama, log, then=then)
+    path, loss = TrainingPath(trained, knots), PolicyLoss("dr_grpo", 16, epsilon=epsilon)
+    store = build_gradients(path, log, batches_of(log), loss, tmp_path / "g", dtype="bfloat16", progress=False)
     problem = log.frame.problem_id.to_numpy()
     random = np.random.default_rng(0)
     kept = np.array([np.isin(problem, random.permutation(np.unique(problem))[:6]) for _ in range(8)])
@@ -230,11 +246,55 @@ def test_effects_are_near_to_trainings_on_the_rest(llama: Path, log: Rollouts, t
     path.put(0)
     before = targets(log).values(trained)
     for row in kept:
-        model, _ = train(llama, log, row)
+        model, _ = train(llama, log, row, then)
         really.append(targets(log).values(model) - before)
     for j in range(2):
-        assert np.corrcoef(found.changes[:, j], np.array(really)[:, j])[0, 1] > 0.9
-    assert np.abs(found.changes - really).mean() < 0.1 * np.abs(really).max()
+        assert np.corrcoef(found.changes[:, j], np.array(really)[:, j])[0, 1] > correlation
+    assert np.abs(found.changes - really).mean() < error * np.abs(really).max()
+
+
+def test_log_ratios_follow_the_weights(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    """Away from the path by little, the factors are those of the true ratios, sample by sample."""
+    trained, knots = train(llama, log)
+    path, loss = TrainingPath(trained, knots), PolicyLoss("dr_grpo", 16)
+    store = build_gradients(path, log, batches_of(log), loss, tmp_path / "g", progress=False)
+    those = store.whole_step(3)
+    away = torch.randn(2, len(trained), generator=torch.Generator().manual_seed(0)) * 2e-3
+    found = _pulled(loss, those, away)
+
+    def logs(weights: torch.Tensor, row: int) -> torch.Tensor:
+        trained.put(weights)
+        prompt, response = log.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        return log_probabilities(trained.model, ids, torch.ones_like(ids))[0, len(prompt) - 1 :].detach()
+
+    moved = []
+    for k, one in enumerate(away):
+        for i, row in enumerate(those.rows):
+            if those.pulls[i] == 0:
+                assert found[k, i] == 1
+                continue
+            change = logs(path.weights(2) + one, int(row)) - logs(path.weights(2), int(row))
+            # Far from clipping, Σ_t spread_t (1 + share_t of the log-ratio).
+            expected = 1 + float(change.sum()) * float((those.spread[i] ** 2).sum())
+            moved.append(abs(expected - 1))
+            assert float(found[k, i]) == pytest.approx(expected, abs=5e-4 + 0.1 * abs(expected - 1))
+    assert max(moved) > 0.02
+    np.testing.assert_allclose(those.spread.sum(1)[those.pulls != 0], 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [-0.7, 1.3])
+@pytest.mark.parametrize("high", [None, 0.28])
+def test_the_pull_of_a_token_is_the_derivative_of_the_clipped_loss(advantage: float, high: float | None) -> None:
+    log_ratio = torch.linspace(-1, 1, 41, requires_grad=True)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(0.8, 1.2 if high is None else 1.28)
+    torch.minimum(ratio * advantage, clipped * advantage).sum().backward()
+    found = PolicyLoss(epsilon=0.2, epsilon_high=high).pull(log_ratio.detach(), torch.tensor(advantage > 0))
+    assert log_ratio.grad is not None
+    np.testing.assert_allclose(found * advantage, log_ratio.grad, rtol=1e-6)
+    assert (found == 0).any()
+    assert (found != 0).any()
 
 
 def test_gradients_are_kept_and_taken_up_again(llama: Path, log: Rollouts, tmp_path: Path) -> None:

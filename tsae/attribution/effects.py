@@ -2,8 +2,12 @@
 
 Without a sample, Adam divides by another √v̂, so that shares mispredict what is missing: half of the gradients make
 nearly the same steps. The simulation takes the optimiser's steps exactly, on gradients along the run's own path. It
-moves the weights, and the target is evaluated there. It leaves out that the gradients themselves would have been others
-on the other path.
+moves the weights, and the target is evaluated there.
+
+On the other path the samples are not the policy's own: their ratios ρ differ from 1, and the loss weighs and clips
+them (`tsae.attribution.policy_loss`). The simulation does so too. A sample's log-ratio is taken to be linear in the
+weights, ⟨∇log π_i(θ_t), θ' − θ_t⟩, with the gradients that are there already, and is divided among its tokens in
+proportion to their squared gradients in the logits. What is left out: that ∇log π itself would have been another.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import rearrange, reduce
 
-from tsae.attribution.gradient_store import GradientStore
+from tsae.attribution.gradient_store import GradientStore, StepGradients
 from tsae.attribution.optimiser import Optimiser, Simulation
 from tsae.attribution.path import TrainingPath
+from tsae.attribution.policy_loss import PolicyLoss
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
@@ -64,7 +70,7 @@ def simulate(
     if kept.ndim != 2:
         raise TsaeError(f"kept has {kept.ndim} dimensions, expected (K, n_trajectories)", where="simulate")
     kept = np.concatenate([np.ones((1, kept.shape[1])), kept.astype(float)])
-    start = path.weights(path.steps[0])
+    start, loss = path.weights(path.steps[0]), store.loss
     path.put(path.steps[0])
     before = targets.values(path.trained)
     each, ends = max(1, at_once // len(path.trained)), []
@@ -73,10 +79,25 @@ def simulate(
             some = torch.as_tensor(kept[low : low + each], dtype=torch.float32)
             simulation = Simulation(optimiser, start.repeat(len(some), 1))
             for step in range(path.steps[0] + 1, path.last + 1):
-                rows, gradients = store.step(step)
-                simulation.step(-(some[:, rows] @ gradients))
+                those = store.whole_step(step)
+                weight = some[:, those.rows]
+                if loss.epsilon is not None:
+                    weight = weight * _pulled(loss, those, simulation.weights - path.weights(step - 1))
+                simulation.step(-(weight @ those.gradients))
             for weights in simulation.weights:
                 path.trained.put(weights.to(path.trained.device))
                 ends.append(targets.values(path.trained) - before)
                 bar.update()
     return Effects(targets.names, kept[1:], np.array(ends[1:]), ends[0])
+
+
+def _pulled(loss: PolicyLoss, those: StepGradients, away: torch.Tensor) -> torch.Tensor:
+    """(K, n) factors of the samples' gradients at weights that are `away`, (K, P), from the run's."""
+    used = those.pulls != 0
+    log_ratios = (away @ those.gradients.T) / torch.where(used, those.pulls, 1.0)
+    positive = rearrange(those.pulls > 0, "n -> n 1")
+    factors = torch.ones_like(log_ratios)
+    for found, of_samples in zip(factors, log_ratios, strict=True):
+        pulls = loss.pull(rearrange(of_samples, "n -> n 1") * those.spread, positive)
+        found[used] = reduce(pulls * those.spread, "n t -> n", "sum")[used]
+    return factors

@@ -1,13 +1,20 @@
 """Gradients of a run's samples, along its path, on disk.
 
-A folder has one safetensors file a step: `gradients` (n, P), each sample's part of the gradient of −loss at the weights
-before the step, and `rows` (n,), its rows of the rollouts. An interrupted build goes on where it stopped.
+A folder has one safetensors file a step:
+
+    gradients (n, P)   each sample's part of the gradient of −loss at the weights before the step
+    rows (n,)          its row of the rollouts
+    pulls (n,)         w_i A_i, by which the gradient of its log-probability was multiplied
+    spread (n, T)      how that gradient is spread over its sampled tokens; sums to 1, with zeros behind
+
+An interrupted build goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from tsae.attribution.path import TrainingPath
 from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.sample_gradients import sample_gradients
+from tsae.attribution.sample_gradients import gradients_and_spread
 from tsae.base.files import write_json
 from tsae.base.progress import progress_bar
 from tsae.diff.policy_gradient.derivatives import padded
@@ -25,6 +32,20 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """What the store holds of a step."""
+
+    rows: np.ndarray
+    """(n,) of the rollouts."""
+    gradients: torch.Tensor
+    """(n, P) float32."""
+    pulls: torch.Tensor
+    """(n,) w_i A_i."""
+    spread: torch.Tensor
+    """(n, T) shares of the sampled tokens in a sample's log-ratio."""
 
 
 class GradientStore:
@@ -44,8 +65,18 @@ class GradientStore:
 
     def step(self, number: int) -> tuple[np.ndarray, torch.Tensor]:
         """((n,) rows of the rollouts, (n, P) float32 gradients) of a step's samples."""
+        found = self.whole_step(number)
+        return found.rows, found.gradients
+
+    def whole_step(self, number: int) -> StepGradients:
+        """Everything about a step's samples."""
         found = load_file(_file(self.folder, number))
-        return found["rows"].numpy(), found["gradients"].float()
+        return StepGradients(found["rows"].numpy(), found["gradients"].float(), found["pulls"], found["spread"])
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """Of the run."""
+        return PolicyLoss(**self.info["loss"])
 
 
 def build_gradients(
@@ -130,13 +161,23 @@ def _build_step(
     found = torch.zeros(len(rows), len(path.trained), dtype=getattr(torch, dtype))
     place = {row: i for i, row in enumerate(rows.tolist())}
     # A sample without advantage has no gradient.
+    spread = torch.zeros(len(rows), int(rollouts.n_sampled[rows].max()))
     for some, ids, mask, response in padded(rollouts, rows[advantage != 0], batch_tokens, str(path.trained.device)):
         by = torch.tensor([weighted[row] for row in some.tolist()], dtype=torch.float32, device=ids.device)
         weight = by[:, None] * response[:, 1:]
-        gradient = sample_gradients(path.trained, ids, mask, weight, temperature=loss.temperature)
+        gradient, each = gradients_and_spread(path.trained, ids, mask, weight, temperature=loss.temperature)
         found[[place[row] for row in some.tolist()]] = gradient.to(found.dtype).cpu()
+        for row, one, sampled in zip(some.tolist(), each, response[:, 1:], strict=True):
+            own = one[sampled].float().cpu()
+            spread[place[row], : len(own)] = own / own.sum().clamp_min(1e-30)
+    tensors = {
+        "rows": torch.from_numpy(rows.astype(np.int64)),
+        "gradients": found,
+        "pulls": torch.tensor([weighted[row] for row in rows.tolist()], dtype=torch.float32),
+        "spread": spread,
+    }
     partial = _file(to, step).with_suffix(".tmp")
-    save_file({"rows": torch.from_numpy(rows.astype(np.int64)), "gradients": found}, partial)
+    save_file(tensors, partial)
     partial.replace(_file(to, step))
 
 

@@ -1,10 +1,11 @@
 """The policy-gradient loss of GRPO and its relatives, as a sum over samples.
 
-    −loss = Σ_i w_i A_i Σ_t ρ_it      over the tokens that the policy sampled
+    −loss = Σ_i w_i Σ_t min(ρ_it A_i, clip(ρ_it, 1 − ε, 1 + ε) A_i)      over the tokens that the policy sampled
 
-ρ_it is the probability of token t against its probability when it was sampled. A batch that was sampled for its step
-alone has ρ = 1: its gradient is that of log π, and clipping never acts. A_i is the advantage, w_i the normalisation. It
-belongs to the whole batch, so leaving a sample out takes its summand away and changes no other.
+ρ_it is the probability of token t against its probability when it was sampled (Schulman et al. 2017; Shao et al. 2024).
+A batch that was sampled for its step alone has ρ = 1: its gradient is that of log π, and clipping never acts. On
+another path of training the same samples have other ratios. A_i is the advantage, w_i the normalisation. It belongs to
+the whole batch, so leaving a sample out takes its summand away and changes no other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from tsae.errors import TsaeError
+
+_LARGEST = 5.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,10 @@ class PolicyLoss:
     """For dr_grpo alone: the limit in tokens."""
     temperature: float = 1.0
     """Of the sampling, by which the trainer divides logits."""
+    epsilon: float | None = 0.2
+    """How far below 1 the ratio may fall before a token with negative advantage stops to count; None: no ratio."""
+    epsilon_high: float | None = None
+    """How far above 1 it may rise with positive advantage; by default epsilon."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("grpo", "bnpo", "dapo", "dr_grpo"):
@@ -46,3 +54,17 @@ class PolicyLoss:
         own = np.full(len(n_tokens), self.max_completion_length or np.maximum(n_tokens, 1))
         weights: np.ndarray = 1 / (len(n_tokens) * own)
         return weights
+
+    def pull(self, log_ratio: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+        """Factor of a token's gradient A ∇log π: ρ, or 0 where it is clipped.
+
+        Args:
+            log_ratio: log ρ, in nats.
+            positive: whether the advantage is; broadcasts.
+        """
+        if self.epsilon is None:
+            return torch.ones_like(log_ratio)
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        # A linear log-ratio may be far off; no trainer's batch has a token with more than this.
+        ratio = log_ratio.clamp(max=_LARGEST).exp()
+        return ratio * torch.where(positive, ratio < 1 + high, ratio > 1 - self.epsilon)

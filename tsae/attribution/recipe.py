@@ -49,6 +49,7 @@ class Recipe:
             f"weight decay {o.weight_decay:g}" if o.weight_decay else "no weight decay",
             "no clipping of gradients" if o.max_grad_norm is None else f"gradients clipped at norm {o.max_grad_norm:g}",
             f"loss {loss.kind}",
+            f"ratios clipped at {1 - (loss.epsilon or 0):g} and {1 + (loss.epsilon_high or loss.epsilon or 0):g}",
         ]
         return ", ".join(parts) + f" (by {self.source})"
 
@@ -136,7 +137,14 @@ def _of_trl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Recip
             max_grad_norm=float(norm) if norm else None,
         )
         length = settings.get("max_completion_length", 256) if loss_type == "dr_grpo" else None
-        loss = PolicyLoss(loss_type, length, float(settings.get("temperature", 1.0)))  # type: ignore[arg-type]
+        high = settings.get("epsilon_high")
+        loss = PolicyLoss(
+            loss_type,  # type: ignore[arg-type]
+            length,
+            float(settings.get("temperature", 1.0)),
+            float(settings.get("epsilon", 0.2)),
+            None if high is None else float(high),
+        )
     except TsaeError:
         raise
     except (TypeError, ValueError) as error:
@@ -163,6 +171,8 @@ def _of_verl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Reci
         "loss_type": _AGGREGATES[mode],
         "max_completion_length": rollout.get("response_length"),
         "temperature": rollout.get("temperature", 1.0),
+        "epsilon": actor.get("clip_ratio_low", actor.get("clip_ratio", 0.2)),
+        "epsilon_high": actor.get("clip_ratio_high"),
     }
     betas = optim.get("betas")
     return _of_trl(rest | ({"adam_beta1": betas[0], "adam_beta2": betas[1]} if betas else {}), steps, file)

@@ -71,7 +71,14 @@ class TrainedWeights:
 def sample_gradients(
     trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """(B, P) gradient of every sample's Σ_t weight_t log π(token t) with respect to the trained weights.
+    """The gradients of `gradients_and_spread` alone."""
+    return gradients_and_spread(trained, ids, mask, weight, temperature=temperature)[0]
+
+
+def gradients_and_spread(
+    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of samples, and how they are spread over tokens.
 
     Args:
         trained: the weights.
@@ -80,11 +87,16 @@ def sample_gradients(
         weight: (B, T − 1) of the tokens after the first.
         temperature: of the sampling, by which logits are divided.
 
+    Returns:
+        (B, P) gradient of every sample's Σ_t weight_t log π(token t) with respect to the trained weights; and
+        (B, T − 1) ‖∂ log π(token t) / ∂ logits‖², which says how much a token still has to give: 0 for a certain one.
+
     Raises:
         TsaeError: for a module that mixes samples, such as a mixture of experts.
     """
     with _recorded(trained) as seen:
-        log = log_probabilities(trained.model, ids, mask, temperature)
+        every = _log_softmax(trained.model, ids, mask, temperature)
+        log = every.gather(-1, ids[:, 1:, None])[..., 0]
         (log * weight).sum().backward()
     found = torch.zeros(len(ids), len(trained), dtype=log.dtype, device=log.device)
     places = dict(zip(trained.parameters, found.split(trained.sizes, dim=1), strict=True))
@@ -100,17 +112,23 @@ def sample_gradients(
                         fix="Leave this weight out; gradients of single samples are not known for it.",
                     )
                 places[name] += rearrange(gradient, "b ... -> b (...)")
-    return found
+    with torch.no_grad():
+        spread = 1 - 2 * log.exp() + (2 * every).exp().sum(-1)
+    return found, spread
 
 
 def log_probabilities(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
     """(B, T − 1) log-probability of every token after the first, in nats."""
+    return _log_softmax(model, ids, mask, temperature).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def _log_softmax(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(B, T − 1, vocabulary) in nats."""
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    log = torch.log_softmax(logits[:, :-1].to(wide) / temperature, dim=-1)
-    return log.gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.log_softmax(logits[:, :-1].to(wide) / temperature, dim=-1)
 
 
 Seen = list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]
