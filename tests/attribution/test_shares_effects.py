@@ -229,28 +229,37 @@ def test_shares_of_a_real_training_add_up(llama: Path, log: Rollouts, tmp_path: 
     assert np.corrcoef(again.shares[:, 0], found.shares[:, 0])[0, 1] > 0.95
 
 
-# Clipping is all or nothing for a token, and its log-ratio is an estimate.
-@pytest.mark.parametrize(("epsilon", "correlation", "error"), [(None, 0.9, 0.1), (0.2, 0.7, 0.2)])
+@pytest.mark.parametrize("epsilon", [None, 0.2])
 def test_effects_are_near_to_trainings_on_the_rest(
-    llama: Path, log: Rollouts, tmp_path: Path, epsilon: float | None, correlation: float, error: float
+    llama: Path, log: Rollouts, tmp_path: Path, epsilon: float | None
 ) -> None:
     then: dict[int, torch.Tensor] | None = None if epsilon is None else {}
     trained, knots = train(llama, log, then=then)
-    path, loss = TrainingPath(trained, knots), PolicyLoss("dr_grpo", 16, epsilon=epsilon)
-    store = build_gradients(path, log, batches_of(log), loss, tmp_path / "g", dtype="bfloat16", progress=False)
+    path = TrainingPath(trained, knots)
     problem = log.frame.problem_id.to_numpy()
     random = np.random.default_rng(0)
     kept = np.array([np.isin(problem, random.permutation(np.unique(problem))[:6]) for _ in range(8)])
-    found = simulate(store, path, QUICK, targets(log), kept, progress=False)
     really = []
     path.put(0)
     before = targets(log).values(trained)
     for row in kept:
         model, _ = train(llama, log, row, then)
         really.append(targets(log).values(model) - before)
-    for j in range(2):
-        assert np.corrcoef(found.changes[:, j], np.array(really)[:, j])[0, 1] > correlation
-    assert np.abs(found.changes - really).mean() < error * np.abs(really).max()
+
+    def simulated(epsilon: float | None) -> np.ndarray:
+        loss, to = PolicyLoss("dr_grpo", 16, epsilon=epsilon), tmp_path / str(epsilon)
+        store = build_gradients(path, log, batches_of(log), loss, to, dtype="bfloat16", progress=False)
+        return simulate(store, path, QUICK, targets(log), kept, progress=False).changes
+
+    found = simulated(epsilon)
+    correlations = [np.corrcoef(found[:, j], np.array(really)[:, j])[0, 1] for j in range(2)]
+    if epsilon is None:
+        assert min(correlations) > 0.9
+        assert np.abs(found - really).mean() < 0.1 * np.abs(really).max()
+    else:
+        # These steps are so large that most tokens are clipped after one. Even so it is better to simulate ratios.
+        assert min(correlations) > 0.7
+        assert np.abs(found - really).mean() < np.abs(simulated(None) - really).mean()
 
 
 def test_log_ratios_follow_the_weights(llama: Path, log: Rollouts, tmp_path: Path) -> None:
