@@ -259,16 +259,26 @@ def retrain(
 
 
 def logged_probabilities(config: MixedConfig, base: Checkpoint, rollouts: Rollouts) -> list[np.ndarray]:
-    """Log-probabilities of the logged tokens under the policies that sampled them, in nats, an array a row.
+    """Log-probabilities of the logged tokens under the policies that sampled them, in nats, an array a row."""
+    return repeated(config, base, rollouts)[1]
 
-    The run is repeated on its log, which has to be whole.
+
+def repeated(
+    config: MixedConfig, base: Checkpoint, rollouts: Rollouts
+) -> tuple[dict[int, torch.Tensor], list[np.ndarray]]:
+    """Repeat the run on its log, which has to be whole.
+
+    Returns:
+        (P,) weights by the number of finished steps; and log-probabilities of the logged tokens under the policies that
+        sampled them, in nats, an array a row.
     """
-    found = [np.zeros(0)] * len(rollouts)
+    found, knots = [np.zeros(0)] * len(rollouts), dict[int, torch.Tensor]()
     again = _replayed(config, rollouts, set(rollouts.frame.problem_id), None)
     rows = {step: np.flatnonzero(rollouts.frame["step"] == step) for step in range(1, config.steps + 1)}
 
     def batch(number: int, model: PreTrainedModel) -> list[Sample]:
         samples = again(number, model)
+        knots[number - 1] = parameters_to_vector(model.parameters()).detach().clone()
         with torch.no_grad():
             # The batches of the training: the same numbers to the last bit.
             for used in (True, False):
@@ -278,8 +288,8 @@ def logged_probabilities(config: MixedConfig, base: Checkpoint, rollouts: Rollou
                         found[rows[number][i]] = one[begin - 1 : end - 1].numpy()
         return samples
 
-    _run(config, base, batch)
-    return found
+    knots[config.steps] = _run(config, base, batch)
+    return knots, found
 
 
 def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
