@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -39,6 +39,7 @@ import tsae
 from tsae.attribution.effects import simulate
 from tsae.attribution.gradient_store import GradientStore, batches_of, build_gradients
 from tsae.attribution.path import TrainingPath
+from tsae.attribution.policy_loss import Again
 from tsae.attribution.recipe import read_recipe
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.shares import Shares, shares
@@ -194,17 +195,20 @@ def check(options: Options) -> dict[str, object]:
         store = build_gradients(path, rollouts, batches_of(rollouts), recipe.loss, folder, dtype="bfloat16")
         some = {step: weights for step, weights in knots.items() if step % options.every == 0 or step == path.last}
         split = shares(store, TrainingPath(path.trained, some), recipe.optimiser, targets)
-        effect = simulate(store, path, recipe.optimiser, targets, kept).changes
-        predicted = {"effect": effect} | predictors(path, targets, rollouts, store, split, kept)
+        effects: dict[str, np.ndarray] = {
+            again: simulate(store, path, recipe.optimiser, targets, kept, again=again).changes
+            for again in get_args(Again)
+        }
+        predicted = predictors(path, targets, rollouts, store, split, kept)
     print(f"the log's path is that of the settings to {split.segments.path_error.max():.2g}")
     halves = [i for i, name in enumerate(wanted) if kinds[name] == "half"]
-    scores = scores_of(predicted, realised, [wanted[i] for i in halves], halves)
+    scores = scores_of(predicted, effects, realised, [wanted[i] for i in halves], halves)
     print(scores.round(2).to_string())
     figures = summary(scores)
     remainder = np.abs(split.remainder / split.realised)
     figures["conservation"] = round(float(np.median(remainder)), 4)
     bands = [i for i, name in enumerate(wanted) if kinds[name] in ("without", "alone")]
-    figures |= bands_of(wanted, bands, effect, realised)
+    figures |= bands_of(wanted, bands, effects, realised)
     print(f"stored: what the retrainings changed, in {data}; everything else is computed now")
     path.put(0)
     before, again = targets.values(path.trained), {}
@@ -256,6 +260,7 @@ def predictors(
 
 def scores_of(
     predicted: Mapping[str, np.ndarray],
+    effects: Mapping[str, np.ndarray],
     realised: Mapping[str, Mapping[str, np.ndarray]],
     names: list[str],
     rows: list[int],
@@ -267,13 +272,19 @@ def scores_of(
     for sampling, found in realised.items():
         there = [i for i, name in enumerate(names) if name in found]
         truth = np.array([found[names[i]] for i in there])
-        of = {name: values[rows][there] for name, values in predicted.items()}
+        every = {"effect": effects[kind_of(sampling)], **predicted}
+        of = {name: values[rows][there] for name, values in every.items()}
         of |= {name: values[there] for name, values in others.items() if name != f"retrained, {sampling}"}
         for name, values in of.items():
             each = [rank(values[:, j], truth[:, j]) for j in range(truth.shape[1])]
             row = {"sampling": sampling, "predictor": name, "subsets": len(there)}
             table.append(row | {"behaviours": np.nanmean(each[:3]), "features": np.nanmean(each[3:])})
     return pd.DataFrame(table).set_index(["sampling", "predictor"])
+
+
+def kind_of(sampling: str) -> str:
+    """What the simulation has to imagine."""
+    return REPLAYED if sampling == REPLAYED else "on-policy"
 
 
 def rank(a: np.ndarray, b: np.ndarray) -> float:
@@ -314,26 +325,30 @@ def summary(scores: pd.DataFrame) -> dict[str, object]:
 
 
 def bands_of(
-    names: list[str], rows: list[int], effect: np.ndarray, realised: Mapping[str, Mapping[str, np.ndarray]]
+    names: list[str],
+    rows: list[int],
+    effects: Mapping[str, np.ndarray],
+    realised: Mapping[str, Mapping[str, np.ndarray]],
 ) -> dict[str, object]:
     """Each band left out and alone: predicted and realised changes of the direct share on each band."""
     table: list[dict[str, object]] = []
-    errors: dict[str, list[float]] = {sampling: [] for sampling in realised}
+    errors: dict[str, list[float]] = {kind: [] for kind in effects}
     signs: list[bool] = []
     for i in rows:
-        row: dict[str, object] = {"subset": names[i], "predicted": effect[i, :3].round(3)}
+        row: dict[str, object] = {"subset": names[i]}
+        for kind, effect in effects.items():
+            row[f"predicted, {kind}"] = effect[i, :3].round(3)
         for sampling, found in realised.items():
             if names[i] in found:
-                real = found[names[i]][:3]
+                real, predicted = found[names[i]][:3], effects[kind_of(sampling)][i, :3]
                 row[sampling] = real.round(3)
-                errors[sampling] += np.abs(effect[i, :3] - real).tolist()
-                signs += (np.sign(effect[i, :3]) == np.sign(real)).tolist()
+                errors[kind_of(sampling)] += np.abs(predicted - real).tolist()
+                signs += (np.sign(predicted) == np.sign(real)).tolist()
         table.append(row)
     print(pd.DataFrame(table).to_string())
-    on_policy = [error for sampling, some in errors.items() if sampling != REPLAYED for error in some]
     return {
         "band_error_replayed": round(float(np.median(errors[REPLAYED])), 4),
-        "band_error": round(float(np.median(on_policy)), 4),
+        "band_error": round(float(np.median(errors["on-policy"])), 4),
         "band_sign": round(float(np.mean(signs)), 3),
     }
 

@@ -18,6 +18,7 @@ import tyro
 from tyro.conf import Positional, subcommand
 
 from tsae.commands.helptext import WrappedOutput, join_lines
+from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.commands.options.diff import Diff, Reinforcement, Report
@@ -56,6 +57,7 @@ Command = (
     | Annotated[Export, subcommand("export", prefix_name=False)]
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
+    | Annotated[Attribute, subcommand("attribute", prefix_name=False)]
     | Annotated[Causal, subcommand("causal", prefix_name=False)]
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
@@ -134,8 +136,9 @@ def main(args: Sequence[str] | None = None) -> None:
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
-runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae causal` tests what a diff
-found; `tsae credit` and `tsae reformulate` use it in training. `tsae drift` needs none of the stages.
+runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae attribute` tells which training
+samples did it, and `tsae causal` tests what a diff found; `tsae credit` and `tsae reformulate` use it in training.
+`tsae drift` needs none of the stages.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

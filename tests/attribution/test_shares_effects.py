@@ -149,7 +149,7 @@ def test_where_gradients_do_not_depend_on_weights_the_simulation_is_the_training
 
     path = TrainingPath(trained, {0: start, 30: really(np.ones(120))})
     kept = np.random.default_rng(0).random((5, 120)) < 0.5
-    found = simulate(store, path, ADAM, Chance(), kept, at_once=6, progress=False)  # type: ignore[arg-type]
+    found = simulate(store, path, ADAM, Chance(), kept, again="replayed", at_once=6, progress=False)  # type: ignore[arg-type]
     expected = [float(chances(really(row))[0] - chances(start)[0]) for row in kept]
     np.testing.assert_allclose(found.changes[:, 0], expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(found.whole[0], float(chances(really(np.ones(120)))[0] - chances(start)[0]), atol=1e-7)
@@ -249,7 +249,7 @@ def test_effects_are_near_to_trainings_on_the_rest(
     def simulated(epsilon: float | None) -> np.ndarray:
         loss, to = PolicyLoss("dr_grpo", 16, epsilon=epsilon), tmp_path / str(epsilon)
         store = build_gradients(path, log, batches_of(log), loss, to, dtype="bfloat16", progress=False)
-        return simulate(store, path, QUICK, targets(log), kept, progress=False).changes
+        return simulate(store, path, QUICK, targets(log), kept, again="replayed", progress=False).changes
 
     found = simulated(epsilon)
     correlations = [np.corrcoef(found[:, j], np.array(really)[:, j])[0, 1] for j in range(2)]
@@ -269,7 +269,7 @@ def test_log_ratios_follow_the_weights(llama: Path, log: Rollouts, tmp_path: Pat
     store = build_gradients(path, log, batches_of(log), loss, tmp_path / "g", progress=False)
     those = store.whole_step(3)
     away = torch.randn(2, len(trained), generator=torch.Generator().manual_seed(0)) * 2e-3
-    found = _pulled(loss, those, away)
+    found = _pulled(loss, those, away, "replayed")
 
     def logs(weights: torch.Tensor, row: int) -> torch.Tensor:
         trained.put(weights)
@@ -304,6 +304,12 @@ def test_the_pull_of_a_token_is_the_derivative_of_the_clipped_loss(advantage: fl
     np.testing.assert_allclose(found * advantage, log_ratio.grad, rtol=1e-6)
     assert (found == 0).any()
     assert (found != 0).any()
+
+
+def test_new_responses_are_stood_for_by_truncated_ratios() -> None:
+    ratios = torch.tensor([0.01, 0.5, 1.0, 1.9, 3.0, 40.0])
+    found = PolicyLoss().pull(ratios.log(), torch.tensor(True), "on-policy")
+    torch.testing.assert_close(found, torch.tensor([0.01, 0.5, 1.0, 1.9, 3.0, 3.0]))
 
 
 def test_gradients_are_kept_and_taken_up_again(llama: Path, log: Rollouts, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, save_model
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.targets import FeatureMeans, NextToken, Together
+from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
@@ -93,7 +93,8 @@ def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
         codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
         means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
-    np.testing.assert_allclose(targets.values(trained), np.mean(means, 0), rtol=1e-6)
+    np.testing.assert_allclose(targets.activations(trained), np.mean(means, 0), rtol=1e-6)
+    np.testing.assert_allclose(targets.values(trained), np.mean(means, 0), rtol=1e-6)  # hardly a threshold
     slopes = targets.gradients(trained).double()
     for seed in range(3):
         direction = some_direction(trained, seed)
@@ -106,13 +107,46 @@ def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, f
     sae, features = some_sae(0.3), list(range(24))
     soft = FeatureMeans(sae, features, fixed, SPECIAL, width=0.05)
     hard = FeatureMeans(sae, features, fixed, SPECIAL, width=1e-9)
+    np.testing.assert_allclose(hard.values(trained), soft.activations(trained), rtol=1e-5)
+    assert np.abs(soft.values(trained) - soft.activations(trained)).max() < 0.05 * soft.activations(trained).max()
     slope, without = soft.gradients(trained).double(), hard.gradients(trained).double()
     errors = np.zeros(2)
     for seed in range(4):
         direction = some_direction(trained, seed)
-        really = differences(soft, trained, direction, 0.2)
+        really = differences(hard, trained, direction, 0.2)
         errors += [np.abs((part @ direction).numpy() - really).sum() for part in (slope, without)]
     assert errors[0] < 0.5 * errors[1]
+
+
+def test_the_soft_gate_has_the_gradient_of_its_values(trained: TrainedWeights, fixed: Rollouts) -> None:
+    targets = FeatureMeans(some_sae(0.3), [0, 5, 9], fixed, SPECIAL, width=0.2)
+    direction = some_direction(trained, 1)
+    expected = differences(targets, trained, direction, 1e-5)
+    np.testing.assert_allclose(
+        (targets.gradients(trained).double() @ direction).numpy(), expected, rtol=1e-2, atol=1e-6
+    )
+
+
+def test_likelihood_of_one_kind_against_another(trained: TrainedWeights, fixed: Rollouts) -> None:
+    """Against transformers' own loss, problem by problem."""
+    first = np.arange(len(fixed)) % 2 == 0
+    targets = LogLikelihood(fixed, {"even": first, "odd": ~first}, {"even": ~first, "odd": first}, batch_tokens=150)
+    means = []
+    for row in range(len(fixed)):
+        prompt, response = fixed.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        labels = ids.clone()
+        labels[0, : len(prompt)] = -100
+        means.append(-float(trained.model(input_ids=ids, labels=labels).loss))
+    problem, values = fixed.frame.problem_id.to_numpy(), np.array(means)
+    both = [p for p in np.unique(problem) if len(set(first[problem == p])) == 2]
+    expected = np.mean([values[(problem == p) & first].mean() - values[(problem == p) & ~first].mean() for p in both])
+    np.testing.assert_allclose(targets.values(trained), [expected, -expected], rtol=1e-5)
+    direction = some_direction(trained, 2)
+    slopes = (targets.gradients(trained).double() @ direction).numpy()
+    np.testing.assert_allclose(slopes, differences(targets, trained, direction, 1e-4), rtol=1e-2, atol=1e-6)
+    with pytest.raises(TsaeError, match="no problem has responses of both kinds"):
+        LogLikelihood(fixed, {"all": np.ones(len(fixed), bool)}, {"all": np.zeros(len(fixed), bool)})
 
 
 def test_several_targets_one_after_another(trained: TrainedWeights, fixed: Rollouts) -> None:

@@ -26,6 +26,7 @@ COMMANDS = [
     ["evaluate"],
     ["encode"],
     ["diff"],
+    ["attribute"],
     ["causal"],
     ["reinforcement"],
     ["influence"],

@@ -4,10 +4,11 @@ Without a sample, Adam divides by another √v̂, so that shares mispredict what
 nearly the same steps. The simulation takes the optimiser's steps exactly, on gradients along the run's own path. It
 moves the weights, and the target is evaluated there.
 
-On the other path the samples are not the policy's own: their ratios ρ differ from 1, and the loss weighs and clips
-them (`tsae.attribution.policy_loss`). The simulation does so too. A sample's log-ratio is taken to be linear in the
-weights, ⟨∇log π_i(θ_t), θ' − θ_t⟩, with the gradients that are there already, and is divided among its tokens in
-proportion to their squared gradients in the logits. What is left out: that ∇log π itself would have been another.
+On the other path the samples are not the policy's own. A run that samples anew would have other ones: importance
+weights ρ make the logged samples stand for these. A run that replays the log has the trainer's loss weigh and clip them
+(`tsae.attribution.policy_loss`). A sample's log-ratio is taken to be linear in the weights, ⟨∇log π_i(θ_t), θ' − θ_t⟩,
+with the gradients that are there already, and is divided among its tokens in proportion to their squared gradients in
+the logits. What is left out: that ∇log π itself, and the advantages, would have been others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from einops import rearrange, reduce
 from tsae.attribution.gradient_store import GradientStore, StepGradients
 from tsae.attribution.optimiser import Optimiser, Simulation
 from tsae.attribution.path import TrainingPath
-from tsae.attribution.policy_loss import PolicyLoss
+from tsae.attribution.policy_loss import Again, PolicyLoss
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
@@ -53,6 +54,7 @@ def simulate(
     targets: Targets,
     kept: np.ndarray,
     *,
+    again: Again = "on-policy",
     at_once: int = 2**28,
     progress: bool = True,
 ) -> Effects:
@@ -64,6 +66,7 @@ def simulate(
         optimiser: the run's.
         targets: what is evaluated.
         kept: (K, n_trajectories) bool, or weights of the trajectories of the rollouts.
+        again: whether the imagined run samples its responses anew, or replays those of the log.
         at_once: numbers in the weights of subsets that are simulated together; the optimiser's state takes twice more.
         progress: show bars.
     """
@@ -81,8 +84,8 @@ def simulate(
             for step in range(path.steps[0] + 1, path.last + 1):
                 those = store.whole_step(step)
                 weight = some[:, those.rows]
-                if loss.epsilon is not None:
-                    weight = weight * _pulled(loss, those, simulation.weights - path.weights(step - 1))
+                if again == "on-policy" or loss.epsilon is not None:
+                    weight = weight * _pulled(loss, those, simulation.weights - path.weights(step - 1), again)
                 simulation.step(-(weight @ those.gradients))
             for weights in simulation.weights:
                 path.trained.put(weights.to(path.trained.device))
@@ -91,13 +94,13 @@ def simulate(
     return Effects(targets.names, kept[1:], np.array(ends[1:]), ends[0])
 
 
-def _pulled(loss: PolicyLoss, those: StepGradients, away: torch.Tensor) -> torch.Tensor:
+def _pulled(loss: PolicyLoss, those: StepGradients, away: torch.Tensor, again: Again) -> torch.Tensor:
     """(K, n) factors of the samples' gradients at weights that are `away`, (K, P), from the run's."""
     used = those.pulls != 0
     log_ratios = (away @ those.gradients.T) / torch.where(used, those.pulls, 1.0)
     positive = rearrange(those.pulls > 0, "n -> n 1")
     factors = torch.ones_like(log_ratios)
     for found, of_samples in zip(factors, log_ratios, strict=True):
-        pulls = loss.pull(rearrange(of_samples, "n -> n 1") * those.spread, positive)
+        pulls = loss.pull(rearrange(of_samples, "n -> n 1") * those.spread, positive, again)
         found[used] = reduce(pulls * those.spread, "n t -> n", "sum")[used]
     return factors

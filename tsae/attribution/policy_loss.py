@@ -18,7 +18,11 @@ import torch
 
 from tsae.errors import TsaeError
 
-_LARGEST = 5.0
+Again = Literal["on-policy", "replayed"]
+"""How a run is imagined anew: with responses that its policy samples, or with those of the log."""
+
+_LARGEST = 3.0
+"""Ratios are extrapolated, and far ones would rule."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,20 @@ class PolicyLoss:
         weights: np.ndarray = 1 / (len(n_tokens) * own)
         return weights
 
-    def pull(self, log_ratio: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-        """Factor of a token's gradient A ∇log π: ρ, or 0 where it is clipped.
+    def pull(self, log_ratio: torch.Tensor, positive: torch.Tensor, again: Again = "replayed") -> torch.Tensor:
+        """Factor of a token's gradient A ∇log π on another path.
 
         Args:
             log_ratio: log ρ, in nats.
             positive: whether the advantage is; broadcasts.
+            again: replayed: the logged responses are used again, and the loss weighs and clips them: ρ, or 0 where it
+                is clipped. on-policy: the policy samples anew; ρ makes the logged responses stand for those (importance
+                weights, truncated; Ionides 2008).
         """
+        ratio = log_ratio.exp().clamp(max=_LARGEST)
+        if again == "on-policy":
+            return ratio
         if self.epsilon is None:
             return torch.ones_like(log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        # A linear log-ratio may be far off; no trainer's batch has a token with more than this.
-        ratio = log_ratio.clamp(max=_LARGEST).exp()
         return ratio * torch.where(positive, ratio < 1 + high, ratio > 1 - self.epsilon)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from einops import einsum, rearrange, reduce
 
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
@@ -76,11 +76,76 @@ class NextToken:
         return _jacobian(trained, partial(self._values, trained))
 
 
+class LogLikelihood:
+    """Log-probability of a sampled token on fixed responses, of one kind against another of the same problems.
+
+    The mean over problems of: mean over responses of the first kind − mean over those of the second, each the mean
+    log-probability of its sampled tokens, in nats. It rises where the model comes to prefer the first kind. Problems
+    without both kinds do not count.
+
+    Args:
+        fixed: the responses that every model reads.
+        first: (n,) which are of the first kind, by the target's name.
+        second: (n,) which are of the second.
+        batch_tokens: tokens in a forward pass, with padding.
+        temperature: of the sampling, by which logits are divided.
+
+    Raises:
+        TsaeError: where no problem has both kinds.
+    """
+
+    def __init__(
+        self,
+        fixed: Rollouts,
+        first: Mapping[str, np.ndarray],
+        second: Mapping[str, np.ndarray],
+        *,
+        batch_tokens: int = 4096,
+        temperature: float = 1.0,
+    ) -> None:
+        self.fixed, self.batch_tokens, self.temperature = fixed, batch_tokens, temperature
+        self.names = list(first)
+        problem = np.unique(fixed.frame.problem_id, return_inverse=True)[1]
+        self.weight = np.zeros((len(self.names), len(fixed)))
+        for j, name in enumerate(self.names):
+            sizes = [np.bincount(problem, weights=side[name], minlength=problem.max() + 1) for side in (first, second)]
+            both = (sizes[0] > 0) & (sizes[1] > 0)
+            if not both.any():
+                raise TsaeError("no problem has responses of both kinds", where=name)
+            for side, size, sign in ((first, sizes[0], 1), (second, sizes[1], -1)):
+                rows = side[name] & both[problem]
+                self.weight[j, rows] += sign / (size[problem[rows]] * both.sum())
+        self.weight /= np.maximum(fixed.n_sampled, 1)
+
+    def _batches(self, trained: TrainedWeights) -> Iterator[Batch]:
+        rows = np.flatnonzero(np.abs(self.weight).sum(0))
+        return padded(self.fixed, rows, self.batch_tokens, str(trained.device))
+
+    def _sum(self, trained: TrainedWeights, batch: Batch) -> torch.Tensor:
+        rows, ids, mask, response = batch
+        log = log_probabilities(trained.model, ids, mask, self.temperature)
+        of_rows = (log * response[:, 1:]).sum(1)
+        return torch.as_tensor(self.weight[:, rows], dtype=log.dtype, device=log.device) @ of_rows
+
+    @torch.no_grad()
+    def values(self, trained: TrainedWeights) -> np.ndarray:
+        found = np.zeros(len(self.names))
+        for batch in self._batches(trained):
+            found += self._sum(trained, batch).double().cpu().numpy()
+        return found
+
+    def gradients(self, trained: TrainedWeights) -> torch.Tensor:
+        found = torch.zeros(len(self.names), len(trained))
+        for batch in self._batches(trained):
+            found += _jacobian(trained, partial(self._sum, trained, batch)).to(found)
+        return found
+
+
 class FeatureMeans:
     """Mean activations of features on the response tokens of fixed trajectories, in which problems count alike.
 
-    A code jumps at the SAE's threshold, and no derivative sees that. For the gradient the jump is a sigmoid whose width
-    is a share of the threshold; the values keep the jump.
+    A code jumps at the SAE's threshold, and no derivative sees that: what a sample moves past the threshold would be
+    nobody's share. So the jump is a sigmoid whose width is a share of the threshold; `activations` keeps the jump.
 
     Args:
         sae: its site is where the features live.
@@ -138,9 +203,9 @@ class FeatureMeans:
         mean = einsum(codes, counted.to(codes.dtype), "b t f, b t -> b f")
         return mean / rearrange(reduce(counted, "b t -> b", "sum").clamp_min(1), "b -> b 1")
 
-    def _sum(self, trained: TrainedWeights, batch: Batch, *, soft: bool) -> torch.Tensor:
+    def _sum(self, trained: TrainedWeights, batch: Batch) -> torch.Tensor:
         """(n_features,) summands of the means."""
-        mean = self._means(trained, batch, soft=soft)
+        mean = self._means(trained, batch, soft=True)
         return torch.as_tensor(self.weight[batch[0]], dtype=mean.dtype, device=mean.device) @ mean
 
     def _activations(self, trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -167,24 +232,26 @@ class FeatureMeans:
         return found[0]
 
     @torch.no_grad()
-    def each(self, trained: TrainedWeights, rollouts: Rollouts) -> np.ndarray:
-        """(n, n_features) mean activation on every trajectory, of any rollouts."""
+    def each(self, trained: TrainedWeights, rollouts: Rollouts, *, soft: bool = True) -> np.ndarray:
+        """(n, n_features) mean on every trajectory, of any rollouts; not soft: of the SAE's own codes."""
         found = np.zeros((len(rollouts), len(self.names)))
         for batch in self._padded(trained, rollouts):
-            found[batch[0]] = self._means(trained, batch, soft=False).double().cpu().numpy()
+            found[batch[0]] = self._means(trained, batch, soft=soft).double().cpu().numpy()
         return found
 
-    @torch.no_grad()
     def values(self, trained: TrainedWeights) -> np.ndarray:
-        found = np.zeros(len(self.names))
-        for batch in self._padded(trained, self.fixed):
-            found += self._sum(trained, batch, soft=False).double().cpu().numpy()
+        found: np.ndarray = self.weight @ self.each(trained, self.fixed)
+        return found
+
+    def activations(self, trained: TrainedWeights) -> np.ndarray:
+        """(n_features,) means of the SAE's own codes."""
+        found: np.ndarray = self.weight @ self.each(trained, self.fixed, soft=False)
         return found
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         found = torch.zeros(len(self.names), len(trained))
         for batch in self._padded(trained, self.fixed):
-            found += _jacobian(trained, partial(self._sum, trained, batch, soft=True)).to(found)
+            found += _jacobian(trained, partial(self._sum, trained, batch)).to(found)
         return found
 
 

@@ -1,0 +1,41 @@
+"""Options of the command attribute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from tsae.attribution.config import AttributionConfig
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """Find which training samples moved features and behaviours: shares that add up, and what would be without them.
+
+    Needs the run's first weights, checkpoints, its log with every step, and the trainer's settings.
+    """
+
+    run: Positional[Path]
+    """Folder of the run: checkpoint-N folders or series.json, and training_args.json (TRL) or .hydra/config.yaml
+    (verl)."""
+    rollouts: Path
+    """Parquet file that `tsae rollouts import` wrote from the run's log."""
+    to: Path
+    """Folder for the results, and for the gradients of the samples; an interrupted call goes on from it."""
+    series: tuple[str, ...] = ()
+    """Checkpoints with the base first, where the run's folder lacks the base."""
+    sae: Path | None = None
+    """Folder that `tsae train` wrote: features become targets."""
+    first_token: str | None = None
+    """Text of one token: the probability that a response begins with it becomes a target."""
+    name: str | None = None
+    """Name of the run, where the series has several."""
+    settings: Path | None = None
+    """The trainer's settings, where they are not in the run's folder."""
+    top: int = 3
+    """Samples and problems to print for each target, for and against."""
+    json: Path | None = None
+    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
