@@ -147,9 +147,9 @@ def moved_most(path: TrainingPath, sae: tsae.TemporalSAE, fixed: Rollouts, n: in
     """Features by the change of their means, in standard deviations over the base's trajectories."""
     every = FeatureMeans(sae, range(sae.config.d_sae), fixed, SPECIAL)
     path.put(0)
-    before = every.each(path.trained, fixed)
+    before = every.each(path.trained, fixed, soft=False)
     path.put(path.last)
-    moved = every.each(path.trained, fixed).mean(0) - before.mean(0)
+    moved = every.each(path.trained, fixed, soft=False).mean(0) - before.mean(0)
     size = np.abs(moved) / np.maximum(before.std(0), 1e-3)
     return [int(feature) for feature in np.argsort(-size)[:n]]
 

@@ -79,6 +79,8 @@ def attribute(
     split = shares(store, knots, recipe.optimiser, wanted, progress=progress)
     used = np.zeros(len(checked), dtype=bool)
     used[np.concatenate(list(batches.values()))] = True
+    if "band" in config.groups and checked.frame.band.isna().all():
+        notes.append("The log has no bands; `tsae rollouts bands` sets them.")
     kinds = {name: mask & used for name, mask in sample_kinds(checked, config.groups).items()}
     problem = checked.frame.problem_id.to_numpy()
     names = np.unique(problem[used])
@@ -196,9 +198,9 @@ def _moved_most(path: TrainingPath, sae: TemporalSAE, fixed: Rollouts, n: int) -
     """Features by the change of their means, in standard deviations over trajectories of the base."""
     every = FeatureMeans(sae, range(sae.config.d_sae), fixed, ())
     path.put(path.steps[0])
-    before = every.each(path.trained, fixed)
+    before = every.each(path.trained, fixed, soft=False)
     path.put(path.last)
-    moved, deviation = every.each(path.trained, fixed).mean(0) - before.mean(0), before.std(0)
+    moved, deviation = every.each(path.trained, fixed, soft=False).mean(0) - before.mean(0), before.std(0)
     size = np.where((before > 0).mean(0) >= 0.05, np.abs(moved) / np.where(deviation > 0, deviation, 1.0), 0.0)
     return [int(feature) for feature in np.argsort(-size, kind="stable")[:n]]
 
