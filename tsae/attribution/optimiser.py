@@ -68,6 +68,16 @@ class Optimiser:
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+@dataclass(frozen=True)
+class LaterOptimiser(Optimiser):
+    """The same, of whose steps some are done: its step 1 is the schedule's step `done` + 1."""
+
+    done: int = 0
+
+    def rate(self, step: int) -> float:
+        return super().rate(step + self.done)
+
+
 class Simulation:
     """Several trainings at once, each a row of weights with its own optimiser state.
 

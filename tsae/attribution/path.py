@@ -35,6 +35,8 @@ class TrainingPath:
     def of(cls, series: CheckpointSeries, run: str | None = None, *, device: str = "cpu") -> TrainingPath:
         """The base and the checkpoints of one run, whole models.
 
+        A base that is itself a later step stands at that step.
+
         Args:
             series: has them.
             run: its name; by default the only one.
@@ -46,6 +48,12 @@ class TrainingPath:
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
             run = runs[0]
+        if not runs:
+            raise TsaeError(
+                f"holds the base alone ({series.base.id}), expected later checkpoints of a run",
+                where=series.name,
+                fix="Give the folder with the run's checkpoint-N folders, or have the trainer save them (save_steps).",
+            )
         if run not in runs:
             raise TsaeError(
                 f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"),
@@ -57,8 +65,24 @@ class TrainingPath:
         for checkpoint in series:
             if checkpoint.is_base or checkpoint.run == run:
                 trained = TrainedWeights(loader.load(checkpoint))
-                knots[0 if checkpoint.is_base else int(checkpoint.step or 0)] = trained.vector()
+                knots[checkpoint.step] = trained.vector()
         return cls(TrainedWeights(loader.load(series.base)), knots)
+
+    def between(self, first: int, last: int) -> TrainingPath:
+        """The stretch from one checkpoint to a later one, with steps counted from 0.
+
+        Raises:
+            TsaeError: where there is no checkpoint at an end.
+        """
+        for step in (first, last):
+            if step not in self.knots:
+                raise TsaeError(
+                    f"no checkpoint after step {step}; there are {', '.join(map(str, self.steps))}",
+                    where="steps",
+                    fix="Give two of these, the earlier first.",
+                )
+        knots = {step - first: weights for step, weights in self.knots.items() if first <= step <= last}
+        return TrainingPath(self.trained, knots)
 
     @property
     def last(self) -> int:

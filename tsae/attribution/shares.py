@@ -12,6 +12,7 @@ w_s follows from w_{s+1}, backwards through the run. What weight decay did is a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,8 @@ class Shares:
     """(n,) the step that trained on each."""
     shares: np.ndarray
     """(n, n_targets) in units of the targets."""
+    norms: np.ndarray
+    """(n,) of the samples' gradients."""
     plain: dict[str, np.ndarray]
     """(n, n_targets) inner products without the optimiser, by name: `path` with the target's gradient at the step,
     times the learning rate (TracIn; Pruthi et al. 2020), `base` with the target's gradient before the run."""
@@ -62,7 +65,13 @@ class Shares:
 
 
 def shares(
-    store: GradientStore, path: TrainingPath, optimiser: Optimiser, targets: Targets, *, progress: bool = True
+    store: GradientStore,
+    path: TrainingPath,
+    optimiser: Optimiser,
+    targets: Targets,
+    *,
+    keep: Callable[[int, torch.Tensor], None] | None = None,
+    progress: bool = True,
 ) -> Shares:
     """Split the changes of targets over the samples of the run.
 
@@ -71,12 +80,14 @@ def shares(
         path: of the run; targets are differentiated at its checkpoints, and in between interpolated.
         optimiser: the run's.
         targets: what is split.
+        keep: is given every step and its w_s of every target, (n_targets, P), the last step first. A share of anything
+            whose gradient is known, such as a token, is the inner product with it.
         progress: show bars.
     """
     run = _forward(store, path, optimiser, progress)
     n, first_knot = len(targets.names), path.steps[0]
     ahead, base = torch.zeros(n, len(path.trained)), _at(path, targets, first_knot)[1]
-    decay, found, rows, steps = np.zeros(n), [], [], []
+    decay, found, norms, rows, steps = np.zeros(n), [], [], [], []
     segments: list[dict[str, object]] = []
     with progress_bar("shares", "step", path.last - first_knot, shown=progress) as bar:
         value, slope = _at(path, targets, path.last)
@@ -92,8 +103,12 @@ def shares(
                 moved += update + shrunk
                 ahead = ahead * run.carried + middle * run.scales[step]
                 numbers, gradients = store.step(step)
-                against = torch.cat([ahead * run.clips[step], middle * optimiser.rate(step), base])
+                ahead_of_step = ahead * run.clips[step]
+                if keep is not None:
+                    keep(step, ahead_of_step)
+                against = torch.cat([ahead_of_step, middle * optimiser.rate(step), base])
                 found.append((gradients @ against.T).numpy())
+                norms.append(gradients.norm(dim=1).numpy())
                 decay -= (ahead @ run.pulled(step)).numpy()
                 rows.append(numbers)
                 steps.append(np.full(len(numbers), step))
@@ -120,6 +135,7 @@ def shares(
         np.concatenate(rows[::-1]),
         np.concatenate(steps[::-1]),
         share,
+        np.concatenate(norms[::-1]),
         {"path": path_products, "base": base_products},
         decay,
         pd.DataFrame(segments[::-1]),
