@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,29 @@ import torch
 from organism.mixed import MixedConfig, train
 
 import tsae
-from tsae.attribution.attribution import Attribution, banzhaf
+from tsae.attribution import simulations
+from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
+from tsae.attribution.effects import simulate
+from tsae.attribution.gradient_store import GradientStore
+from tsae.attribution.path import TrainingPath
+from tsae.attribution.recipe import read_recipe
+from tsae.attribution.targets import NextToken
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.testbed.tokenizer import TOKEN_IDS
 
-QUICK = AttributionConfig(features=(0, 3), n_fixed=10, subsets=20)
+QUICK = AttributionConfig(
+    targets=("features", "outcome"),
+    features=(0, 3),
+    n_fixed=24,
+    subsets=20,
+    singles=1,
+    groups=("outcome", "third of the run"),
+)
+FAST = replace(QUICK, targets=("outcome",), features=(), subsets=0, singles=0, groups=())
+"""One or two targets, and nothing simulated but the whole."""
 
 
 def some_sae() -> tsae.TemporalSAE:
@@ -46,7 +62,6 @@ def found(run: Path) -> Attribution:
         tsae.CheckpointSeries.load(run),
         tsae.Rollouts.read(run / "rollouts.parquet"),
         run / "attribution",
-        recipe=run,
         sae=some_sae(),
         first_token=TOKEN_IDS["#"],
         config=QUICK,
@@ -89,6 +104,10 @@ def test_both_directions(found: Attribution) -> None:
     moved = found.of_sample(int(top.trajectory.iloc[0]))
     assert set(moved.target) == set(found.targets.target)
     assert moved.part.is_monotonic_decreasing
+    assert {"response", "advantage", "outcome", "gradient_norm"} <= set(top.columns)
+    text = found.source.frame.response if found.source is not None else None
+    assert text is not None
+    assert top.response.tolist() == [text[row] for row in top.trajectory]
     with pytest.raises(TsaeError, match="no target 'feature 9'"):
         found.of_target("feature 9")
     with pytest.raises(TsaeError, match="no step was trained on trajectory 999"):
@@ -97,29 +116,116 @@ def test_both_directions(found: Attribution) -> None:
 
 def test_what_is_saved_is_loaded(found: Attribution, run: Path, tmp_path: Path) -> None:
     again = Attribution.load(run / "attribution")
-    for name in ("targets", "samples", "groups", "problems", "segments"):
+    for name in ("targets", "samples", "facts", "groups", "problems", "segments"):
         pd.testing.assert_frame_equal(getattr(again, name), getattr(found, name))
     assert again.info == json.loads(json.dumps(found.info))
     with pytest.raises(TsaeError, match=r"holds no attribution\.json"):
         Attribution.load(tmp_path)
+    log = tsae.Rollouts.read(run / "rollouts.parquet")
+    assert "response" in Attribution.load(run / "attribution", log).of_target("feature 3", 1)
+    with pytest.raises(TsaeError, match="was made from other rollouts"):
+        Attribution.load(run / "attribution", log.select(np.arange(5)))
 
 
-def test_effects_of_problems_are_found_again() -> None:
-    """Planted: changes are sums of the problems' effects, with and without noise."""
-    rng = np.random.default_rng(0)
-    truth = rng.normal(size=(12, 2))
-    kept = np.array([rng.permutation(12) < 6 for _ in range(100)])
-    effects, low, high, r2 = banzhaf(kept, kept @ truth)
-    # Of halves that are all equally large only differences are known: the mean effect is in the intercept.
-    np.testing.assert_allclose(effects - effects.mean(0), truth - truth.mean(0), atol=1e-8)
-    np.testing.assert_allclose(r2, 1)
-    noisy = kept @ truth + rng.normal(size=(100, 2))
-    effects, low, high, r2 = banzhaf(kept, noisy)
-    centred = truth - truth.mean(0)
-    assert ((low - effects.mean(0) <= centred) & (centred <= high - effects.mean(0))).mean() > 0.85
-    assert (r2 > 0.5).all()
-    nothing = banzhaf(kept, rng.normal(size=(100, 2)))[3]
-    assert (nothing < 0.2).all()
+def test_effects_of_single_samples_are_simulated(found: Attribution, run: Path) -> None:
+    known = found.samples[found.samples.effect.notna()]
+    assert set(found.of_target("feature 3", 1).trajectory) <= set(known.trajectory)
+    row = int(found.of_target("P (first token)", 1).trajectory.iloc[0])
+    log = tsae.Rollouts.read(run / "rollouts.parquet")
+    fixed = found.facts[found.facts.step == 1].drop_duplicates("problem_id").trajectory
+    target = NextToken([log.tokens(r)[0] for r in fixed], ["all"] * len(fixed), TOKEN_IDS["#"], what="P")
+    path, store = TrainingPath.of(tsae.CheckpointSeries.load(run)), GradientStore(run / "attribution" / "gradients")
+    kept = np.ones((1, len(log)), dtype=bool)
+    kept[0, row] = False
+    again = simulate(store, path, read_recipe(run).optimiser, target, kept, progress=False)
+    effect = known[(known.trajectory == row) & (known.target == "P (first token)")].effect.iloc[0]
+    assert effect == pytest.approx(-again.effects[0, 0], rel=1e-3, abs=1e-7)
+
+
+def test_tokens_carry_a_share(found: Attribution, run: Path) -> None:
+    series = tsae.CheckpointSeries.load(run)
+    for target in ("P (first token)", "feature 3"):
+        sample = found.of_target(target, 1).iloc[0]
+        tokens = found.tokens(int(sample.trajectory), target, series)
+        assert tokens.share.sum() == pytest.approx(sample.share, rel=0.02)
+        assert "".join(tokens.token).startswith(sample.response)
+    with pytest.raises(TsaeError, match="the log is not at hand"):
+        replace(found, source=None).tokens(int(sample.trajectory), target, series)
+
+
+def test_facts_and_baselines_of_samples(found: Attribution, run: Path) -> None:
+    log = tsae.Rollouts.read(run / "rollouts.parquet")
+    frame = log.frame.iloc[found.facts.trajectory]
+    assert found.facts.length.tolist() == frame.response_length.tolist()
+    gradients = GradientStore(run / "attribution" / "gradients").step(2)
+    norms = found.facts.set_index("trajectory").gradient_norm[gradients[0]]
+    np.testing.assert_allclose(norms, gradients[1].norm(dim=1), rtol=1e-5)
+    first = np.array([log.tokens(row)[1][0] == TOKEN_IDS["#"] for row in range(len(log))], dtype=float)
+    mine = found.samples[found.samples.target == "P (first token)"]
+    for (_, _), rows in log.frame.groupby(["problem_id", "step"]).indices.items():
+        expected = log.frame.advantage.to_numpy()[rows] * (first[rows] - first[rows].mean())
+        np.testing.assert_allclose(mine.set_index("trajectory").covariance[rows], expected, atol=1e-12)
+
+
+def test_a_second_call_goes_on_from_the_first(found: Attribution, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr(simulations, "simulate", refuse)
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    again = tsae.attribute(
+        series, log, run / "attribution", sae=some_sae(), first_token=TOKEN_IDS["#"], config=QUICK, progress=False
+    )
+    pd.testing.assert_frame_equal(again.groups, found.groups)
+    changed = log.with_column("advantage", -log.frame.advantage.to_numpy())
+    with pytest.raises(TsaeError, match="holds an attribution of other labels"):
+        tsae.attribute(series, changed, run / "attribution", first_token=3, config=FAST, progress=False)
+
+
+def test_a_stretch_of_the_run(run: Path, tmp_path: Path) -> None:
+    """Asked for, or because the first checkpoint is a later one: the optimiser's state is missing, and that is said."""
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    asked = tsae.attribute(
+        series, log, tmp_path / "a", first_token=TOKEN_IDS["#"], config=replace(FAST, steps=(1, 3)), progress=False
+    )
+    late = tsae.CheckpointSeries(tuple(
+        replace(c, run=None) if c.step == 1 else c for c in series if c.step >= 1
+    ))  # fmt: skip
+    found = tsae.attribute(late, log, tmp_path / "b", first_token=TOKEN_IDS["#"], config=FAST, progress=False)
+    for one in (asked, found):
+        assert set(one.samples.step) == {2, 3}
+        assert one.info["checkpoints"] == [1, 2, 3]
+        assert set(one.segments["first"]) == {1, 2}
+        assert any("starts from zero" in note for note in one.info["notes"])
+        assert any("lie outside the checkpoints" in note for note in one.info["notes"])
+    np.testing.assert_allclose(asked.samples.share, found.samples.share)
+    token = found.of_target("P (first token)", 1).iloc[0]
+    tokens = found.tokens(int(token.trajectory), "P (first token)", late)
+    assert tokens.share.sum() == pytest.approx(token.share, rel=0.02)
+    with pytest.raises(TsaeError, match="no checkpoint after step 4; there are 0, 1, 2, 3"):
+        tsae.attribute(series, log, tmp_path / "c", first_token=3, config=replace(FAST, steps=(1, 4)), progress=False)
+
+
+def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_path: Path) -> None:
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    ends = tsae.attribute(series.final(), log, tmp_path, first_token=TOKEN_IDS["#"], config=FAST, progress=False)
+    assert any("2 checkpoints that are used for 3 steps" in note for note in ends.info["notes"])
+    assert len(ends.segments) == 2
+    every = found.samples[found.samples.target == "P (first token)"].share
+    mine = ends.samples[ends.samples.target == "P (first token)"].share
+    assert np.corrcoef(every, mine)[0, 1] > 0.9
+    assert ends.targets.remainder.abs()[0] > found.targets.remainder.abs()[0]
+
+
+def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) -> None:
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    found = tsae.attribute(
+        series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
+    )
+    assert len(found.facts) == 36
+    assert set(found.facts.groupby(["step", "problem_id"]).size()) == {4}
+    assert any(note.startswith("Of 72 samples 36 were drawn") for note in found.info["notes"])
+    assert any("misses the checkpoints" in note for note in found.info["notes"])
 
 
 def test_a_log_that_lacks_steps_is_refused(run: Path, tmp_path: Path) -> None:

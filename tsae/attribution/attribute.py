@@ -1,30 +1,58 @@
-"""Which samples of a run moved what: from checkpoints and log to an `Attribution`."""
+"""Which samples of a run moved what: from checkpoints and log to an `Attribution`.
+
+1. Log, checkpoints and settings must be those of one run (`tsae.attribution.log_fit`).
+2. Targets: what the caller names, or outcomes, behaviours and the features that moved most (`tsae.attribution.wanted`).
+3. The gradient of every sample, along the path, goes to disk; shares come from one sweep backwards through the run.
+4. Runs are simulated on subsets of the samples: without each kind and with it alone, without single samples, and on
+   random halves of the problems, on which their effects are regressed.
+
+Memory holds the checkpoints, some vectors of the weights for each target, and the gradients of one step.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from tsae.attribution.attribution import Attribution, banzhaf
+from tsae.activations.reader.assignment import check_tokenizer
+from tsae.attribution.attribution import Attribution
+from tsae.attribution.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.effects import Effects, simulate
-from tsae.attribution.gradient_store import batches_of, build_gradients
+from tsae.attribution.gradient_store import GradientStore, batches_of, build_gradients
+from tsae.attribution.log_fit import Batches, batches_between, check_settings
+from tsae.attribution.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.path import TrainingPath
 from tsae.attribution.recipe import Recipe, read_recipe
-from tsae.attribution.sample_kinds import sample_kinds
+from tsae.attribution.sample_kinds import has_bands, sample_kinds
 from tsae.attribution.shares import Shares, shares
-from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Targets, Together
+from tsae.attribution.simulations import simulate_kept
+from tsae.attribution.tables import (
+    covariances,
+    fact_table,
+    group_table,
+    problem_table,
+    sample_table,
+    segment_table,
+    target_table,
+)
+from tsae.attribution.targets import Targets
+from tsae.attribution.tokens import Directions
+from tsae.attribution.wanted import Wanted, find_targets
+from tsae.base.files import write_json
+from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages, group_names
+from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
-_MOST_SAMPLES = 10**6
-_FOR_PROBLEMS = 3
-"""Simulated halves for each problem, below which a regression on problems says nothing."""
+_FAR = 0.05
+"""Distance of the simulated optimiser from the checkpoints at which settings or log are doubted."""
 
 
 def attribute(
@@ -32,8 +60,8 @@ def attribute(
     rollouts: Rollouts,
     to: str | Path,
     *,
-    recipe: Recipe | str | Path,
-    sae: TemporalSAE | None = None,
+    recipe: Recipe | str | Path | None = None,
+    sae: TemporalSAE | str | Path | None = None,
     run: str | None = None,
     first_token: int | None = None,
     targets: Targets | None = None,
@@ -45,9 +73,10 @@ def attribute(
     Args:
         series: the base, and the run's checkpoints; the more the better.
         rollouts: the run's log, with steps and rewards or advantages.
-        to: folder for the samples' gradients and the results; an interrupted call goes on from it.
-        recipe: the run's optimiser and loss, or the folder or file with the trainer's settings.
-        sae: gives features as targets.
+        to: folder for the samples' gradients, the simulated runs and the results; an interrupted call goes on from it.
+        recipe: the run's optimiser and loss, or the folder or file with the trainer's settings; by default what lies
+            beside the checkpoints.
+        sae: gives features as targets; the SAE or its folder.
         run: its name, where the series has several.
         first_token: token id; the probability that a response begins with it becomes a target.
         targets: others, instead of all that are found here.
@@ -61,233 +90,272 @@ def attribute(
         TsaeError: where log, checkpoints and settings do not fit together.
     """
     config, to = config or AttributionConfig(), Path(to)
-    recipe = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    path = TrainingPath.of(series, run, device=config.device)
-    notes = ["The optimiser starts from zero: the log and the checkpoints begin with the training."]
-    if path.steps[0] != 0:
-        notes = [f"The state of the optimiser before step {path.steps[0] + 1} is not known; it starts from zero there."]
-    rollouts, batches = _batches(rollouts, path, config, notes)
-    checked = _advantages(rollouts, batches, notes)
-    wanted = targets or _targets(path, checked, sae, first_token, recipe.loss.temperature, config, notes)
+    sae = TemporalSAE.load(sae, device=config.device) if isinstance(sae, str | Path) else sae
+    recipe = recipe if isinstance(recipe, Recipe) else _recipe(series, run, recipe)
+    notes: list[str] = []
+    stretch = _stretch(series, rollouts, recipe, run, config, notes)
+    checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
+    wanted = Wanted(targets, None) if targets is not None else None
+    special = _special(series, checked, sae, stretch.path)
+    wanted = wanted or find_targets(
+        stretch.path,
+        checked,
+        stretch.batches[1],
+        sae=sae,
+        first_token=first_token,
+        special=special,
+        temperature=recipe.loss.temperature,
+        config=config,
+        notes=notes,
+    )
+    inputs = _inputs(stretch, checked)
+    _begin(to, inputs)
     budget = int(config.budget_gb * 1e9)
     store = build_gradients(
-        path, checked, batches, recipe.loss, to / "gradients", budget=budget, batch_tokens=config.batch_tokens,
-        progress=progress,
+        stretch.path, checked, stretch.batches, recipe.loss, to / "gradients", budget=budget,
+        batch_tokens=config.batch_tokens, progress=progress,
     )  # fmt: skip
-    steps = [step for i, step in enumerate(path.steps) if i % config.every == 0 or step == path.last]
-    knots = TrainingPath(path.trained, {step: path.knots[step] for step in steps})
-    split = shares(store, knots, recipe.optimiser, wanted, progress=progress)
+    split = _shares(store, stretch, wanted.targets, to, budget, config, notes, progress)
     used = np.zeros(len(checked), dtype=bool)
-    used[np.concatenate(list(batches.values()))] = True
-    if "band" in config.groups and checked.frame.band.isna().all():
+    used[split.rows] = True
+    if not has_bands(checked):
         notes.append("The log has no bands; `tsae rollouts bands` sets them.")
-    kinds = {name: mask & used for name, mask in sample_kinds(checked, config.groups).items()}
+    kinds = sample_kinds(checked, config.groups, used)
+    singles = _strongest(split, config.singles)
     problem = checked.frame.problem_id.to_numpy()
     names = np.unique(problem[used])
     halves = _halves(len(names), config, notes)
-    of_problem = halves[:, np.searchsorted(names, problem).clip(max=len(names) - 1)] & np.isin(problem, names)
-    kept = [*(used & ~mask for mask in kinds.values()), *kinds.values(), *of_problem]
-    effects = simulate(store, path, recipe.optimiser, wanted, np.array(kept), progress=progress)
-    problems, fit = _of_problems(names, halves, effects, 2 * len(kinds), split, problem, config.seed)
+    of_problem = halves[:, np.searchsorted(names, problem).clip(max=len(names) - 1)] & used
+    alone = [mask for _, mask in kinds.values()]
+    without_one = [used & (np.arange(len(used)) != row) for row in singles]
+    ends = [_values(stretch.path, wanted.targets, step) for step in (0, stretch.path.last)]
+    mark = {
+        "inputs": inputs,
+        "optimiser": repr(stretch.optimiser),
+        "targets": split.targets,
+        "values": [end.tolist() for end in ends],
+    }
+    whole, *changes = simulate_kept(
+        store,
+        stretch.path,
+        stretch.optimiser,
+        wanted.targets,
+        [used, *(used & ~mask for mask in alone), *alone, *without_one, *of_problem],
+        to / "simulated",
+        mark,
+        again=config.again,
+        progress=progress,
+    )
+    of_kinds, of_singles, of_halves = np.split(
+        np.reshape(changes, (-1, len(whole))), [2 * len(kinds), 2 * len(kinds) + len(singles)]
+    )
+    regressed = banzhaf(halves, of_halves, seed=config.seed) if len(halves) else None
     found = Attribution(
-        _target_table(split, effects, path, wanted, config),
-        _sample_table(split),
-        _group_table(kinds, effects, split),
-        problems,
-        split.segments,
+        target_table(split, ends[0], whole, _r2(regressed, split), config.flag_remainder),
+        sample_table(
+            split,
+            _covariances(split, stretch, checked, wanted),
+            {row: whole - change for row, change in zip(singles, of_singles, strict=True)},
+            stretch.begin,
+        ),
+        fact_table(split, checked, stretch.begin),
+        group_table(kinds, of_kinds, whole, split),
+        problem_table(names, problem, regressed, split),
+        segment_table(split, stretch.begin, config.flag_remainder),
         {
             "recipe": str(recipe),
-            "config": {**vars(config)},
-            "rollouts": rollouts.fingerprint,
-            "checkpoints": path.steps,
-            "fit": fit,
+            "config": vars(config),
+            "series": series.name,
+            "run": stretch.run,
+            "checkpoints": [step + stretch.begin for step in stretch.path.steps],
+            "inputs": inputs,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
         },
+        source=checked,
     )
-    found.save(to)
-    return found
+    return found.save(to)
 
 
-def _batches(
-    rollouts: Rollouts, path: TrainingPath, config: AttributionConfig, notes: list[str]
-) -> tuple[Rollouts, dict[int, np.ndarray]]:
-    """The log's rows by the step that trained on them, as far as the checkpoints go."""
-    batches = batches_of(rollouts)
-    first, last = path.steps[0] + 1, path.last
-    missing = [step for step in range(first, last + 1) if step not in batches]
-    if missing:
-        raise TsaeError(
-            f"lacks step {missing[0]} and {len(missing) - 1} others of the steps {first} to {last} between the "
-            f"checkpoints; it has {len(batches)} steps, {min(batches)} to {max(batches)}",
-            where=rollouts.origin,
-            fix="Log every step, or give checkpoints that enclose the logged steps.",
-        )
-    beyond = [step for step in batches if not first <= step <= last]
-    if beyond:
-        notes.append(
-            f"{len(beyond)} logged steps lie outside the checkpoints (steps {first} to {last}) and are left out."
-        )
-    batches = {step: batches[step] for step in range(first, last + 1)}
-    n = sum(map(len, batches.values()))
-    if n > _MOST_SAMPLES:
-        raise TsaeError(
-            f"has {n:,} samples between the checkpoints; attribution takes at most {_MOST_SAMPLES:,}",
-            where=rollouts.origin,
-            fix="Give checkpoints that lie nearer to each other.",
-        )
-    return rollouts, batches
+def _recipe(series: CheckpointSeries, run: str | None, where: str | Path | None) -> Recipe:
+    """The settings: what the caller names, or those beside a checkpoint of the run."""
+    if where is not None:
+        return read_recipe(where)
+    mine = [c for c in series if not c.is_base and run in (None, c.run)]
+    folders = list(dict.fromkeys(folder for c in mine for folder in (Path(c.path).parent, Path(c.path))))
+    for folder in folders:
+        try:
+            return read_recipe(folder)
+        except TsaeError as error:
+            if "holds no settings" not in str(error):
+                raise
+    raise TsaeError(
+        "the trainer's settings do not lie beside the checkpoints (training_args.json or .yaml, .hydra/config.yaml)",
+        where=str(folders[0]) if folders else series.name,
+        fix="Give the file (recipe=…, --settings), or a tsae.Recipe with optimiser and loss.",
+    )
 
 
-def _advantages(rollouts: Rollouts, batches: dict[int, np.ndarray], notes: list[str]) -> Rollouts:
-    """Rollouts with the trainer's advantages, compared with recomputed ones."""
-    rows = np.concatenate(list(batches.values()))
-    logged = rollouts.frame.advantage.to_numpy(dtype=float)[rows]
-    if not np.isfinite(logged).any():
-        notes.append(
-            "The log has no advantages; they are recomputed as (reward − mean) / standard deviation of the group."
-        )
-        return rollouts.with_advantages()
-    reward = rollouts.frame.reward.to_numpy(dtype=float)[rows]
-    if np.isfinite(reward).all() and np.isfinite(logged).all():
-        group = group_names(rollouts.frame)[rows]
-        kinds = {"grpo": group_advantages(reward, group), "dr_grpo": group_advantages(reward, group, "dr_grpo")}
-        far = {name: float(np.abs(again - logged).max()) for name, again in kinds.items()}
-        best = min(far, key=lambda name: far[name])
-        notes.append(
-            f"Logged advantages are those of {best}, recomputed from rewards."
-            if far[best] < 0.01
-            else f"Logged advantages differ from recomputed ones by up to {far[best]:.2g}; the logged ones count."
-        )
-    return rollouts
+@dataclass(frozen=True)
+class _Stretch:
+    """What is attributed of a run; steps are counted from its first checkpoint."""
+
+    run: str | None
+    begin: int
+    """Steps before."""
+    path: TrainingPath
+    optimiser: Optimiser
+    batches: Batches
+    logged: Batches
+    """The same, by the steps of the log."""
 
 
-def _targets(
-    path: TrainingPath,
+def _stretch(
+    series: CheckpointSeries,
     rollouts: Rollouts,
-    sae: TemporalSAE | None,
-    first_token: int | None,
-    temperature: float,
+    recipe: Recipe,
+    run: str | None,
     config: AttributionConfig,
     notes: list[str],
-) -> Together:
-    """First token, right against wrong, and features."""
-    early = np.flatnonzero(rollouts.frame["step"].to_numpy() == path.steps[0] + 1)
-    rng = np.random.default_rng(config.seed)
-    fixed = rollouts.select(np.sort(rng.permutation(early)[: config.n_fixed]))
-    notes.append(f"Targets are means over {len(fixed)} trajectories that the base sampled.")
-    parts: list[Targets] = []
-    if first_token is not None:
-        prompts = {fixed.frame.problem_id[row]: fixed.tokens(row)[0] for row in range(len(fixed))}
-        parts.append(NextToken(list(prompts.values()), ["first token"] * len(prompts), first_token, what="P"))
-    right, wrong = ((fixed.frame.outcome == what).to_numpy() for what in ("success", "failure"))
-    if len(set(fixed.frame.problem_id[right]) & set(fixed.frame.problem_id[wrong])):
-        name = "log-likelihood, right − wrong"
-        parts.append(LogLikelihood(fixed, {name: right}, {name: wrong}, temperature=temperature))
-    else:
-        notes.append("No problem of these trajectories has both right and wrong responses: no target of outcomes.")
-    if sae is not None:
-        chosen = list(config.features) or _moved_most(path, sae, fixed, config.n_features)
-        parts.append(FeatureMeans(sae, chosen, fixed, (), batch_tokens=config.batch_tokens))
-    if not parts:
-        raise TsaeError("nothing is there to attribute", where="attribute", fix="Give an SAE, or first_token.")
-    return Together(*parts)
+) -> _Stretch:
+    whole = TrainingPath.of(series, run, device=config.device)
+    begin, last = config.steps or (whole.steps[0], whole.last)
+    path = whole.between(begin, last)
+    logged = batches_between(rollouts, batches_of(rollouts), (begin, last), config, notes)
+    optimiser = recipe.optimiser
+    if begin:
+        optimiser = LaterOptimiser(**vars(optimiser), done=begin)
+        notes.append(
+            f"The state of the optimiser after step {begin} is not known: it starts from zero there, which the first "
+            "steps of this stretch feel (see path_error)."
+        )
+    batches = {step - begin: rows for step, rows in logged.items()}
+    runs = [c.run for c in series if not c.is_base]
+    return _Stretch(run or runs[0], begin, path, optimiser, batches, logged)
 
 
-def _moved_most(path: TrainingPath, sae: TemporalSAE, fixed: Rollouts, n: int) -> list[int]:
-    """Features by the change of their means, in standard deviations over trajectories of the base."""
-    every = FeatureMeans(sae, range(sae.config.d_sae), fixed, ())
-    path.put(path.steps[0])
-    before = every.each(path.trained, fixed, soft=False)
-    path.put(path.last)
-    moved, deviation = every.each(path.trained, fixed, soft=False).mean(0) - before.mean(0), before.std(0)
-    size = np.where((before > 0).mean(0) >= 0.05, np.abs(moved) / np.where(deviation > 0, deviation, 1.0), 0.0)
-    return [int(feature) for feature in np.argsort(-size, kind="stable")[:n]]
+def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[str]) -> Rollouts:
+    if "behaviours" not in config.targets and "behaviour" not in config.groups:
+        return rollouts
+    if rollouts.frame.response.isna().any():
+        notes.append("Some responses have no text: behaviours are not read from them.")
+        return rollouts
+    return with_behaviours(rollouts)
+
+
+def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, path: TrainingPath) -> list[int]:
+    """Token ids that count in no feature; checks that log and SAE belong to the model."""
+    if sae is None:
+        return []
+    width = path.trained.model.get_input_embeddings().weight.shape[1]
+    if sae.d_model != width:
+        raise TsaeError(
+            f"the SAE reads {sae.d_model} numbers a token, the model has {width}",
+            where=sae.site,
+            fix="Give an SAE of this model.",
+        )
+    tokenizer = series.base.load_tokenizer()
+    check_tokenizer(series.base, tokenizer_fingerprint(tokenizer), rollouts)
+    return list(tokenizer.all_special_ids)
+
+
+def _inputs(stretch: _Stretch, rollouts: Rollouts) -> dict[str, Any]:
+    """Fingerprints of what the samples' gradients are made from."""
+    rows = np.concatenate(list(stretch.batches.values())).astype(np.int64)
+    weights = [stretch.path.knots[step].cpu().numpy() for step in stretch.path.steps]
+    return {
+        "rollouts": rollouts.fingerprint,
+        "labels": rollouts.labels_fingerprint,
+        "rows": hashlib.sha256(rows.tobytes()).hexdigest()[:16],
+        "steps": [stretch.begin, stretch.begin + stretch.path.last],
+        "checkpoints": {
+            str(step + stretch.begin): hashlib.sha256(found.tobytes()).hexdigest()[:16]
+            for step, found in zip(stretch.path.steps, weights, strict=True)
+        },
+    }
+
+
+def _begin(to: Path, inputs: dict[str, Any]) -> None:
+    """Refuse a folder that holds what was computed from other inputs."""
+    known = to / "inputs.json"
+    if known.is_file():
+        before = json.loads(known.read_text(encoding="utf-8"))
+        other = [name for name, value in inputs.items() if before.get(name) != value]
+        if other:
+            raise TsaeError(
+                f"holds an attribution of other {' and '.join(other)}", where=to, fix="Give another folder."
+            )
+    write_json(known, inputs)
+
+
+def _shares(
+    store: GradientStore,
+    stretch: _Stretch,
+    targets: Targets,
+    to: Path,
+    budget: int,
+    config: AttributionConfig,
+    notes: list[str],
+    progress: bool,
+) -> Shares:
+    path = stretch.path
+    steps = [step for i, step in enumerate(path.steps) if i % config.every == 0 or step == path.last]
+    knots = TrainingPath(path.trained, {step: path.knots[step] for step in steps})
+    fits = len(targets.names) * len(path.trained) * 2 * path.last <= budget
+    if not fits:
+        notes.append("The directions of the targets do not fit the budget of the disk: no shares of tokens.")
+    if len(steps) <= path.last:
+        notes.append(
+            f"Between the {len(steps)} checkpoints that are used for {path.last} steps, weights are interpolated."
+        )
+    keep = Directions(to / "directions").keep if fits else None
+    return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
+
+
+def _strongest(split: Shares, n: int) -> list[int]:
+    """Rows with the largest shares, n for and n against each target."""
+    found: dict[int, None] = {}
+    for values in split.shares.T if n else ():
+        order = np.argsort(values, kind="stable")
+        ends = [*order[:n][values[order[:n]] < 0], *order[-n:][values[order[-n:]] > 0]]
+        found |= dict.fromkeys(int(split.rows[i]) for i in ends)
+    return list(found)
 
 
 def _halves(n: int, config: AttributionConfig, notes: list[str]) -> np.ndarray:
-    """(subsets, n) random halves of the problems."""
-    if config.subsets and config.subsets < _FOR_PROBLEMS * n:
+    """(subsets, n) random halves of the problems; none where they are too few to tell problems apart."""
+    if config.subsets and config.subsets < PER_UNIT * n:
         notes.append(
-            f"{config.subsets} halves are too few for the effects of {n} problems, which need {_FOR_PROBLEMS * n}; "
-            "they are left out."
+            f"{config.subsets} random halves are too few for the effects of {n} problems, which need {PER_UNIT * n}; "
+            "they are left out (subsets)."
         )
-    if config.subsets < _FOR_PROBLEMS * n or n < 2:
+    if config.subsets < PER_UNIT * n or n < 2:
         return np.zeros((0, n), dtype=bool)
-    rng = np.random.default_rng(config.seed)
-    return np.array([rng.permutation(n) < n // 2 for _ in range(config.subsets)])
+    return random_halves(n, config.subsets, config.seed)
 
 
-def _of_problems(
-    names: np.ndarray, halves: np.ndarray, effects: Effects, begin: int, split: Shares, problem: np.ndarray, seed: int
-) -> tuple[pd.DataFrame, dict[str, float]]:
-    """The problems' table, and the regression's R² by target."""
-    if not len(halves):
-        nothing = {name: pd.Series(dtype=float) for name in ("n", "share", "effect", "low", "high")}
-        return pd.DataFrame({"problem_id": pd.Series(dtype=str), "target": pd.Series(dtype=str), **nothing}), {}
-    effect, low, high, r2 = banzhaf(halves, effects.changes[begin:], seed=seed)
-    tables = []
-    for i, name in enumerate(names):
-        mine = problem[split.rows] == name
-        columns = {"share": split.shares[mine].sum(0), "effect": effect[i], "low": low[i], "high": high[i]}
-        tables.append(pd.DataFrame({"problem_id": name, "n": int(mine.sum()), "target": effects.targets, **columns}))
-    return pd.concat(tables, ignore_index=True), dict(zip(effects.targets, r2.tolist(), strict=True))
+def _values(path: TrainingPath, targets: Targets, step: int) -> np.ndarray:
+    path.put(step)
+    return targets.values(path.trained)
 
 
-def _target_table(
-    split: Shares, effects: Effects, path: TrainingPath, targets: Targets, config: AttributionConfig
-) -> pd.DataFrame:
-    path.put(path.steps[0])
-    before = targets.values(path.trained)
-    remainder = split.remainder / np.where(split.realised == 0, np.nan, split.realised)
-    return pd.DataFrame(
-        {
-            "target": split.targets,
-            "before": before,
-            "after": before + split.realised,
-            "realised": split.realised,
-            "simulated": effects.whole,
-            "decay": split.decay,
-            "remainder": remainder,
-            "flagged": ~(np.abs(remainder) <= config.flag_remainder),
-        }
-    )
+def _r2(regressed: Banzhaf | None, split: Shares) -> np.ndarray:
+    return np.full(len(split.targets), np.nan) if regressed is None else regressed.r2
 
 
-def _sample_table(split: Shares) -> pd.DataFrame:
-    n, names = len(split.rows), split.targets
-    return pd.DataFrame(
-        {
-            "trajectory": np.repeat(split.rows, len(names)),
-            "step": np.repeat(split.steps, len(names)),
-            "target": np.tile(names, n),
-            "share": split.shares.ravel(),
-            "product_base": split.plain["base"].ravel(),
-            "product_path": split.plain["path"].ravel(),
-        }
-    )
-
-
-def _group_table(kinds: dict[str, np.ndarray], effects: Effects, split: Shares) -> pd.DataFrame:
-    tables = []
-    for i, (name, mask) in enumerate(kinds.items()):
-        without, alone = effects.changes[i], effects.changes[len(kinds) + i]
-        columns = {
-            "share": split.shares[mask[split.rows]].sum(0),
-            "without": without,
-            "effect": effects.whole - without,
-            "alone": alone,
-        }
-        tables.append(pd.DataFrame({"group": name, "n": int(mask.sum()), "target": effects.targets, **columns}))
-    names = ["group", "n", "target", "share", "without", "effect", "alone"]
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+def _covariances(split: Shares, stretch: _Stretch, rollouts: Rollouts, wanted: Wanted) -> np.ndarray:
+    if wanted.on_samples is None:
+        return np.full(split.shares.shape, np.nan)
+    stretch.path.put(0)
+    shown = wanted.on_samples(stretch.path.trained, rollouts.select(split.rows))
+    return covariances(shown, rollouts, split.rows)
 
 
 def _warnings(split: Shares) -> list[str]:
     error = float(split.segments.path_error.max())
-    if error < 0.05:
+    if error < _FAR:
         return []
     return [
         f"The simulated optimiser misses the checkpoints by up to {error:.0%} of the distance between them: settings "
-        "or log are not quite those of this run."
+        "or log are not quite those of this run, or samples are missing."
     ]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from tsae.attribution.gradient_store import GradientStore
+from tsae.attribution.path import TrainingPath
+from tsae.attribution.tokens import Directions, token_shares
 from tsae.base.files import replacing, write_json
+from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
 
-_TABLES = ("targets", "samples", "groups", "problems", "segments")
+_TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 
 
 @dataclass(frozen=True)
@@ -21,36 +27,75 @@ class Attribution:
     """Which samples moved what.
 
     Two questions have two answers. *Share*: who did it; shares of all samples add up to what happened. *Effect*: what
-    would have been without it, by simulation; effects do not add up. docs/attribution.md tells when to use which.
+    would have been without it, by simulation; effects do not add up. docs/attribution.md tells when to use which. In
+    both, a positive number raised the target.
+
+    What can be told apart: a share is known for every sample and token. Effects are simulated directly for kinds of
+    samples and for the samples with the largest shares. The effects of problems come from a regression on random
+    halves, which has fewer unknowns than subsets. Effects of thousands of single samples are not identified by a few
+    hundred subsets, and are not given.
     """
 
     targets: pd.DataFrame
     """One row a target: target, before, after, realised (after − before), simulated (the same with all samples, by
-    simulation), remainder (what shares leave unexplained, as a share of realised), flagged."""
+    simulation), decay (the part of weight decay), remainder (what shares leave unexplained, as a share of realised),
+    flagged, and r2: of the problems' effects, on halves that the regression has not seen (NaN where there are none)."""
     samples: pd.DataFrame
-    """One row a sample and target: trajectory (row of the rollouts), step, target, share in the target's units, and
-    the baselines product_base and product_path (plain inner products, TracIn)."""
+    """One row a sample and target: trajectory (row of the rollouts), step, target, share in the target's units, effect
+    (what leaving it out alone takes away, by simulation; NaN where that was not done), and baselines: product_base and
+    product_path (plain inner products at the start and along the path, the second TracIn), and covariance (advantage ×
+    what the sample shows of the target against the mean of its prompt group, at the start of the run)."""
+    facts: pd.DataFrame
+    """One row a sample: trajectory, problem_id, step, band, outcome, reward, advantage, length (sampled tokens) and
+    gradient_norm. With `samples`, all that a share is compared with."""
     groups: pd.DataFrame
-    """One row a kind of samples and target: group, n, target, share (the sum of theirs), without (what the target's
-    change would have been without them), effect (realised change − without, both simulated), alone (the change with
-    them only)."""
+    """One row a group of samples and target: kind (`tsae.attribution.sample_kinds`), group, n, target, share (the sum
+    of theirs), without (what the target's change would have been without them), effect (simulated − without), alone
+    (the change with them only)."""
     problems: pd.DataFrame
     """One row a problem and target: problem_id, n, target, share, effect (Banzhaf value: the mean of what the problem
-    adds to random halves of the others), low, high (95 % interval over the simulated halves). Empty without subsets."""
+    adds to random subsets of the others), low, high (95 % interval over the simulated subsets). Empty without
+    subsets."""
     segments: pd.DataFrame
-    """One row a target and stretch between checkpoints; see `tsae.attribution.shares.Shares`."""
-    info: dict[str, Any]
-    """recipe, config, fingerprint of the rollouts, fit (R² of the problems' effects on halves left out, by target), and
-    notes: what was assumed or left out."""
+    """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.shares.Shares`."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from),
+    path_error (largest of the segments), and notes: what was sampled, assumed or left out."""
+    source: Rollouts | None = field(default=None, repr=False, compare=False)
+    """The log, for texts and tokens; None after loading without it."""
+    folder: Path | None = field(default=None, repr=False, compare=False)
+    """Where it was saved."""
+
+    def table(self, target: str | None = None, kind: str | None = None) -> pd.DataFrame:
+        """`groups` with the realised change of the target, by the size of the effect within a target.
+
+        Args:
+            target: only this one.
+            kind: only groups of this kind, such as band.
+
+        Raises:
+            TsaeError: for an unknown target or kind.
+        """
+        table = self.groups if target is None else self._of(self.groups, target)
+        if kind is not None:
+            known = list(dict.fromkeys(self.groups.kind))
+            if kind not in known:
+                raise TsaeError(f"no kind {kind!r}; there are {', '.join(known) or 'none'}", where="Attribution.table")
+            table = table[table.kind == kind]
+        table = table.merge(self.targets[["target", "realised"]], on="target")
+        order = {name: place for place, name in enumerate(self.targets.target)}
+        table = table.assign(_place=table.target.map(order), _size=-table.effect.abs())
+        return table.sort_values(["_place", "_size"], ignore_index=True).drop(columns=["_place", "_size"])
 
     def of_target(self, target: str, n: int = 10) -> pd.DataFrame:
-        """The samples with the largest shares for and against a target, n each.
+        """The samples with the largest shares for and against a target, n each, with what is known of them.
 
         Raises:
             TsaeError: for an unknown target.
         """
         mine = self._of(self.samples, target).sort_values("share", ascending=False)
-        return pd.concat([mine.head(n), mine.tail(n)]).drop_duplicates("trajectory")
+        raised, lowered = mine[mine.share > 0].head(n), mine[mine.share < 0].tail(n)
+        return self._with_facts(pd.concat([raised, lowered]))
 
     def of_sample(self, trajectory: int) -> pd.DataFrame:
         """What a sample did to every target: a row each, the largest part of its realised change first.
@@ -64,27 +109,78 @@ class Attribution:
         part = (mine.share / mine.realised.abs().clip(lower=1e-30)).abs()
         return mine.assign(part=part).sort_values("part", ascending=False, ignore_index=True)
 
+    def tokens(self, trajectory: int, target: str, series: CheckpointSeries) -> pd.DataFrame:
+        """Which tokens of a sample carry its share in a target.
+
+        Args:
+            trajectory: row of the rollouts.
+            target: its name.
+            series: the run's checkpoints.
+
+        Returns:
+            one row a response token: position, token_id, token (text) and share. They add up to the sample's share,
+            to the precision of bfloat16.
+
+        Raises:
+            TsaeError: for an unknown target or sample, and where the log or the folder of the attribution is missing.
+        """
+        self._of(self.samples, target)
+        place = self.facts[self.facts.trajectory == trajectory]
+        if place.empty:
+            raise TsaeError(f"no step was trained on trajectory {trajectory}", where="tokens")
+        if self.source is None or self.folder is None:
+            raise TsaeError(
+                "the log is not at hand",
+                where="Attribution.tokens",
+                fix="Load with it: Attribution.load(to, rollouts).",
+            )
+        begin, step = int(self.info["checkpoints"][0]), int(place.step.iloc[0])
+        steps = [s for s in self.info["checkpoints"] if s <= step - 1][-1:] + [
+            s for s in self.info["checkpoints"] if s > step - 1
+        ][:1]
+        near = [c.id for c in series if c.step in steps and (c.is_base or c.run == self.info["run"])]
+        path = TrainingPath.of(series.select(near), self.info["run"])
+        local = TrainingPath(path.trained, {s - begin: weights for s, weights in path.knots.items() if s >= begin})
+        j = list(self.targets.target).index(target)
+        store, directions = GradientStore(self.folder / "gradients"), Directions(self.folder / "directions")
+        shares = token_shares(store, local, directions, self.source, trajectory, step - begin, j)
+        ids = self.source.tokens(trajectory)[1]
+        strings = token_strings(series.base.load_tokenizer())
+        columns = {"token_id": ids, "token": [strings[i] for i in ids], "share": shares}
+        return pd.DataFrame({"position": np.arange(len(ids)), **columns})
+
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
         if target not in set(self.targets.target):
             raise TsaeError(f"no target {target!r}; there are {', '.join(self.targets.target)}", where="Attribution")
         return table[table.target == target]
 
-    def save(self, folder: str | Path) -> Path:
-        """Write the tables as Parquet, and info as attribution.json."""
+    def _with_facts(self, samples: pd.DataFrame) -> pd.DataFrame:
+        found = samples.merge(self.facts.drop(columns="step"), on="trajectory", how="left")
+        if self.source is None:
+            return found
+        return found.assign(response=self.source.frame.response.to_numpy()[found.trajectory.to_numpy()])
+
+    def save(self, folder: str | Path) -> Attribution:
+        """Write the tables as Parquet, and info as attribution.json, which comes last; gives itself with the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "attribution.json").unlink(missing_ok=True)
         for name in _TABLES:
             with replacing(folder / f"{name}.parquet") as partial:
                 getattr(self, name).to_parquet(partial, index=False)
         write_json(folder / "attribution.json", self.info)
-        return folder
+        return replace(self, folder=folder)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Attribution:
+    def load(cls, folder: str | Path, rollouts: Rollouts | None = None) -> Attribution:
         """Read what `save` wrote.
 
+        Args:
+            folder: of the attribution.
+            rollouts: the log that it was made from, for texts and tokens.
+
         Raises:
-            TsaeError: where the folder holds no attribution.
+            TsaeError: where the folder holds no attribution, or the log is another.
         """
         folder = Path(folder)
         missing = [
@@ -92,42 +188,21 @@ class Attribution:
         ]
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Give a folder that `tsae attribute` wrote.")
-        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
-        return cls(**tables, info=json.loads((folder / "attribution.json").read_text(encoding="utf-8")))
+        try:
+            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
+            info = json.loads((folder / "attribution.json").read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise TsaeError(f"no attribution ({error})", where=folder, fix="Attribute again.") from error
+        if rollouts is not None and rollouts.fingerprint != info["inputs"]["rollouts"]:
+            raise TsaeError(
+                f"was made from other rollouts ({info['inputs']['rollouts']}) than these ({rollouts.fingerprint})",
+                where=folder,
+                fix="Give the log that was attributed.",
+            )
+        return cls(**tables, info=info, source=rollouts, folder=folder)
 
     def __repr__(self) -> str:
         return (
-            f"Attribution({len(self.targets)} targets, {self.samples.trajectory.nunique():,} samples, "
+            f"Attribution({len(self.targets)} targets, {len(self.facts):,} samples, "
             f"{self.groups.group.nunique()} kinds)"
         )
-
-
-def banzhaf(
-    kept: np.ndarray, changes: np.ndarray, *, draws: int = 200, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Effects of units from what random halves of them gave (Wang & Jia 2023: a regression of the subsets' values).
-
-    Args:
-        kept: (K, n) bool, which units a subset kept.
-        changes: (K, n_targets).
-        draws: of the bootstrap over subsets.
-        seed: of the bootstrap, and of the parts of the check.
-
-    Returns:
-        effects (n, n_targets); their 2.5 and 97.5 percentiles; and R² (n_targets,) on fifths of the subsets that the
-        regression has not seen.
-    """
-    rng, x = np.random.default_rng(seed), np.column_stack([np.ones(len(kept)), kept.astype(float)])
-
-    def fit(rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.linalg.lstsq(x[rows], changes[rows], rcond=None)[0]
-        return found
-
-    whole = fit(np.arange(len(kept)))
-    drawn = np.array([fit(rng.integers(0, len(kept), len(kept)))[1:] for _ in range(draws)])
-    fold, left = rng.permutation(len(kept)) % 5, np.zeros_like(changes)
-    for i in range(5):
-        left[fold == i] = changes[fold == i] - x[fold == i] @ fit(np.flatnonzero(fold != i))
-    spread = ((changes - changes.mean(0)) ** 2).sum(0)
-    r2 = 1 - (left**2).sum(0) / np.where(spread > 0, spread, 1.0)
-    return whole[1:], *np.quantile(drawn, [0.025, 0.975], axis=0), np.where(spread > 0, r2, np.nan)

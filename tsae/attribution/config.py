@@ -1,35 +1,54 @@
-"""Options of attribution."""
+"""Options of attribution. Imports nothing heavy: the command line builds its options from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tsae.errors import TsaeError
+
+Kind = Literal[
+    "band",
+    "outcome",
+    "band and outcome",
+    "lone success",
+    "third of the run",
+    "band, outcome and third",
+    "behaviour",
+    "reward",
+]
+"""Kinds of samples; see `tsae.attribution.sample_kinds`."""
+
+Subject = Literal["features", "outcome", "behaviours"]
 
 
 @dataclass(frozen=True)
 class AttributionConfig:
     """What is attributed, and how much is computed for it."""
 
+    targets: tuple[Subject, ...] = get_args(Subject)
+    """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses;
+    behaviours: the same of responses that show one, such as direct answers, against those that do not."""
     features: tuple[int, ...] = ()
     """Features by number; by default those that moved most."""
     n_features: int = 8
     """How many features, where none is named."""
     n_fixed: int = 128
     """Trajectories of the base over which features and likelihoods are averaged; every checkpoint reads the same."""
-    groups: tuple[Literal["band", "outcome", "band and outcome", "lone success", "third of the run"], ...] = (
-        "band",
-        "outcome",
-        "band and outcome",
-        "lone success",
-        "third of the run",
-    )
+    steps: tuple[int, int] | None = None
+    """Only the stretch between two checkpoints, given by their steps; by default the whole run."""
+    groups: tuple[Kind, ...] = get_args(Kind)
     """Kinds of samples that are left out and kept alone, by simulation."""
     subsets: int = 120
     """Random halves of the problems that are simulated to find the effect of each problem; 0 leaves this out."""
+    singles: int = 3
+    """Samples with the largest shares, for and against each target, that are left out one by one, by simulation."""
+    again: Literal["on-policy", "replayed"] = "on-policy"
+    """Whether a run without some samples is imagined to sample its responses anew, or to replay those of the log."""
     every: int = 1
     """Differentiate targets at every n-th checkpoint; what is between is interpolated."""
+    max_samples: int = 1_000_000
+    """Of a larger log, prompt groups are drawn at random within every step."""
     budget_gb: float = 8.0
     """Disk for the samples' gradients; they are kept in 16 bits where 32 do not fit."""
     batch_tokens: int = 4096
@@ -42,9 +61,19 @@ class AttributionConfig:
     """Share of a change that its samples may leave unexplained before it is flagged."""
 
     def __post_init__(self) -> None:
-        least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "every": 1, "batch_tokens": 1}
-        for name, smallest in least.items():
+        least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "singles": 0, "every": 1, "max_samples": 2}
+        for name, smallest in {**least, "batch_tokens": 1}.items():
             if getattr(self, name) < smallest:
                 raise TsaeError(f"is {getattr(self, name)}, expected at least {smallest}", where=name)
         if self.budget_gb <= 0 or self.flag_remainder <= 0:
             raise TsaeError("budget_gb and flag_remainder must be positive", where="AttributionConfig")
+        if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
+            raise TsaeError(
+                f"steps={self.steps} is no stretch of a run",
+                where="AttributionConfig",
+                fix="Give the steps of two checkpoints, the earlier first.",
+            )
+        for name, known in (("targets", get_args(Subject)), ("groups", get_args(Kind))):
+            unknown = [one for one in getattr(self, name) if one not in known]
+            if unknown:
+                raise TsaeError(f"{unknown[0]!r} is none of {', '.join(known)}", where=f"AttributionConfig.{name}")

@@ -1,4 +1,14 @@
-"""Kinds of samples that attribution adds up, leaves out and keeps alone."""
+"""Kinds of samples that attribution adds up, leaves out and keeps alone.
+
+band                     easy, medium, hard; where the log has no bands, the author's level
+outcome                  success, failure
+band and outcome         both together
+lone success             the only success of its prompt group
+third of the run         by the steps that trained on them
+band, outcome and third  all three together
+behaviour                responses that show one (`tsae.rollouts.behaviours`)
+reward                   where several functions rewarded: samples above their prompt group's mean of one
+"""
 
 from __future__ import annotations
 
@@ -10,31 +20,89 @@ from tsae.rollouts.advantages import group_names
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
+Masks = dict[str, np.ndarray]
 
-def sample_kinds(rollouts: Rollouts, wanted: Sequence[str]) -> dict[str, np.ndarray]:
-    """(n,) masks of trajectories by the name of the kind; a kind that is empty or everything is left out.
+_REWARD = "reward/"
+_MOST_LEVELS = 6
+
+
+def sample_kinds(rollouts: Rollouts, wanted: Sequence[str], used: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+    """(kind, (n,) mask of trajectories) by the name of the group; one that is empty or everything is left out.
 
     Args:
         rollouts: with steps.
-        wanted: of band, outcome, band and outcome, lone success, third of the run.
+        wanted: of the kinds above.
+        used: (n,) which trajectories the run trained on.
     """
     frame = rollouts.frame
-    bands = {f"{band}": (frame.band == band).to_numpy() for band in BANDS}
+    bands = _bands(rollouts)
     outcomes = {what: (frame.outcome == what).to_numpy() for what in ("success", "failure")}
-    found: dict[str, np.ndarray] = {}
-    for kind in wanted:
-        if kind == "band":
-            found |= bands
-        elif kind == "outcome":
-            found |= outcomes
-        elif kind == "band and outcome":
-            found |= {f"{b}, {o}": in_band & has for b, in_band in bands.items() for o, has in outcomes.items()}
-        elif kind == "lone success":
-            group = np.unique(group_names(frame), return_inverse=True)[1]
-            lone = np.bincount(group, weights=outcomes["success"]) == 1
-            found[kind] = outcomes["success"] & lone[group]
-        else:
-            order = np.unique(frame["step"].to_numpy(), return_inverse=True)[1]
-            third = order * 3 // (order.max() + 1)
-            found |= {f"{name} third of the run": third == i for i, name in enumerate(("first", "second", "last"))}
-    return {name: mask for name, mask in found.items() if mask.any() and not mask.all()}
+    group = np.unique(group_names(frame), return_inverse=True)[1]
+    found: dict[str, tuple[str, Masks]] = {
+        "band": ("band", bands),
+        "outcome": ("outcome", outcomes),
+        "band and outcome": ("band and outcome", _crossed(bands, outcomes)),
+        "lone success": ("lone success", _lone(outcomes["success"], group)),
+        "third of the run": ("third of the run", _thirds(rollouts, used)),
+        "band, outcome and third": (
+            "band, outcome and third",
+            _crossed(_crossed(bands, outcomes), _thirds(rollouts, used)),
+        ),
+        "behaviour": ("behaviour", _behaviours(rollouts)),
+        "reward": ("reward", _rewarded(rollouts, group)),
+    }
+    chosen = [(kind, name, mask & used) for kind in wanted for name, mask in found[kind][1].items()]
+    return {name: (kind, mask) for kind, name, mask in chosen if mask.any() and (mask != used).any()}
+
+
+def has_bands(rollouts: Rollouts) -> bool:
+    """Whether there are bands, or levels in place of them."""
+    return bool(_bands(rollouts))
+
+
+def _bands(rollouts: Rollouts) -> Masks:
+    frame = rollouts.frame
+    if frame.band.notna().any():
+        return {band: (frame.band == band).to_numpy() for band in BANDS}
+    levels = list(frame.level.dropna().unique())
+    if not 2 <= len(levels) <= _MOST_LEVELS:
+        return {}
+    ordered = sorted(levels, key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
+    return {str(level): (frame.level == level).to_numpy() for level in ordered}
+
+
+def _crossed(first: Masks, second: Masks) -> Masks:
+    return {f"{a}, {b}": in_a & in_b for a, in_a in first.items() for b, in_b in second.items()}
+
+
+def _lone(success: np.ndarray, group: np.ndarray) -> Masks:
+    lone = np.bincount(group, weights=success) == 1
+    return {"lone success": success & lone[group]}
+
+
+def _thirds(rollouts: Rollouts, used: np.ndarray) -> Masks:
+    step = rollouts.frame["step"].to_numpy()
+    steps = np.unique(step[used])
+    third = np.searchsorted(steps, step).clip(max=len(steps) - 1) * 3 // len(steps)
+    return {f"{name} third of the run": third == i for i, name in enumerate(("first", "second", "last"))}
+
+
+def _behaviours(rollouts: Rollouts) -> Masks:
+    found = {}
+    for name in rollouts.info.get("behaviours", []):
+        values = rollouts.frame[name].to_numpy(dtype=float)
+        if np.isin(values[np.isfinite(values)], (0, 1)).all():
+            found[name.replace("_", " ")] = values == 1
+    return found
+
+
+def _rewarded(rollouts: Rollouts, group: np.ndarray) -> Masks:
+    names = [name for name in rollouts.frame.columns if name.startswith(_REWARD)]
+    found = {}
+    for name in names if len(names) > 1 else ():
+        values = rollouts.frame[name].to_numpy(dtype=float)
+        known = np.isfinite(values)
+        n = np.maximum(np.bincount(group, weights=known), 1)
+        mean = np.bincount(group, weights=np.where(known, values, 0.0)) / n
+        found[f"rewarded by {name.removeprefix(_REWARD)}"] = known & (values > mean[group] + 1e-9)
+    return found

@@ -1,0 +1,80 @@
+"""Simulated runs that are kept on disk, so that an interrupted call goes on from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tsae.attribution.effects import simulate
+from tsae.attribution.gradient_store import GradientStore
+from tsae.attribution.optimiser import Optimiser
+from tsae.attribution.path import TrainingPath
+from tsae.attribution.policy_loss import Again
+from tsae.attribution.targets import Targets
+from tsae.base.files import replacing
+from tsae.base.progress import progress_bar
+
+_AT_ONCE = 32
+"""Subsets of a file. All gradients are read once for each."""
+
+
+def simulate_kept(
+    store: GradientStore,
+    path: TrainingPath,
+    optimiser: Optimiser,
+    targets: Targets,
+    kept: Sequence[np.ndarray],
+    to: Path,
+    mark: Any,
+    *,
+    again: Again = "on-policy",
+    progress: bool = True,
+) -> np.ndarray:
+    """Simulate the run on subsets; each is simulated once, and what a file has is not simulated again.
+
+    Args:
+        store: the samples' gradients.
+        path: of the run.
+        optimiser: the run's.
+        targets: what is evaluated.
+        kept: K masks (n_trajectories,), one or more; equal ones cost nothing.
+        to: folder for what was simulated.
+        mark: tells runs and targets apart; goes into JSON.
+        again: see `tsae.attribution.effects.simulate`.
+        progress: show a bar.
+
+    Returns:
+        changes (K, n_targets).
+    """
+    places: dict[bytes, int] = {}
+    index = [places.setdefault(np.packbits(mask).tobytes(), len(places)) for mask in kept]
+    first = {place: i for i, place in reversed(list(enumerate(index)))}
+    distinct = [kept[first[place]] for place in range(len(places))]
+    found = []
+    with progress_bar("simulated runs", "run", len(distinct), shown=progress) as bar:
+        for low in range(0, len(distinct), _AT_ONCE):
+            some = distinct[low : low + _AT_ONCE]
+            masks = np.array(some, dtype=bool)
+            file = to / f"{_name(mark, masks, again)}.npz"
+            if file.is_file():
+                with np.load(file, allow_pickle=False) as known:
+                    changes = known["changes"]
+            else:
+                changes = simulate(store, path, optimiser, targets, masks, again=again, progress=False).changes
+                with replacing(file) as partial, partial.open("wb") as stream:
+                    np.savez(stream, changes=changes)
+            found.append(changes)
+            bar.update(len(some))
+    every: np.ndarray = np.concatenate(found)[index]
+    return every
+
+
+def _name(mark: Any, masks: np.ndarray, again: str) -> str:
+    digest = hashlib.sha256(json.dumps([mark, again, masks.shape], sort_keys=True).encode())
+    digest.update(np.packbits(masks).tobytes())
+    return digest.hexdigest()[:16]
