@@ -11,25 +11,33 @@ from tsae.report.printed.attribution import attribution_text
 
 
 def run_attribute(options: Attribute) -> None:
-    series, rollouts = load_series(*(options.series or (options.run,))), tsae.Rollouts.read(options.rollouts)
+    if options.top < 1:
+        raise TsaeError(f"is {options.top}, expected at least 1", where="--top")
+    series = load_series(*(options.series or (options.run,)))
     found = tsae.attribute(
         series,
-        rollouts,
+        tsae.Rollouts.read(options.rollouts or options.run, series),
         options.to,
-        recipe=options.settings or options.run,
-        sae=None if options.sae is None else tsae.TemporalSAE.load(options.sae),
+        recipe=options.settings,
+        sae=options.sae,
         run=options.name,
         first_token=None if options.first_token is None else _token_id(series.base, options.first_token),
         config=options.config,
     )
     with as_json(options.json) as write:
-        print(attribution_text(found, rollouts, options.top))
+        print(attribution_text(found, options.top))
         say_wrote(options.to)
-        write({"targets": found.targets, "groups": found.groups, "problems": found.problems, "info": found.info})
+        samples = {name: found.of_target(name, options.top) for name in found.targets.target}
+        tables = {name: getattr(found, name) for name in ("targets", "groups", "problems", "segments")}
+        write({**tables, "samples": samples, "info": found.info})
 
 
 def _token_id(base: Checkpoint, text: str) -> int:
     ids: list[int] = base.load_tokenizer().encode(text, add_special_tokens=False)
     if len(ids) != 1:
-        raise TsaeError(f"{text!r} is {len(ids)} tokens, expected one", where="--first-token")
+        raise TsaeError(
+            f"{text!r} is {len(ids)} tokens, expected one",
+            where="--first-token",
+            fix="Give the text of a single token of this tokenizer.",
+        )
     return ids[0]

@@ -20,10 +20,11 @@ class Attribute:
     run: Positional[Path]
     """Folder of the run: checkpoint-N folders or series.json, and training_args.json (TRL) or .hydra/config.yaml
     (verl)."""
-    rollouts: Path
-    """Parquet file that `tsae rollouts import` wrote from the run's log."""
     to: Path
     """Folder for the results, and for the gradients of the samples; an interrupted call goes on from it."""
+    rollouts: Path | None = None
+    """The run's log: a Parquet file that `tsae rollouts import` wrote, or the trainer's own. By default the log in the
+    run's folder."""
     series: tuple[str, ...] = ()
     """Checkpoints with the base first, where the run's folder lacks the base."""
     sae: Path | None = None
@@ -33,7 +34,7 @@ class Attribute:
     name: str | None = None
     """Name of the run, where the series has several."""
     settings: Path | None = None
-    """The trainer's settings, where they are not in the run's folder."""
+    """File or folder of the trainer's settings; by default they lie beside the checkpoints."""
     top: int = 3
     """Samples and problems to print for each target, for and against."""
     json: Path | None = None
