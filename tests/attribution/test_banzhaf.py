@@ -33,7 +33,7 @@ def test_all_subsets_give_banzhaf_values() -> None:
     expected = []
     for i in range(n):
         without = [s for s in by_name if not s[i]]
-        expected.append(np.mean([by_name[(*s[:i], True, *s[i + 1:])] - by_name[s] for s in without]))
+        expected.append(np.mean([by_name[(*s[:i], True, *s[i + 1 :])] - by_name[s] for s in without]))
     np.testing.assert_allclose(banzhaf(subsets, values, draws=2).effects[:, 0], expected, atol=1e-10)
 
 

@@ -100,6 +100,16 @@ def test_verls_settings_are_compared_too(tmp_path: Path) -> None:
         check(the_log(), read_recipe(tmp_path / "config.yaml"))
 
 
+def test_several_steps_a_batch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="2 optimiser steps for each batch of samples"):
+        check(the_log(), settings(tmp_path, steps_per_generation=8, gradient_accumulation_steps=4))
+    actor = {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 256}
+    content = {"actor_rollout_ref": {"actor": actor, "rollout": {}}, "data": {"train_batch_size": 1024}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(TsaeError, match="train_batch_size=1024 and ppo_mini_batch_size=256: 4 optimiser steps"):
+        check(the_log(), read_recipe(tmp_path / "config.yaml"))
+
+
 def test_advantages_that_follow_no_formula_count_as_logged(tmp_path: Path) -> None:
     log = the_log()
     advantage = log.frame.advantage.to_numpy() * np.where(np.arange(len(log)) % 8 == 1, -3, 1)

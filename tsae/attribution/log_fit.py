@@ -80,6 +80,7 @@ def check_settings(rollouts: Rollouts, batches: Batches, recipe: Recipe, notes: 
         TsaeError: where the settings are those of another run.
     """
     settings = _settings(recipe)
+    _check_one_step(settings, recipe)
     rows = np.concatenate(list(batches.values()))
     frame = rollouts.frame
     longest, limit = int(frame.response_length.to_numpy()[rows].max()), settings.get("max_completion_length")
@@ -102,13 +103,16 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     if "actor_rollout_ref" not in found:
         return found
-    rollout, algorithm = found["actor_rollout_ref"].get("rollout", {}), found.get("algorithm", {})
+    part, algorithm = found["actor_rollout_ref"], found.get("algorithm", {})
+    actor, rollout = part.get("actor", {}), part.get("rollout", {})
     by_std = algorithm.get("norm_adv_by_std_in_grpo") if algorithm.get("adv_estimator") == "grpo" else None
     return {
         "num_generations": rollout.get("n"),
         "max_completion_length": rollout.get("response_length"),
         "scale_rewards": by_std,
-        "max_steps": found["actor_rollout_ref"].get("actor", {}).get("optim", {}).get("total_training_steps"),
+        "max_steps": actor.get("optim", {}).get("total_training_steps"),
+        "train_batch_size": found.get("data", {}).get("train_batch_size"),
+        "ppo_mini_batch_size": actor.get("ppo_mini_batch_size"),
     }
 
 
@@ -118,6 +122,20 @@ def _contradiction(recipe: Recipe, said: str, found: str) -> TsaeError:
         where=recipe.source,
         fix="Give the settings of the run that wrote this log, or the log that these settings made.",
     )
+
+
+def _check_one_step(settings: dict[str, Any], recipe: Recipe) -> None:
+    """A batch that was sampled together is used for one step of the optimiser."""
+    pairs = (("steps_per_generation", "gradient_accumulation_steps"), ("train_batch_size", "ppo_mini_batch_size"))
+    for larger, smaller in pairs:
+        a, b = settings.get(larger), settings.get(smaller)
+        if a and b and int(a) > int(b):
+            raise TsaeError(
+                f"{larger}={a} and {smaller}={b}: {int(a) / int(b):g} optimiser steps for each batch of samples, "
+                "and the log does not say which samples each was made of",
+                where=recipe.source,
+                fix="Attribute a run that takes one step of the optimiser a batch.",
+            )
 
 
 def _check_groups(
