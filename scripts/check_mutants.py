@@ -89,7 +89,7 @@ def main(config: Config) -> None:
             return done[key]
         place = copies.get()
         try:
-            found = test(mutant, place, tests[mutant.path].get(mutant.line, []), config)
+            found = test(mutant, place, chosen_tests(mutant, tests[mutant.path]), config)
         finally:
             copies.put(place)
         with results.open("a") as out:
@@ -212,10 +212,6 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     source, faulty = file.read_text(encoding="utf-8"), mutated(mutant, place)
     found: dict[str, object] = {**asdict(mutant), "was": source.splitlines()[mutant.line - 1].strip()}
     found["becomes"] = faulty.splitlines()[mutant.line - 1].strip()
-    if not tests:
-        # Lines that run on import alone have no test of their own: what holds for all modules, and all of the room's.
-        of_import = ["tests/app/test_architecture.py", f"tests/{mutant.room}"]
-        tests = of_import if not in_function(source, mutant.line) else []
     outcome = "survived" if tests else "untested"
     try:
         file.write_text(faulty, encoding="utf-8")
@@ -225,6 +221,19 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     finally:
         file.write_text(source, encoding="utf-8")
     return {**found, "outcome": outcome, "n_tests": len(tests), "seconds": time.monotonic() - began}
+
+
+def chosen_tests(mutant: Mutant, by_line: dict[int, list[str]]) -> list[str]:
+    """The tests that run the mutant's line.
+
+    A line that runs on import counts for whichever test imported it first, but all of the file may depend on it: its
+    tests are those that run any line, and the one that holds for all modules.
+    """
+    if in_function((ROOT / mutant.path).read_text(encoding="utf-8"), mutant.line):
+        return by_line.get(mutant.line, [])
+    names = {name for tests in by_line.values() for name in tests}
+    own = sorted(names, key=lambda name: (not name.startswith(f"tests/{mutant.room}/"), name))
+    return ["tests/app/test_architecture.py", *(own or [f"tests/{mutant.room}"])]
 
 
 def in_function(source: str, line: int) -> bool:
