@@ -163,6 +163,19 @@ def test_markers_of_other_models(opens: str, closes: str) -> None:
     assert alone == (None if closes == "<channel|>" else expected)
 
 
+def test_a_token_without_a_text_is_what_its_neighbour_on_the_left_is() -> None:
+    """An id that the tokenizer lacks: models have more embeddings than that. In front, the prompt decides."""
+    spans, empty = Spans(tokenizer("bytes")), len(tokenizer("bytes")) + 7
+    a, opens, closes = (ids_of("bytes", text) for text in ("a", "<think>", "</think>"))
+    for prompt, first in ((QUESTION, A), (QUESTION + "<think>\n", T), (QUESTION + "<think></think>", A)):
+        think = [] if first == T else [(id, T) for id in opens]
+        given = [(empty, first), *think, (empty, T), (a[0], T), *((id, T) for id in closes), (empty, T), (a[0], A)]
+        given += [(empty, A), (empty, A)]
+        parts = spans.of(np.array(ids_of("bytes", prompt)), np.array([id for id, _ in given])).parts
+        assert parts is not None
+        assert parts.tolist() == [part for _, part in given]
+
+
 def test_harmony_by_hand() -> None:
     prompt = "<|start|>user<|message|>5?<|end|><|start|>assistant"
     analysis = ("<|channel|>analysis<|message|>Easy.<|end|>", T)

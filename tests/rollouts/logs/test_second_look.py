@@ -22,7 +22,7 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.checks import look_answers, look_logprobs
-from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
+from tsae.rollouts.logs.checks.look_advantages import FORMULAS, Recomputed, recompute
 from tsae.rollouts.logs.checks.look_answers import Sampled, recheck
 from tsae.rollouts.logs.checks.second_look import Check, SecondLook
 from tsae.rollouts.logs.detect import find_log
@@ -332,7 +332,7 @@ def test_what_cannot_be_compared_is_no_disagreement(rewards: tuple[np.ndarray, n
     assert found.unclear == 5
     found = recompute(values, advantages, np.arange(36), np.zeros(36))
     assert (found.follow, found.contradict, found.unclear) == (0, 0, 36)
-    assert recompute(np.full(36, np.nan), advantages, groups, groups).unclear == 6
+    assert recompute(np.full(36, np.nan), advantages, groups, groups) == Recomputed(0, 0, unclear=6)
     unknown = np.where(present, values, np.nan)
     assert recompute(unknown, advantages, groups, groups).contradict == 0
 
