@@ -159,11 +159,14 @@ def draw(room: str, config: Config, tests: dict[str, dict[int, list[str]]]) -> l
 
 
 def is_code(mutant: Mutant) -> bool:
-    """Whether the mutant is Python at all: an operator takes the ** of a dictionary for a power."""
+    """Whether the mutant is Python at all.
+
+    One operator takes the ** of a dictionary for a power; another cannot replace an exception with a dotted name.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(mutated(mutant, ROOT), mutant.path, "exec")
-    except SyntaxError:
+    except (SyntaxError, AttributeError):
         return False
     return True
 
