@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from support import chat_templates
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.rollouts.responses.thinking import Spans, TokenTexts
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING, count_sampled
 
 A, T, O = ANSWER, THINKING, OTHER
 # What merges are learnt from: markers beside letters and line breaks, so that tokens cross their edges.
@@ -264,6 +265,22 @@ def test_markers_that_are_special_tokens_are_lost_in_text() -> None:
     assert Spans(tokenizer("bytes")).lost(tokenizer("bytes").get_vocab()) is None
     qwen3 = chat_templates.make_tokenizer("qwen3")
     assert Spans(qwen3).lost(qwen3.get_vocab()) is None  # <think> is an added token, but no special one
+
+
+def test_sampled_tokens_are_counted_row_by_row() -> None:
+    """In a long table, in chunks, and in a slice of it."""
+    rng = np.random.default_rng(0)
+    parts = [None if i % 7 == 3 else rng.integers(0, 3, rng.integers(1, 6)).tolist() for i in range(2500)]
+    lengths = [3 if part is None else len(part) for part in parts]
+    table = pa.table(
+        {"response_ids": pa.array([[1] * n for n in lengths]), "parts": pa.array(parts, pa.list_(pa.int8()))}
+    )
+    expected = [n if part is None else n - part.count(OTHER) for n, part in zip(lengths, parts, strict=True)]
+    assert count_sampled(table).tolist() == expected
+    assert count_sampled(table.slice(1500, 700)).tolist() == expected[1500:2200]
+    pieces = pa.concat_tables([table.slice(900, 11), table.slice(0, 1025)])
+    assert count_sampled(pieces).tolist() == expected[900:911] + expected[:1025]
+    assert count_sampled(table.drop_columns("parts")).tolist() == lengths
 
 
 @pytest.mark.slow

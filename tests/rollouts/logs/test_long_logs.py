@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from collections import defaultdict
@@ -32,6 +33,7 @@ from tsae.rollouts.logs.on_disk import parts
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.running import spool as spools
 from tsae.rollouts.logs.running import workers
+from tsae.rollouts.logs.running.bar import Bar
 from tsae.rollouts.logs.running.journal import Job
 from tsae.rollouts.logs.running.workers import default_workers, read_in_workers
 
@@ -472,6 +474,45 @@ def test_a_worker_reads_what_this_process_reads(
     log(path, [*rows(60), {"prompt": "1+1=?", "response": ""}])
     with pytest.raises(TsaeError, match=r"log\.jsonl:61: the response is empty.*--skip empty"):
         imported(path, policy, tmp_path / "r.parquet", 2)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        ("import sys; sys.exit('it broke')", RuntimeError, "a worker of the import failed:\nit broke"),
+        ("import sys; sys.exit(3)", TsaeError, r"was ended from outside \(exit status 3\)"),
+        ("import os; os.write(2, b'x'); os.kill(os.getpid(), 9)", TsaeError, r"from outside \(exit status -9\)"),
+    ],
+)
+def test_a_worker_that_ends_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", ("-c", program))
+    with pytest.raises(error, match=message):
+        list(read_in_workers([Job(parts.Part((), 0, 10), tmp_path, done=False)], 1, {}, lambda *said: None))
+
+
+def test_the_bar_counts_bytes_and_trajectories(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of parts in any order; what an earlier import read does not count for the speed."""
+    with Bar(1000, shown=True) as bar:
+        bar.end(0, 400, 40, found=True)
+        bar.say(2, 100, 10)
+        bar.say(1, 50, 5)
+        bar.say(2, 200, 20)
+        bar.end(2, 300, 31, found=False)
+        assert bar.trajectories == 76
+        assert (bar._bar.n, bar._bar.initial) == (750, 400)
+        bar.end(1, 300, 32, found=False)
+        bar._bar.start_t -= 9 - bar._bar.format_dict["elapsed"]
+        bar.write("said above")
+    told = capsys.readouterr().err
+    assert "said above\n" in told
+    assert re.search(r"1\.00k/1\.00k .*103 trajectories, 7/s", told.rpartition("\r")[2])
+    with Bar(1000, shown=False) as bar:
+        bar.end(0, 400, 40, found=True)
+        bar.write("not said")
+    assert bar.trajectories == 40
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture

@@ -289,6 +289,9 @@ def test_areal(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "finish_reason") == ["stop", "stop", "length", "stop", "stop"]
     assert column(found, "step") == [0, 0, 0, 0, 2]
     assert column(found, "policy") == ["trial-00000"] * 4 + ["trial-00002"]
+    unknown = write(logs / "0" / "3.jsonl", trajectory("#4", tail_version=None))
+    with pytest.raises(TsaeError, match=r"3\.jsonl:1.*tail_version"):
+        read(unknown, chat, format="areal")
     assert "1 responses were sampled while weights were updated" in notes(found)
 
 
