@@ -6,8 +6,9 @@
 3. Every mutant is tested in a copy of the repository by the tests that run its line: first those of its room, then the
    others. One that passes them all survives.
 
-Left out: annotations, docstrings and messages of errors, which no test of behaviour needs to see; operators that only
-remove a decorator. Survivors are printed with their line, to be judged: some are equivalent.
+Left out: annotations and what is imported for them alone, docstrings and messages of errors, which no test of behaviour
+needs to see; operators that only remove a decorator. Survivors are printed with their line, to be judged: some are
+equivalent.
 
     python scripts/check_mutants.py --per-room 40 --to runs/mutants
 """
@@ -182,7 +183,7 @@ def mutated(mutant: Mutant, root: Path) -> str:
 
 
 def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Spans of annotations and of errors that are raised: (line, column) of begin and end."""
+    """Spans of annotations, of what only they need, and of errors that are raised: (line, column) of begin and end."""
     found = []
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.AST | None] = []
@@ -190,7 +191,7 @@ def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]
             parts = [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
         elif isinstance(node, ast.AnnAssign):
             parts = [node.annotation]
-        elif isinstance(node, ast.Raise):
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             parts = [node]
         for part in parts:
             if part is not None:
