@@ -200,6 +200,7 @@ def test_the_space_before_a_first_word_belongs_to_its_token() -> None:
     assert tokenizer("spaces").decode(ids_of("spaces", "a <think")) == "a <think"
 
 
+@cache
 def exact_bytes(kind: str, id: int) -> bytes:
     """Of a token, by its name in the vocabulary."""
     made = tokenizer(kind)

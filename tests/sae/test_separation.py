@@ -182,17 +182,24 @@ def reading(*parts: slice) -> TemporalSAE:
     return sae
 
 
+def parity(prompt: str, tokens: Sequence[str]) -> list[str]:
+    """Classes by the place in the response: odd and even tokens."""
+    return ["odd" if int(token) % 2 else "even" for token in tokens]
+
+
 @pytest.fixture(scope="module")
 def found(planted: ActivationStore) -> Separation:
     temporal = reading(BAND, OUTCOME, TOKEN, NOISE)
     plain = reading(NOISE, TOKEN, BAND, OUTCOME)
-    return separation({"temporal": temporal, "plain": plain}, planted)
+    saes = {"temporal": temporal, "plain": plain}
+    return separation(saes, planted, annotator=parity, token_strings=[str(id) for id in range(10)])
 
 
 def test_planted_separation_is_found(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"])
     accuracy, chance = table.accuracy, table.chance
-    assert set(table.index.get_level_values("label")) == {"band", "outcome", "direct_answer", "problem", "identity"}
+    labels = {"band", "outcome", "direct_answer", "problem", "identity", "class"}
+    assert set(table.index.get_level_values("label")) == labels
     assert chance["temporal", "high", "band"] == pytest.approx(1 / 3)
     assert chance["temporal", "high", "outcome"] == 0.5
     assert chance["temporal", "high", "problem"] == 1 / 20
@@ -230,9 +237,9 @@ def test_gains_are_differences_of_the_scores(found: Separation) -> None:
     json.dumps(found.as_dict(), allow_nan=True)
 
 
-def test_outcome_counts_only_problems_that_have_both(planted: ActivationStore) -> None:
+def test_outcome_counts_only_problems_that_have_both(found: Separation) -> None:
     """Every problem has one to four successes of six, so that all count."""
-    table = separation({"one": reading(BAND, OUTCOME, TOKEN, NOISE)}, planted).table()
+    table = found.table()
     outcome = table[table.label == "outcome"]
     assert set(outcome.n_units) == {N_PROBLEMS}
     assert set(table[table.label == "problem"].n_units) == {20 * N_SAMPLES}
@@ -254,19 +261,10 @@ def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -
         separation({"sae": sae}, lonely)
 
 
-def test_an_annotator_gives_classes(planted: ActivationStore) -> None:
-    """Classes by the place in the response: odd and even tokens."""
-    strings = [str(id) for id in range(10)]
-    sae = reading(BAND, OUTCOME, TOKEN, NOISE)
-    found = separation(
-        {"sae": sae},
-        planted,
-        annotator=lambda _, tokens: ["odd" if int(t) % 2 else "even" for t in tokens],
-        token_strings=strings,
-    )
+def test_an_annotator_gives_classes(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"]).accuracy
-    assert table["sae", "low", "class"] == 1
-    assert table["sae", "high", "class"] < 0.65
+    assert table["temporal", "low", "class"] == 1
+    assert table["temporal", "high", "class"] < 0.65
 
 
 def test_an_annotator_reads_every_trajectory_once(planted: ActivationStore) -> None:
