@@ -599,7 +599,11 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     assert top.delta.abs().tolist() == sorted(total[total.q <= 0.05].delta.abs(), reverse=True)[:3]
     assert (total.moved == (total.q <= 0.05)).all()
     assert (diff.table(discoveries=True).q <= 0.05).all()
-    assert set(diff.feature(4).table().feature) == {4}
+    one = diff.feature(4).table()
+    assert set(one.feature) == {4}
+    for table in (total, one):
+        assert table.index.tolist() == [*range(len(table))]
+        assert "index" not in table.columns
     with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
         diff.feature(10)
     with pytest.raises(TsaeError, match="no column 'bands'"):
