@@ -20,7 +20,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.testbed.tokenizer import TOKEN_IDS
 
-QUICK = AttributionConfig(features=(0, 3), n_fixed=10, subsets=20)
+QUICK = AttributionConfig(features=(0, 3), n_fixed=8, subsets=9)
 
 
 def some_sae() -> tsae.TemporalSAE:
@@ -34,7 +34,7 @@ def some_sae() -> tsae.TemporalSAE:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, with its imported log."""
-    config = MixedConfig(per_band=2, steps=3, groups=6, samples=4, learning_rate=1e-3)
+    config = MixedConfig(per_band=1, steps=3, groups=3, samples=6, learning_rate=1e-3)
     folder = train(config, tsae.testbed.series().base, tmp_path_factory.mktemp("attribute") / "run", progress=False)
     import_log(folder, folder / "rollouts.parquet", progress=False)
     return folder
@@ -74,7 +74,7 @@ def test_kinds_add_up_where_they_divide_the_samples(found: Attribution) -> None:
             ("first third of the run", "second third of the run", "last third of the run"),
         ):
             assert sum(groups.share[name, target] for name in names) == pytest.approx(share, rel=1e-5)
-    assert groups.n["success", "feature 0"] + groups.n["failure", "feature 0"] == 72
+    assert groups.n["success", "feature 0"] + groups.n["failure", "feature 0"] == 54
     whole = found.targets.set_index("target").simulated
     for (_, target), row in groups.iterrows():
         assert row.effect == pytest.approx(whole[target] - row.without, abs=1e-9)
