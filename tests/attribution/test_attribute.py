@@ -20,7 +20,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.testbed.tokenizer import TOKEN_IDS
 
-QUICK = AttributionConfig(features=(0, 3), n_fixed=8, subsets=9)
+QUICK = AttributionConfig(features=(0, 3), n_fixed=18, subsets=9)
 
 
 def some_sae() -> tsae.TemporalSAE:
@@ -63,6 +63,24 @@ def test_shares_add_up_to_what_happened(found: Attribution) -> None:
     np.testing.assert_allclose(targets.after - targets.before, targets.realised, rtol=1e-6)
     np.testing.assert_allclose(targets.simulated, targets.realised, rtol=0.02, atol=1e-5)
     assert found.info["path_error"] < 0.01
+
+
+def test_features_are_means_over_what_the_base_wrote(found: Attribution, run: Path) -> None:
+    """Before: by the base's own codes, trajectory by trajectory, without special tokens."""
+    log, sae = tsae.Rollouts.read(run / "rollouts.parquet"), some_sae()
+    first = log.select(np.flatnonzero(log.frame["step"] == 1))
+    model = tsae.testbed.series().base.load_model()
+    special = tsae.testbed.series().base.load_tokenizer().all_special_ids
+    means = []
+    for row in range(len(first)):
+        prompt, response = first.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        x = model(input_ids=ids, output_hidden_states=True).hidden_states[2][0, len(prompt) :]
+        means.append(sae.encode(x)[~np.isin(response, special)].mean(0)[3].item())
+    by_problem = pd.Series(means).groupby(first.frame.problem_id.to_numpy()).mean()
+    before = found.targets.set_index("target").before["feature 3"]
+    assert before == pytest.approx(by_problem.mean(), rel=0.05)  # the soft gate's difference
+    assert before > 0.01
 
 
 def test_kinds_add_up_where_they_divide_the_samples(found: Attribution) -> None:

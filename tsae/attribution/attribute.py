@@ -68,7 +68,8 @@ def attribute(
         notes = [f"The state of the optimiser before step {path.steps[0] + 1} is not known; it starts from zero there."]
     rollouts, batches = _batches(rollouts, path, config, notes)
     checked = _advantages(rollouts, batches, notes)
-    wanted = targets or _targets(path, checked, sae, first_token, recipe.loss.temperature, config, notes)
+    special = list(series.base.load_tokenizer().all_special_ids)
+    wanted = targets or _targets(path, checked, sae, special, first_token, recipe.loss.temperature, config, notes)
     budget = int(config.budget_gb * 1e9)
     store = build_gradients(
         path, checked, batches, recipe.loss, to / "gradients", budget=budget, batch_tokens=config.batch_tokens,
@@ -166,6 +167,7 @@ def _targets(
     path: TrainingPath,
     rollouts: Rollouts,
     sae: TemporalSAE | None,
+    special: list[int],
     first_token: int | None,
     temperature: float,
     config: AttributionConfig,
@@ -187,16 +189,16 @@ def _targets(
     else:
         notes.append("No problem of these trajectories has both right and wrong responses: no target of outcomes.")
     if sae is not None:
-        chosen = list(config.features) or _moved_most(path, sae, fixed, config.n_features)
-        parts.append(FeatureMeans(sae, chosen, fixed, (), batch_tokens=config.batch_tokens))
+        chosen = list(config.features) or _moved_most(path, sae, fixed, special, config.n_features)
+        parts.append(FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens))
     if not parts:
         raise TsaeError("nothing is there to attribute", where="attribute", fix="Give an SAE, or first_token.")
     return Together(*parts)
 
 
-def _moved_most(path: TrainingPath, sae: TemporalSAE, fixed: Rollouts, n: int) -> list[int]:
+def _moved_most(path: TrainingPath, sae: TemporalSAE, fixed: Rollouts, special: list[int], n: int) -> list[int]:
     """Features by the change of their means, in standard deviations over trajectories of the base."""
-    every = FeatureMeans(sae, range(sae.config.d_sae), fixed, ())
+    every = FeatureMeans(sae, range(sae.config.d_sae), fixed, special)
     path.put(path.steps[0])
     before = every.each(path.trained, fixed, soft=False)
     path.put(path.last)
