@@ -6,6 +6,8 @@ STAMP := $(VENV)/installed
 # Spinning OpenMP threads starve each other on shared cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
+# Bytecode is kept whatever the environment says: tests start many processes, and each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # A test file is one process's: files share what they build. Every process holds torch, hence the limit.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 
@@ -19,7 +21,7 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev,rl]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev,rl]'
 	touch $@
 
 demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: findings table and report

@@ -6,8 +6,9 @@
 3. Every mutant is tested in a copy of the repository by the tests that run its line: first those of its room, then the
    others. One that passes them all survives.
 
-Left out: annotations, docstrings and messages of errors, which no test of behaviour needs to see; operators that only
-remove a decorator. Survivors are printed with their line, to be judged: some are equivalent.
+Left out: annotations and what is imported for them alone, docstrings and messages of errors, which no test of behaviour
+needs to see; operators that only remove a decorator. Survivors are printed with their line, to be judged: some are
+equivalent.
 
     python scripts/check_mutants.py --per-room 40 --to runs/mutants
 """
@@ -89,7 +90,7 @@ def main(config: Config) -> None:
             return done[key]
         place = copies.get()
         try:
-            found = test(mutant, place, tests[mutant.path].get(mutant.line, []), config)
+            found = test(mutant, place, chosen_tests(mutant, tests[mutant.path]), config)
         finally:
             copies.put(place)
         with results.open("a") as out:
@@ -159,11 +160,14 @@ def draw(room: str, config: Config, tests: dict[str, dict[int, list[str]]]) -> l
 
 
 def is_code(mutant: Mutant) -> bool:
-    """Whether the mutant is Python at all: an operator takes the ** of a dictionary for a power."""
+    """Whether the mutant is Python at all.
+
+    One operator takes the ** of a dictionary for a power; another cannot replace an exception with a dotted name.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(mutated(mutant, ROOT), mutant.path, "exec")
-    except SyntaxError:
+    except (SyntaxError, AttributeError):
         return False
     return True
 
@@ -179,7 +183,7 @@ def mutated(mutant: Mutant, root: Path) -> str:
 
 
 def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Spans of annotations and of errors that are raised: (line, column) of begin and end."""
+    """Spans of annotations, of what only they need, and of errors that are raised: (line, column) of begin and end."""
     found = []
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.AST | None] = []
@@ -187,7 +191,7 @@ def lines_left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]
             parts = [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
         elif isinstance(node, ast.AnnAssign):
             parts = [node.annotation]
-        elif isinstance(node, ast.Raise):
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             parts = [node]
         for part in parts:
             if part is not None:
@@ -212,10 +216,6 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     source, faulty = file.read_text(encoding="utf-8"), mutated(mutant, place)
     found: dict[str, object] = {**asdict(mutant), "was": source.splitlines()[mutant.line - 1].strip()}
     found["becomes"] = faulty.splitlines()[mutant.line - 1].strip()
-    if not tests:
-        # Lines that run on import alone have no test of their own: what holds for all modules, and all of the room's.
-        of_import = ["tests/app/test_architecture.py", f"tests/{mutant.room}"]
-        tests = of_import if not in_function(source, mutant.line) else []
     outcome = "survived" if tests else "untested"
     try:
         file.write_text(faulty, encoding="utf-8")
@@ -225,6 +225,19 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     finally:
         file.write_text(source, encoding="utf-8")
     return {**found, "outcome": outcome, "n_tests": len(tests), "seconds": time.monotonic() - began}
+
+
+def chosen_tests(mutant: Mutant, by_line: dict[int, list[str]]) -> list[str]:
+    """The tests that run the mutant's line.
+
+    A line that runs on import counts for whichever test imported it first, but all of the file may depend on it: its
+    tests are those that run any line, and the one that holds for all modules.
+    """
+    if in_function((ROOT / mutant.path).read_text(encoding="utf-8"), mutant.line):
+        return by_line.get(mutant.line, [])
+    names = {name for tests in by_line.values() for name in tests}
+    own = sorted(names, key=lambda name: (not name.startswith(f"tests/{mutant.room}/"), name))
+    return ["tests/app/test_architecture.py", *(own or [f"tests/{mutant.room}"])]
 
 
 def in_function(source: str, line: int) -> bool:

@@ -27,7 +27,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("rollouts", "bands", "--rollouts", to / "raw.parquet", "--to", to / "rollouts.parquet", "--reference", "base",
         "--easy", 0.7, "--hard", 0.3)  # fmt: skip
     run("capture", "--series", to / "series", "--rollouts", to / "rollouts.parquet", "--to", to / "acts")
-    run("train", "--store", to / "acts", "--to", to / "sae", "--d-sae", 32, "--k", 4, "--tokens", 60_000,
+    run("train", "--store", to / "acts", "--to", to / "sae", "--d-sae", 32, "--k", 4, "--tokens", 20_000,
         "--batch-tokens", 512)  # fmt: skip
     run("encode", "--sae", to / "sae", "--store", to / "acts", "--to", to / "features")
     run("diff", "--features", to / "features", "--to", to / "diff", "--tokenizer", to / "series",

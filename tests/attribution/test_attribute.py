@@ -30,8 +30,8 @@ from tsae.testbed.tokenizer import TOKEN_IDS
 QUICK = AttributionConfig(
     targets=("features", "outcome"),
     features=(0, 3),
-    n_fixed=24,
-    subsets=20,
+    n_fixed=18,
+    subsets=9,
     singles=1,
     groups=("outcome", "third of the run"),
 )
@@ -50,7 +50,7 @@ def some_sae() -> tsae.TemporalSAE:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, with its imported log."""
-    config = MixedConfig(per_band=2, steps=3, groups=6, samples=4, learning_rate=1e-3)
+    config = MixedConfig(per_band=1, steps=3, groups=3, samples=6, learning_rate=1e-3)
     folder = train(config, tsae.testbed.series().base, tmp_path_factory.mktemp("attribute") / "run", progress=False)
     import_log(folder, folder / "rollouts.parquet", progress=False)
     return folder
@@ -80,6 +80,24 @@ def test_shares_add_up_to_what_happened(found: Attribution) -> None:
     assert found.info["path_error"] < 0.01
 
 
+def test_features_are_means_over_what_the_base_wrote(found: Attribution, run: Path) -> None:
+    """Before: by the base's own codes, trajectory by trajectory, without special tokens."""
+    log, sae = tsae.Rollouts.read(run / "rollouts.parquet"), some_sae()
+    first = log.select(np.flatnonzero(log.frame["step"] == 1))
+    model = tsae.testbed.series().base.load_model()
+    special = tsae.testbed.series().base.load_tokenizer().all_special_ids
+    means = []
+    for row in range(len(first)):
+        prompt, response = first.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        x = model(input_ids=ids, output_hidden_states=True).hidden_states[2][0, len(prompt) :]
+        means.append(sae.encode(x)[~np.isin(response, special)].mean(0)[3].item())
+    by_problem = pd.Series(means).groupby(first.frame.problem_id.to_numpy()).mean()
+    before = found.targets.set_index("target").before["feature 3"]
+    assert before == pytest.approx(by_problem.mean(), rel=0.05)  # the soft gate's difference
+    assert before > 0.01
+
+
 def test_kinds_add_up_where_they_divide_the_samples(found: Attribution) -> None:
     every = found.samples.groupby("target").share.sum()
     groups = found.groups.set_index(["group", "target"])
@@ -89,7 +107,7 @@ def test_kinds_add_up_where_they_divide_the_samples(found: Attribution) -> None:
             ("first third of the run", "second third of the run", "last third of the run"),
         ):
             assert sum(groups.share[name, target] for name in names) == pytest.approx(share, rel=1e-5)
-    assert groups.n["success", "feature 0"] + groups.n["failure", "feature 0"] == 72
+    assert groups.n["success", "feature 0"] + groups.n["failure", "feature 0"] == 54
     whole = found.targets.set_index("target").simulated
     for (_, target), row in groups.iterrows():
         assert row.effect == pytest.approx(whole[target] - row.without, abs=1e-9)
@@ -223,8 +241,8 @@ def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) 
         series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
     )
     assert len(found.facts) == 36
-    assert set(found.facts.groupby(["step", "problem_id"]).size()) == {4}
-    assert any(note.startswith("Of 72 samples 36 were drawn") for note in found.info["notes"])
+    assert set(found.facts.groupby(["step", "problem_id"]).size()) == {6}
+    assert any(note.startswith("Of 54 samples 36 were drawn") for note in found.info["notes"])
     assert any("misses the checkpoints" in note for note in found.info["notes"])
 
 
@@ -238,7 +256,7 @@ def test_a_log_that_lacks_steps_is_refused(run: Path, tmp_path: Path) -> None:
 def test_the_command_prints_both_answers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     some_sae().save(tmp_path / "sae")
     log = str(run / "rollouts.parquet")
-    options = ["--features", "0", "--n-fixed", "8", "--subsets", "0", "--groups", "outcome"]
+    options = ["--features", "0", "--n-fixed", "8", "--subsets", "0", "--singles", "1", "--groups", "outcome"]
     to = ["--sae", str(tmp_path / "sae"), "--to", str(tmp_path / "out")]
     main(["attribute", str(run), "--rollouts", log, *to, "--first-token", "#", *options])
     text = capsys.readouterr().out

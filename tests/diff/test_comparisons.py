@@ -21,6 +21,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls import null_discoveries
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.controls.null_discoveries import null_counts, null_of
 from tsae.diff.measure_diff import feature_diff
@@ -81,12 +82,12 @@ def log(
     return feature_table(Rollouts.from_records(records), np.concatenate(codes), [(r, rows) for r in readers])
 
 
-@pytest.mark.parametrize("common", [0, 3, 12])
+@pytest.mark.parametrize("common", [7, 8])
 def test_controls_and_plain_directions_name_the_rows_of_their_contrast(common: int, tmp_path: Path) -> None:
     """Without enough problems in common everything that was read stands for a reader; else its own trajectories do."""
     table = log(common=common)
     rows = Rows.of(table, QUICK)
-    assert rows.pooled == (common < 5)
+    assert rows.pooled == (common < QUICK.min_problems)
     diff = feature_diff(table, QUICK, progress=False)
     keys = ["kind", "checkpoint", "part", "band", "outcome"]
     of_contrast = diff.contrasts.set_index(keys)["rows"]
@@ -116,7 +117,7 @@ def test_controls_and_plain_directions_name_the_rows_of_their_contrast(common: i
     store = store_of(tmp_path / "acts", table)
     table.info["sae"]["site"] = "x.site"
     plain = baselines(table, store, QUICK)
-    main_part = "same_trajectories" if common < 5 else "total"
+    main_part = "same_trajectories" if common < QUICK.min_problems else "total"
     assert set(plain.part) == {main_part, "success_minus_failure"}
     for row in plain.itertuples():
         key = (row.kind, row.checkpoint, row.part, "all", "all")
@@ -293,6 +294,24 @@ def test_where_trajectories_cannot_be_split_there_is_no_null() -> None:
     rows, of = comparison(table, kind="shift", checkpoint="run", part="total", band="all")
     first = np.unique(rows.problem[of.b], return_index=True)[1]
     assert np.isnan(null_counts(rows, [replace(of, b=of.b[first])], QUICK)).all()
+
+
+def test_null_discoveries_are_averaged_over_the_repeats() -> None:
+    """Against draws one by one, at a q that lets chance through."""
+    table, loose = log(n_problems=40), replace(QUICK, q=0.6, minimum_effect=0.0)
+    rows = Rows.of(table, loose)
+    found = [of for of in comparisons(table, rows, loose) if not of.note]
+    seen = set()
+    for of, (mean, share) in zip(found, null_counts(rows, found, loose, repeats=4), strict=True):
+        drawn = [null_discoveries._discoveries(rows, of, loose, repeat) for repeat in range(4)]
+        counted = [n for n in drawn if n is not None]
+        if not counted:
+            assert np.isnan([mean, share]).all()
+        elif of.kind != "shift" or of.checkpoint == "run":  # whose halves are made first
+            assert mean == pytest.approx(sum(counted) / len(counted))
+            assert share == pytest.approx(sum(n > 0 for n in counted) / len(counted))
+            seen.update(counted)
+    assert {0, 1, 2} <= seen
 
 
 # --- one main part

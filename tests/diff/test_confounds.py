@@ -11,6 +11,9 @@ import scipy.sparse as sp
 
 from support.builders import EOS, feature_table
 from tsae.diff.config import DiffConfig
+from tsae.diff.contrast.comparisons import comparisons
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.controls import confounds
 from tsae.diff.controls.confounds import SURVIVES, TOO_FEW
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
@@ -103,6 +106,50 @@ def test_controlled_differences_against_loops(diff: FeatureDiff) -> None:
         found = diff.confounds[diff.confounds.control == control]
         assert (found.n_problems == len(expected)).all()
         np.testing.assert_allclose(found.difference, np.mean(expected, axis=0), rtol=1e-5, atol=1e-7)
+
+
+def test_what_tokens_explain_against_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token's mean in the other half of the problems; in one problem one outcome is missing, and some ids are one
+    problem's own."""
+    monkeypatch.setattr(confounds, "_IDS", 3)
+    rng = np.random.default_rng(0)
+    records = [
+        {"problem_id": f"p{p:02d}", "policy": "base", "prompt_ids": [1], "outcome": "success" if s % 2 else "failure",
+         "response_ids": [*rng.integers(5, 13, rng.integers(1, 5)).tolist(), 20 + p]}
+        for p in range(11) for s in range(4) if p != 4 or s % 2
+    ]  # fmt: skip
+    rollouts = Rollouts.from_records(records)
+    n = int((rollouts.lengths("response_ids") + 1).sum())
+    table = feature_table(rollouts, rng.random((n, 3)), [("base", np.arange(len(records)))])
+    rows = Rows.of(table, QUICK)
+    (of,) = (c for c in comparisons(table, rows, QUICK) if c.kind == "outcome" and c.band == "all")
+    problems, found = confounds._controlled(table, rows, confounds._Tokens.of(table, QUICK), of, "token", seed=3)
+    assert problems.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+    half = dict(zip(problems.tolist(), np.random.default_rng([3, 6]).permutation(10) % 2, strict=True))
+    codes = table.codes.toarray()
+    tokens = [(int(rows.problem[r]), int(table.token_ids[i]), codes[i])
+              for r in range(len(records)) if rows.problem[r] != 4
+              for i in range(int(table.row_offsets[r]) + 1, int(table.row_offsets[r + 1]))]  # fmt: skip
+    unseen = 0
+    for problem, difference in zip(problems.tolist(), found, strict=True):
+        others = [(id, code) for p, id, code in tokens if half[p] != half[problem]]
+        sides: dict[str, list[np.ndarray]] = {"success": [], "failure": []}
+        for r in np.flatnonzero(rows.problem == problem):
+            left = []
+            for i in range(int(table.row_offsets[r]) + 1, int(table.row_offsets[r + 1])):
+                same = [code for id, code in others if id == table.token_ids[i]]
+                unseen += not same
+                left.append(codes[i] - np.mean(same or [code for _, code in others], axis=0))
+            sides[rows.outcome[r]].append(np.mean(left, axis=0))
+        np.testing.assert_allclose(
+            difference, np.mean(sides["success"], axis=0) - np.mean(sides["failure"], axis=0), atol=1e-6
+        )
+    assert unseen >= 40
+
+
+def test_half_octaves() -> None:
+    """1, from √2, 2, from 2√2, 4, …"""
+    assert confounds._half_octave(np.arange(0, 17)).tolist() == [0, 0, 2, 3, 4, 4, 5, 5, *[6] * 4, *[7] * 4, 8]
 
 
 def test_sides_that_have_nothing_in_common_are_not_compared() -> None:

@@ -461,10 +461,10 @@ def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
 
 
 def test_nothing_is_found_where_there_is_nothing() -> None:
-    """The false share of a null world is the chance of finding anything at all."""
-    found = error_rates(100)
+    """The false share of a null world is the chance of finding anything at all. The slow suite has many worlds."""
+    found = error_rates(40)
     for key, rates in found.items():
-        assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 100), (key, rates)
+        assert rates["false"] <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 40), (key, rates)
 
 
 @pytest.mark.slow
@@ -535,12 +535,13 @@ def test_the_diff_reproduces(diff: FeatureDiff) -> None:
 
 
 def test_numbers_do_not_depend_on_threads(diff: FeatureDiff) -> None:
+    """One thread, against the two of the fixture."""
+    assert QUICK.threads == 2
     strings = [f"t{i}" for i in range(20)]
-    for threads in (1, 3):
-        again = feature_diff(diff.source, replace(QUICK, threads=threads), token_strings=strings, progress=False)
-        for name in ("shifts", "contrasts", "features", "confounds"):
-            pd.testing.assert_frame_equal(getattr(again, name), getattr(diff, name))
-        assert again.info == diff.info
+    again = feature_diff(diff.source, replace(QUICK, threads=1), token_strings=strings, progress=False)
+    for name in ("shifts", "contrasts", "features", "confounds"):
+        pd.testing.assert_frame_equal(getattr(again, name), getattr(diff, name))
+    assert again.info == diff.info
 
 
 def test_threads_keep_order_and_pass_errors_on() -> None:
@@ -599,7 +600,11 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     assert top.delta.abs().tolist() == sorted(total[total.q <= 0.05].delta.abs(), reverse=True)[:3]
     assert (total.moved == (total.q <= 0.05)).all()
     assert (diff.table(discoveries=True).q <= 0.05).all()
-    assert set(diff.feature(4).table().feature) == {4}
+    one = diff.feature(4).table()
+    assert set(one.feature) == {4}
+    for table in (total, one):
+        assert table.index.tolist() == [*range(len(table))]
+        assert "index" not in table.columns
     with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
         diff.feature(10)
     with pytest.raises(TsaeError, match="no column 'bands'"):

@@ -307,17 +307,22 @@ def test_predictions_that_come_true_and_those_that_do_not() -> None:
     assert total.rho_halves > 0.9
     assert total.matched  # trained on nothing that is a band: on all
     unrelated = world(effect=effect, shift=np.random.default_rng(3).permutation(effect))
-    diff = feature_diff(unrelated, QUICK, progress=False)
-    other = reinforcement(unrelated, QUICK).compare(diff)
+    other = reinforcement(unrelated, QUICK).compare(feature_diff(unrelated, QUICK, progress=False))
     other = other[(other.predicted_on == "all") & (other.part == "policy")].iloc[0]
     assert abs(other.rho) < 0.7
     assert other.p > 0.05
     assert other.ceiling > 0.9
     # A ninth of the problems is too few to say anything, and no number is given.
     few = reinforcement(table, DiffConfig(n_bootstrap=100, n_permutations=100, min_problems=6))
-    refused = few.compare(feature_diff(table, QUICK, progress=False)).query("predicted_on == 'hard'")
+    refused = few.compare(diff).query("predicted_on == 'hard'")
     assert refused.note.str.contains("8 and 24 problems, 12 features: too few").all()
     assert refused.rho.isna().all()
+    # Eight are as many as twice the least number of problems, and three features make ranks.
+    enough = reinforcement(table, dataclasses.replace(QUICK, min_problems=4))
+    assert (enough.compare(diff).query("predicted_on == 'hard'").note == "").all()
+    for n, note in ((3, ""), (2, "24 and 24 problems, 2 features: too few")):
+        some = dataclasses.replace(enough, table=enough.table[enough.table.feature < n])
+        assert set(some.compare(diff).query("predicted_on == 'all'").note) == {note}
     with pytest.raises(TsaeError, match="is a diff of other rollouts"):
         few.compare(feature_diff(world(n_problems=12), QUICK, progress=False))
 

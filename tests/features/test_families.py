@@ -13,8 +13,10 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import BOS, EOS, SHARED, feature_table
+from tsae.diff import families
 from tsae.diff.config import DiffConfig
-from tsae.diff.families import Families, assign_families, find_families
+from tsae.diff.contrast.rows import Rows
+from tsae.diff.families import Families, assign_families, family_shifts, find_families
 from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.annotations import annotate_tokens
@@ -147,9 +149,105 @@ def story(*, n_problems: int = 30, seed: int = 0):
 STRINGS = [str(i) for i in range(20)]
 
 
-def families_of(table: Any, families: Families = KINDS) -> pd.DataFrame:
+def families_of(table: Any, kinds: Families = KINDS) -> pd.DataFrame:
     """What a diff says of the features' families, without the diff."""
-    return assign_families(table, annotate_tokens(table, by_token, STRINGS), families, QUICK)
+    return assign_families(table, annotate_tokens(table, by_token, STRINGS), kinds, QUICK)
+
+
+def test_families_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share, lift and choice of every feature; and that the draws' p-values find the planted ones alone."""
+    monkeypatch.setattr(families, "_DRAWS", 199)
+    table = story(n_problems=9)
+    found = families_of(table)
+    counted = np.isin(table.token_ids, (4, 5, 6, 7))
+    label, codes = table.token_ids[counted], table.codes.toarray()[counted]
+    tokens = np.array([4, 5, 6])  # of the families
+    part = np.array([(label == token).mean() for token in tokens])
+    for feature, row in found.iterrows():
+        share = np.array([codes[label == token, feature].sum() for token in tokens]) / codes[:, feature].sum()
+        chosen = int(np.argmax(share * np.log(np.maximum(share / part, 1e-12))))
+        assert row.family_share == pytest.approx(share[chosen], rel=1e-5)
+        assert row.family_lift == pytest.approx(share[chosen] / part[chosen], rel=1e-5)
+        assert row.family == ((*KINDS,)[chosen] if feature < 3 else "none")
+    assert found.family_p[:3].tolist() == [1 / 200] * 3
+    assert found.family_q[:3].tolist() == pytest.approx([18 / 3 / 200] * 3)
+    assert found.family_p[5] == 1  # active in two problems alone
+    assert (found.family_p[3:] > 0.05).all()
+    strict = replace(QUICK, q=0.029)
+    classes = annotate_tokens(table, by_token, STRINGS)
+    assert set(assign_families(table, classes, KINDS, strict).family) == {"none"}
+
+
+def test_draws_keep_runs_and_problems_together() -> None:
+    """Every row gets the labels of one donor, stretched and rotated; the rows of a problem those of another problem."""
+    table = story(n_problems=9)
+    counted = np.flatnonzero(np.isin(table.token_ids, (4, 5, 6, 7)))
+    row = table.row_of_token[counted]
+    shuffle = families._Shuffle(table, row, np.arange(len(row)))
+    problems = pd.factorize(table.rollouts.frame.problem_id.to_numpy()[table.trajectory])[0]
+    tokens = {int(r): np.flatnonzero(row == r) for r in np.unique(row)}
+    rng, donated, turned = np.random.default_rng(0), set(), set()
+    for _ in range(5):
+        drawn, of_problem = shuffle(rng), {}
+        for mine, places in tokens.items():
+            (donor,) = set(row[drawn[places]].tolist())
+            n, m = len(places), len(tokens[donor])
+            stretched = tokens[donor][[i * m // n for i in range(n)]]
+            turns = [t for t in range(n) if np.array_equal(np.roll(stretched, t), drawn[places])]
+            assert turns
+            turned.add(turns[0])
+            donated.add(donor)
+            of_problem.setdefault(problems[mine], set()).add(problems[donor])
+        assert all(len(donors) == 1 for donors in of_problem.values())
+        assert set.union(*of_problem.values()) == set(range(9))
+    assert len(donated) > len(tokens) / 2
+    assert turned >= {0, 1, 2}
+
+
+def test_families_are_learnt_on_a_part_of_a_long_table() -> None:
+    records = [
+        {"problem_id": f"p{i}", "policy": "base", "prompt_ids": [BOS], "response_ids": [4, EOS], "outcome": "success"}
+        for i in range(700)
+    ]
+    rollouts = Rollouts.from_records(records)
+    table = feature_table(rollouts, np.ones((2100, 1)), [("base", np.arange(700))])
+    label = np.arange(2100)
+    token, row, sampled = families._sample(table, label, QUICK, np.random.default_rng(0))
+    assert len(token) == len(np.unique(row)) == 600
+    assert (table.token_ids[token] == 4).all()
+    assert sampled.tolist() == token.tolist()
+    assert row.tolist() == table.row_of_token[token].tolist()
+
+
+def test_shifts_of_families_by_loops() -> None:
+    """The score is the mean of the features in deviations; a family that is silent at base has no shift."""
+    table = story(n_problems=9)
+    codes = table.codes.toarray()
+    codes[table.reader[table.row_of_token] == 0, 5] = 0
+    table = replace(table, codes=sp.csr_array(codes))
+    rows = Rows.of(table, QUICK)
+    family = pd.Series(["a", "a", "b", "none", "none", "c"])
+    found = family_shifts(table, rows, family, QUICK)
+    assert found.columns[:5].tolist() == ["checkpoint", "band", "family", "n_features", "n_problems"]
+    whole = found[found.band == "all"].set_index("family")
+    assert whole.n_features.to_dict() == {"a": 2, "b": 1, "c": 1}
+    assert set(whole.checkpoint) == {"run"}
+    values, frame = rows.values.toarray(), table.rollouts.frame.loc[table.trajectory].reset_index(drop=True)
+    policy, reader = frame.policy.to_numpy(), np.array(table.readers)[table.reader]
+    base = (policy == "base") & (reader == "base")
+    for name, members in (("a", [0, 1]), ("b", [2])):
+        score = (values[:, members] / values[base][:, members].std(0, ddof=1)).mean(1)
+        run = (policy == "run") & (reader == "run")
+        by_problem = [score[run & mine].mean() - score[base & mine].mean()
+                      for mine in (frame.problem_id.to_numpy() == f"p{i}" for i in range(9))]  # fmt: skip
+        assert whole.difference[name] == pytest.approx(np.mean(by_problem), rel=1e-4)
+        assert whole.delta[name] == pytest.approx(np.mean(by_problem) / score[base].std(ddof=1), rel=1e-4)
+        assert whole.n_problems[name] == 9
+        assert whole.note[name] == ""
+        assert whole.low[name] < whole.difference[name] < whole.high[name]
+    assert whole.note["c"] == "silent at base"
+    assert np.isnan(whole.difference["c"])
+    assert family_shifts(table, rows, pd.Series(["none"] * 6), QUICK).empty
 
 
 @pytest.mark.slow

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
-from tsae.features.encode import encode
+from tsae.features.encode import _Reconstruction, encode
 from tsae.features.feature_table import FeatureTable
+from tsae.features.sums import _VALUES, _rows_at_once
 from tsae.features.top_contexts import top_contexts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
@@ -66,6 +68,30 @@ def test_reconstruction_is_measured_per_reader(sae: TemporalSAE, store: Activati
         assert record["fve"] == pytest.approx(1 - error / ((x - x.mean(0)) ** 2).sum(), rel=1e-4)
         assert record["l0"] == pytest.approx(float((codes > 0).sum()) / len(x))
     assert [r["run"] for r in table.info["readers"]] == [None, "easy"]
+
+
+def test_reconstruction_by_hand() -> None:
+    """Three tokens around the mean (2, 1): squares of 2, 2 and 4; errors of 1, 0 and 4."""
+    quality = _Reconstruction(2)
+    assert quality.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 0.0}
+    quality.add(
+        torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([[1.0, 1.0], [3.0, 0.0]]),
+        torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]), 1,
+    )  # fmt: skip
+    quality.add(torch.tensor([[2.0, 3.0]]), torch.tensor([[2.0, 1.0]]), torch.tensor([[0.0, 0.5, 0.0]]), 0)
+    assert quality.summary() == pytest.approx({"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4})
+    nothing = _Reconstruction(2)
+    nothing.add(*(torch.zeros(0, n) for n in (2, 2, 3)), 2)
+    assert nothing.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 1.0}
+
+
+def test_sums_gather_a_bounded_number_of_values() -> None:
+    for shape, each in (((400, 30), 7), ((20, 5000), 800)):
+        dense = np.zeros(shape)
+        dense[:, :each] = 1
+        assert _rows_at_once(sp.csr_array(dense)) == _VALUES // each
+    assert _rows_at_once(sp.csr_array((10, 3))) >= 10
+    assert _rows_at_once(sp.csr_array(np.ones((1, _VALUES + 1)))) == 1
 
 
 def test_outliers_do_not_count_as_badly_reconstructed(sae: TemporalSAE, store: ActivationStore) -> None:

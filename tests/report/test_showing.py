@@ -86,7 +86,7 @@ def test_every_result_shows_itself(
         "LiveSource": (tsae.LiveSource(series, rollouts, store.sites[0]), "easy-10"),
         "TemporalSAE": (trained, "of which high-level"),
         "Evaluation": (tsae.evaluate(trained, store), "smoothness"),
-        "Separation": (tsae.separation({"SAE": trained}, store), "accuracy"),
+        "Separation": (tsae.separation({"SAE": trained}, store, tokens_per_trajectory=1), "accuracy"),
         "Stability": (tsae.stability(trained, [trained]), "mean matched cosine"),
         "FeatureTable": (features, "active a token"),
         "FeatureDiff": (diff, "not causally tested"),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 import tsae
 from support.builders import BOS, EOS, feature_table
@@ -18,7 +19,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.bands import find_bands, found_how
 from tsae.rollouts.config import BandQuantiles
 from tsae.rollouts.difficulty.draw_problems import band_problems
-from tsae.rollouts.difficulty.step_confounding import confounding
+from tsae.rollouts.difficulty.step_confounding import Confounding, _groups, confounding
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 
@@ -215,6 +216,60 @@ def test_a_log_that_learns_and_asks_everything_again_is_not_refused() -> None:
     measured = confounding(pd.concat(parts, ignore_index=True).assign(band="easy"))
     assert measured.n_steps == 5
     assert measured.told_apart
+
+
+def test_what_steps_explain_is_an_analysis_of_variance() -> None:
+    """scipy's F gives R², and nearly the p-value; steps that explain nothing are told apart."""
+    rng = np.random.default_rng(0)
+    step = np.repeat(np.arange(1, 5), 10)
+    for slope in (0.0, 0.06, 0.2):
+        rate = np.clip(0.2 + slope * step + rng.normal(0, 0.2, size=40), 0, 1).round(1)
+        frame = pd.DataFrame(
+            {"problem_id": np.repeat([f"p{i:02d}" for i in range(40)], 10), "policy": "x", "band": "easy"}
+        ).assign(step=np.repeat(step, 10))
+        frame["outcome"] = [("failure", "success")[k < round(10 * r)] for r in rate for k in range(10)]
+        found = confounding(frame)
+        f, p = scipy.stats.f_oneway(*(rate[step == s] for s in range(1, 5)))
+        unexplained = 1 / (1 + 3 * f / 36)
+        assert found.share == pytest.approx(1 - unexplained * 39 / 36)
+        assert found.p == pytest.approx(p, abs=0.03)
+        assert found.table.columns.tolist() == ["1", "2", "3", "4"]
+        assert found.table.loc["easy"].tolist() == [10] * 4
+        assert (found.n_problems, found.n_steps) == (40, 4)
+        assert found.late == "median step of the problems: easy 2.5"
+    assert (f"p < {1 / 2000:g}" in str(found)) == (p < 1e-4)
+    alike = confounding(frame.assign(outcome="success"))
+    assert np.isnan(alike.share)
+    assert np.isnan(alike.p)
+    assert alike.told_apart
+    assert str(alike) == "all problems have the same pass rate"
+    assert alike.as_dict()["statistic"] is None
+
+
+def test_what_counts_as_confounded() -> None:
+    for share, p, told_apart in (
+        (0.1, 0.05, False), (0.0999, 0.05, True), (0.1, 0.0501, True), (0.5, 1 / 2001, False), (np.nan, np.nan, True)
+    ):  # fmt: skip
+        assert Confounding(pd.DataFrame(), 10, 2, share, p, "").told_apart is told_apart
+
+
+def test_groups_of_steps_by_hand() -> None:
+    """At least five problems and a tenth of all in each; what is left over goes to the last."""
+    for counts, names in (
+        ([5, 5, 5], ["1", "2", "3"]),
+        ([4, 1, 5, 4], ["1-2", "3-4"]),
+        ([4, 4, 4], ["1-3"]),
+        ([4, 4, 4, 4], ["1-2", "3-4"]),
+        ([2, 1], ["1-2"]),
+        ([6] * 9 + [5, 1], [*map(str, range(1, 10)), "10-11"]),
+        ([6] * 9 + [7], [*(f"{a}-{a + 1}" for a in (1, 3, 5, 7)), "9-10"]),
+    ):
+        step = np.repeat(np.arange(1.0, len(counts) + 1), counts)
+        group, found = _groups(step)
+        assert found == names
+        for s, g in zip(step.tolist(), group.tolist(), strict=True):
+            low, _, high = names[g].partition("-")
+            assert float(low) <= s <= float(high or low)
 
 
 def test_the_base_itself_answered_everything() -> None:

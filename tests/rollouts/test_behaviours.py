@@ -70,6 +70,19 @@ def test_the_share_of_a_loop_is_what_repeats() -> None:
     assert loop_share("x" * 50_000) == pytest.approx(1, abs=1e-3)
 
 
+def test_the_limits_of_a_loop() -> None:
+    """Three times in a row, over 40 characters, of at most 300 each; of long texts the last 40,000 characters."""
+    letters = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnopqrstuvwxyz"], 301))
+    assert loop_share(letters[:300] * 3) == 2 / 3
+    assert loop_share(letters * 3) == 0
+    assert loop_share(letters[:300] * 2) == 0
+    assert loop_share("x" * 40) == 39 / 40
+    assert loop_share("x" * 39) == 0
+    assert loop_share("." + "x" * 39) == 0
+    assert loop_share("a" + "x" * 39_999) == 39_998 / 40_000
+    assert loop_share("a" + "x" * 40_000) == 39_999 / 40_000
+
+
 def test_repeated_ngrams_by_hand() -> None:
     # Nine words, six 4-grams: a b c a | b c a b | c a b c | and again, three of them.
     assert repeated_ngrams("a b c a b c a b c") == pytest.approx(1 - 3 / 6)

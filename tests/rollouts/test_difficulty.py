@@ -21,6 +21,7 @@ from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, gro
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty.difficulty import difficulty
+from tsae.rollouts.difficulty.draw_problems import separate_rollouts
 from tsae.rollouts.difficulty.migration import band_migration, paths
 from tsae.rollouts.difficulty.pass_at_k import estimate, pass_at_k
 from tsae.rollouts.schema import BANDS
@@ -465,6 +466,32 @@ def test_bands_that_are_there_are_kept() -> None:
     assert table.pass_at_k["base", "hard"] == 1.0
     assert "separate rollouts of base" in str(found)
     assert found.rates[found.rates.policy == "base"].band.tolist() == ["easy", "medium", "hard"]
+
+
+def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
+    """An import makes ids of its own: the same tokens are the same problem."""
+
+    def asking(name: str, prompts: dict[str, list[int]], *policies: str) -> Path:
+        records = [
+            {"problem_id": id, "policy": policy, "prompt_ids": ids, "response_ids": [2], "outcome": outcome}
+            for policy in policies
+            for id, ids in prompts.items()
+            for outcome in ("success", "failure")
+        ]
+        return Rollouts.from_records(records).write(tmp_path / name)
+
+    log = asking("log.parquet", {"x": [1, 2], "y": [1, 3]}, "run-1")
+    here = asking("base.parquet", {"a": [1, 3], "b": [1, 2], "c": [1, 2, 3]}, "run-1", "base")
+    found = separate_rollouts(here, log, "base")
+    assert found.to_dict("list") == {
+        "problem_id": ["y", "y", "x", "x"],
+        "policy": ["base"] * 4,
+        "outcome": ["success", "failure"] * 2,
+    }
+    with pytest.raises(TsaeError, match="holds nothing that start sampled; policies are run-1, base"):
+        separate_rollouts(here, log, "start")
+    with pytest.raises(TsaeError, match=r"asks none of the problems of log\.parquet"):
+        separate_rollouts(asking("other.parquet", {"x": [1]}, "base"), log, "base")
 
 
 def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from support import chat_templates
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.rollouts.responses.thinking import Spans, TokenTexts
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING, count_sampled
 
 A, T, O = ANSWER, THINKING, OTHER
 # What merges are learnt from: markers beside letters and line breaks, so that tokens cross their edges.
@@ -163,6 +164,19 @@ def test_markers_of_other_models(opens: str, closes: str) -> None:
     assert alone == (None if closes == "<channel|>" else expected)
 
 
+def test_a_token_without_a_text_is_what_its_neighbour_on_the_left_is() -> None:
+    """An id that the tokenizer lacks: models have more embeddings than that. In front, the prompt decides."""
+    spans, empty = Spans(tokenizer("bytes")), len(tokenizer("bytes")) + 7
+    a, opens, closes = (ids_of("bytes", text) for text in ("a", "<think>", "</think>"))
+    for prompt, first in ((QUESTION, A), (QUESTION + "<think>\n", T), (QUESTION + "<think></think>", A)):
+        think = [] if first == T else [(id, T) for id in opens]
+        given = [(empty, first), *think, (empty, T), (a[0], T), *((id, T) for id in closes), (empty, T), (a[0], A)]
+        given += [(empty, A), (empty, A)]
+        parts = spans.of(np.array(ids_of("bytes", prompt)), np.array([id for id, _ in given])).parts
+        assert parts is not None
+        assert parts.tolist() == [part for _, part in given]
+
+
 def test_harmony_by_hand() -> None:
     prompt = "<|start|>user<|message|>5?<|end|><|start|>assistant"
     analysis = ("<|channel|>analysis<|message|>Easy.<|end|>", T)
@@ -186,6 +200,7 @@ def test_the_space_before_a_first_word_belongs_to_its_token() -> None:
     assert tokenizer("spaces").decode(ids_of("spaces", "a <think")) == "a <think"
 
 
+@cache
 def exact_bytes(kind: str, id: int) -> bytes:
     """Of a token, by its name in the vocabulary."""
     made = tokenizer(kind)
@@ -251,6 +266,22 @@ def test_markers_that_are_special_tokens_are_lost_in_text() -> None:
     assert Spans(tokenizer("bytes")).lost(tokenizer("bytes").get_vocab()) is None
     qwen3 = chat_templates.make_tokenizer("qwen3")
     assert Spans(qwen3).lost(qwen3.get_vocab()) is None  # <think> is an added token, but no special one
+
+
+def test_sampled_tokens_are_counted_row_by_row() -> None:
+    """In a long table, in chunks, and in a slice of it."""
+    rng = np.random.default_rng(0)
+    parts = [None if i % 7 == 3 else rng.integers(0, 3, rng.integers(1, 6)).tolist() for i in range(2500)]
+    lengths = [3 if part is None else len(part) for part in parts]
+    table = pa.table(
+        {"response_ids": pa.array([[1] * n for n in lengths]), "parts": pa.array(parts, pa.list_(pa.int8()))}
+    )
+    expected = [n if part is None else n - part.count(OTHER) for n, part in zip(lengths, parts, strict=True)]
+    assert count_sampled(table).tolist() == expected
+    assert count_sampled(table.slice(1500, 700)).tolist() == expected[1500:2200]
+    pieces = pa.concat_tables([table.slice(900, 11), table.slice(0, 1025)])
+    assert count_sampled(pieces).tolist() == expected[900:911] + expected[:1025]
+    assert count_sampled(table.drop_columns("parts")).tolist() == lengths
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
+from tsae.sae.quality.probe_tasks import Places, _classes
 from tsae.sae.quality.probes import (
+    PENALTIES,
     Task,
     fit_logistic,
     folds,
@@ -77,6 +80,33 @@ def test_folds_are_even_and_keep_classes_apart() -> None:
 def task_of(y: np.ndarray, unit: np.ndarray, seed: int = 0) -> Task:
     weight = 1 / np.bincount(y)[y]
     return Task("label", np.arange(len(y)), y, weight, unit, folds(unit.max() + 1, 5, seed))
+
+
+def test_the_penalty_is_the_one_that_predicts_the_next_fold_best() -> None:
+    """Against loops over folds and penalties, on data where each penalty is the best one somewhere."""
+    chosen, rng = set(), np.random.default_rng(0)
+    for n_features, noise in ((3, 0.0), (60, 1.0), (60, 0.3)):
+        unit, x = np.repeat(np.arange(20), 4), rng.normal(size=(80, n_features))
+        y = (x[:, 0] + noise * rng.normal(size=80) > 0.8).astype(int)
+        task = task_of(y, unit)
+        fold = task.fold[unit]
+
+        def right(train: np.ndarray, rows: np.ndarray, penalty: float) -> np.ndarray:
+            """Weight of what is predicted right, token by token; 0 outside of the rows."""
+            mean = x[train].mean(0)  # noqa: B023
+            scaled = (x - mean) / np.sqrt(((x[train] - mean) ** 2).sum(1).mean())  # noqa: B023
+            weights = fit_logistic(scaled[train], y[train], 2, task.weight[train], penalty)  # noqa: B023
+            return task.weight * ((scaled @ weights[:-1] + weights[-1]).argmax(1) == y) * rows  # noqa: B023
+
+        hit = np.zeros(80)
+        for k in range(5):
+            inner, test = fold == (k + 1) % 5, fold == k
+            scores = [right(~test & ~inner, inner, penalty).sum().round(9) for penalty in PENALTIES]
+            best = PENALTIES[int(np.argmax(scores))]
+            chosen.add(best)
+            hit += right(~test, test, best)
+        np.testing.assert_allclose(probe(x, task).hit, np.bincount(unit, hit))
+    assert chosen == set(PENALTIES)
 
 
 def test_a_label_that_depends_on_the_unit_alone_cannot_be_learned() -> None:
@@ -152,17 +182,24 @@ def reading(*parts: slice) -> TemporalSAE:
     return sae
 
 
+def parity(prompt: str, tokens: Sequence[str]) -> list[str]:
+    """Classes by the place in the response: odd and even tokens."""
+    return ["odd" if int(token) % 2 else "even" for token in tokens]
+
+
 @pytest.fixture(scope="module")
 def found(planted: ActivationStore) -> Separation:
     temporal = reading(BAND, OUTCOME, TOKEN, NOISE)
     plain = reading(NOISE, TOKEN, BAND, OUTCOME)
-    return separation({"temporal": temporal, "plain": plain}, planted)
+    saes = {"temporal": temporal, "plain": plain}
+    return separation(saes, planted, annotator=parity, token_strings=[str(id) for id in range(10)])
 
 
 def test_planted_separation_is_found(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"])
     accuracy, chance = table.accuracy, table.chance
-    assert set(table.index.get_level_values("label")) == {"band", "outcome", "direct_answer", "problem", "identity"}
+    labels = {"band", "outcome", "direct_answer", "problem", "identity", "class"}
+    assert set(table.index.get_level_values("label")) == labels
     assert chance["temporal", "high", "band"] == pytest.approx(1 / 3)
     assert chance["temporal", "high", "outcome"] == 0.5
     assert chance["temporal", "high", "problem"] == 1 / 20
@@ -200,9 +237,9 @@ def test_gains_are_differences_of_the_scores(found: Separation) -> None:
     json.dumps(found.as_dict(), allow_nan=True)
 
 
-def test_outcome_counts_only_problems_that_have_both(planted: ActivationStore) -> None:
+def test_outcome_counts_only_problems_that_have_both(found: Separation) -> None:
     """Every problem has one to four successes of six, so that all count."""
-    table = separation({"one": reading(BAND, OUTCOME, TOKEN, NOISE)}, planted).table()
+    table = found.table()
     outcome = table[table.label == "outcome"]
     assert set(outcome.n_units) == {N_PROBLEMS}
     assert set(table[table.label == "problem"].n_units) == {20 * N_SAMPLES}
@@ -224,19 +261,27 @@ def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -
         separation({"sae": sae}, lonely)
 
 
-def test_an_annotator_gives_classes(planted: ActivationStore) -> None:
-    """Classes by the place in the response: odd and even tokens."""
-    strings = [str(id) for id in range(10)]
-    sae = reading(BAND, OUTCOME, TOKEN, NOISE)
-    found = separation(
-        {"sae": sae},
-        planted,
-        annotator=lambda _, tokens: ["odd" if int(t) % 2 else "even" for t in tokens],
-        token_strings=strings,
-    )
+def test_an_annotator_gives_classes(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"]).accuracy
-    assert table["sae", "low", "class"] == 1
-    assert table["sae", "high", "class"] < 0.65
+    assert table["temporal", "low", "class"] == 1
+    assert table["temporal", "high", "class"] < 0.65
+
+
+def test_an_annotator_reads_every_trajectory_once(planted: ActivationStore) -> None:
+    """With its own prompt and all of its tokens, whichever of them are probed."""
+    strings, read = [str(id) for id in range(10)], []
+    rollouts = planted.rollouts
+    rollouts = rollouts.with_column("prompt", [f"prompt {row}" for row in range(len(rollouts.table))])
+
+    def annotator(prompt: str, tokens: Sequence[str]) -> list[str]:
+        read.append((prompt, list(tokens)))
+        return [f"{prompt.split()[1]}:{place}" for place in range(len(tokens))]
+
+    rows, spots = np.array([4, 4, 7, 9, 9]), np.array([0, 3, 1, 0, 2])
+    places = Places(rows, np.zeros(5, dtype=int), spots)
+    classes = _classes(rollouts, places, annotator, strings)
+    assert classes.tolist() == [f"{row}:{spot}" for row, spot in zip(rows, spots, strict=True)]
+    assert read == [(f"prompt {row}", [strings[id] for id in rollouts.tokens(row)[1]]) for row in (4, 7, 9)]
 
 
 def test_an_sae_of_one_group_is_probed_whole(planted: ActivationStore) -> None:

@@ -274,6 +274,7 @@ def test_what_does_not_belong_together_is_refused(run: Path, rollouts: Rollouts,
         retrain_all(TINY, BASE, run, other, ["replayed"], tmp_path, progress=False)
 
 
+@pytest.mark.slow  # the script's parts are tested above
 def test_the_script_trains_and_retrains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"per-band": 1, "steps": 1, "groups": 3, "samples": 2}
     tiny = [f"--config.{name}={size}" for name, size in sizes.items()] + ["--halves=1", "--most=0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: version_of(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), **{name: told for name, told in found.items() if told is not None}}
+
+
+@cache
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is missing. Its metadata are parsed once."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -34,14 +35,8 @@ def join_lines(kind: Any) -> None:
         join_lines(part)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return
-    import docstring_parser
-
-    said = {
-        found.arg_name: found.description
-        for owner in reversed(kind.__mro__)
-        if dataclasses.is_dataclass(owner)
-        for found in docstring_parser.parse_from_object(owner).params
-    }
+    owners = [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
+    said = {name: text for owner in owners for name, text in _docstrings(owner).items()}
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         text = said.get(field.name)
@@ -52,6 +47,14 @@ def join_lines(kind: Any) -> None:
             if field.default is None or field.default == ():
                 _hide_default(kind, field.name, hints[field.name])
         join_lines(hints[field.name])
+
+
+@cache
+def _docstrings(kind: type) -> dict[str, str | None]:
+    """The docstrings of a dataclass's own fields. Its source is parsed once: commands share their configs."""
+    import docstring_parser
+
+    return {found.arg_name: found.description for found in docstring_parser.parse_from_object(kind).params}
 
 
 def _hide_default(kind: type, name: str, hint: Any) -> None:

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,28 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    setup = json.loads(lines.get())
+    serve(iter(lines.get, None), say)
+
+
+def serve(lines: Iterator[str], say: Callable[..., None]) -> None:
+    """Read parts of a log.
+
+    Args:
+        lines: of JSON: what all parts need, then one for every part.
+        say: gets the progress, that a part is done, or what is wrong with it.
+    """
+    setup = json.loads(next(lines))
     form = next(form for form in FORMATS if form.name == setup["form"])
     config = _config(setup["config"])
     series = CheckpointSeries(tuple(Checkpoint(**found) for found in setup["checkpoints"]))
     tokens = Tokens(series.base, config)
-    while True:
-        job = json.loads(lines.get())
+    for line in lines:
+        job = json.loads(line)
         last = time.monotonic()
 
         def so_far(n_bytes: int, n: int) -> None:
             nonlocal last
-            if time.monotonic() - last > _EVERY:
+            if time.monotonic() - last >= _EVERY:
                 last = time.monotonic()
                 say(read=n_bytes, trajectories=n)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from collections import defaultdict
@@ -14,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from support.children import killed_until_done, past, start
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts import importing
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts import import_worker, importing
+from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.bookkeeping import ledger as ledgers
 from tsae.rollouts.logs.bookkeeping.ledger import Ledger
@@ -29,7 +31,9 @@ from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.on_disk import parts
 from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.running import spool as spools
 from tsae.rollouts.logs.running import workers
+from tsae.rollouts.logs.running.bar import Bar
 from tsae.rollouts.logs.running.journal import Job
 from tsae.rollouts.logs.running.workers import default_workers, read_in_workers
 
@@ -210,6 +214,70 @@ def test_repeats_are_found_however_many_buckets_there_are(tmp_path: Path, monkey
     assert summaries[0] == summaries[1]
 
 
+# --- the spool
+
+
+def test_rows_are_spooled_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch ends at so many rows or tokens, and before a new column; a row group is a batch."""
+    monkeypatch.setattr(spools, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(spools, "_BATCH_TOKENS", 20)
+    plain = {"problem_id": "p", "policy": "a", "prompt_ids": [1, 2], "response_ids": [3], "outcome": "unknown"}
+    plain |= {"parts": None, "step": None, "round_trip": None}
+    many = plain | {"prompt_ids": [1] * 9, "response_ids": [2] * 8}
+    written = [
+        plain, plain, plain,  # 3 rows
+        plain, many,  # 3 + 17 tokens
+        plain, plain,
+        plain | {"reward/x": 1.0}, plain, plain | {"reward/x": None, "parts": None},
+        plain | {"extra/y": 1},
+        plain | {"extra/y": 2.5, "parts": [1]}, plain | {"parts": [0]},
+    ]  # fmt: skip
+    spool = spools.Spool(tmp_path / "spool")
+    for row in written:
+        spool.add(row)
+    state = json.loads(json.dumps(spool.close()))
+    assert state == {"rewards": ["reward/x"], "parts": True, "extras": {"extra/y": ["number", "whole"]}}
+    file = pq.ParquetFile(tmp_path / "spool")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 2, 2, 3, 1, 2]
+    whole = spools.Spools()
+    whole.add(tmp_path / "spool", state)
+    kept = np.arange(len(written)) % 4 != 1
+    whole.write(tmp_path / "r.parquet", kept, {}, {"a": "b"})
+    table = pq.read_table(tmp_path / "r.parquet")
+    rows = [row for row, stays in zip(written, kept, strict=True) if stays]
+    for name in ("prompt_ids", "response_ids", "parts", "reward/x"):
+        assert table[name].to_pylist() == [row.get(name) for row in rows]
+    assert table["extra/y"].to_pylist() == [row.get("extra/y") for row in rows]
+    assert set(table["policy"].to_pylist()) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "read"),
+    [
+        ([True, None, False], pa.bool_(), None),
+        ([1, 2**63 - 1, None], pa.int64(), None),
+        ([1, 2.5], pa.float64(), [1.0, 2.5]),
+        ([1, True], pa.string(), ["1", "true"]),
+        ([1, 2**63], pa.string(), ["1", str(2**63)]),
+        ([1.5, "x", {"a": "é"}], pa.string(), ["1.5", "x", '{"a": "é"}']),
+    ],
+)
+def test_the_type_of_an_extra_column_holds_all_of_its_values(
+    tmp_path: Path, values: list[Any], kind: pa.DataType, read: list[Any] | None
+) -> None:
+    whole = spools.Spools()
+    for number, value in enumerate(values):  # each in a part of its own
+        spool = spools.Spool(tmp_path / str(number))
+        row = {"problem_id": "p", "policy": "a", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown"}
+        spool.add(row | {"parts": None} | ({} if value is None else {"extra/x": value}))
+        whole.add(tmp_path / str(number), json.loads(json.dumps(spool.close())))
+    whole.write(tmp_path / "r.parquet", np.ones(len(values), dtype=bool), {}, {})
+    column = pq.read_table(tmp_path / "r.parquet")["extra/x"]
+    assert column.type == kind
+    assert column.to_pylist() == (values if read is None else read)
+    assert "parts" not in pq.read_schema(tmp_path / "r.parquet").names
+
+
 # --- going on
 
 
@@ -375,6 +443,76 @@ def test_what_workers_say_is_heard_however_it_comes(n: int, tmp_path: Path, monk
         next(done)
     assert heard.count((0, 5, 1)) == 3
     assert not any(number == 3 for number, *_ in heard)
+
+
+def test_a_worker_reads_what_this_process_reads(
+    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its process: what it is told and what it answers goes through JSON."""
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)
+    monkeypatch.setattr(import_worker, "_EVERY", 0)
+    path = log(tmp_path / "log.jsonl", rows(60))
+    options = {"format": "plain", "columns": ColumnNames(reward="reward"), "rewards": ("reward",)}
+    whole = imported(path, policy, tmp_path / "r.parquet", **options)
+
+    def serving(jobs: Any, n: int, common: Any, say: Any) -> Iterator[Job]:
+        for number, job in enumerate(jobs):
+            told = [json.dumps(common), json.dumps({"part": job.part.as_dict(), "folder": str(job.folder)})]
+            heard: list[dict[str, Any]] = []
+            import_worker.serve(iter(told), lambda heard=heard, **message: heard.append(message))
+            *progress, end = json.loads(json.dumps(heard))
+            if "error" in end:
+                what, where, fix = end["error"]
+                raise TsaeError(what, where=where, fix=fix)
+            assert end == {"done": True}
+            assert [found["trajectories"] for found in progress] == [*range(1, len(progress) + 1)]
+            say(number, progress[-1]["read"], len(progress))
+            yield job
+
+    monkeypatch.setattr(importing, "read_in_workers", serving)
+    assert imported(path, policy, tmp_path / "r.parquet", 2, **options) == whole
+    log(path, [*rows(60), {"prompt": "1+1=?", "response": ""}])
+    with pytest.raises(TsaeError, match=r"log\.jsonl:61: the response is empty.*--skip empty"):
+        imported(path, policy, tmp_path / "r.parquet", 2)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        ("import sys; sys.exit('it broke')", RuntimeError, "a worker of the import failed:\nit broke"),
+        ("import sys; sys.exit(3)", TsaeError, r"was ended from outside \(exit status 3\)"),
+        ("import os; os.write(2, b'x'); os.kill(os.getpid(), 9)", TsaeError, r"from outside \(exit status -9\)"),
+    ],
+)
+def test_a_worker_that_ends_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", ("-c", program))
+    with pytest.raises(error, match=message):
+        list(read_in_workers([Job(parts.Part((), 0, 10), tmp_path, done=False)], 1, {}, lambda *said: None))
+
+
+def test_the_bar_counts_bytes_and_trajectories(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of parts in any order; what an earlier import read does not count for the speed."""
+    with Bar(1000, shown=True) as bar:
+        bar.end(0, 400, 40, found=True)
+        bar.say(2, 100, 10)
+        bar.say(1, 50, 5)
+        bar.say(2, 200, 20)
+        bar.end(2, 300, 31, found=False)
+        assert bar.trajectories == 76
+        assert (bar._bar.n, bar._bar.initial) == (750, 400)
+        bar.end(1, 300, 32, found=False)
+        bar._bar.start_t -= 9 - bar._bar.format_dict["elapsed"]
+        bar.write("said above")
+    told = capsys.readouterr().err
+    assert "said above\n" in told
+    assert re.search(r"1\.00k/1\.00k .*103 trajectories, 7/s", told.rpartition("\r")[2])
+    with Bar(1000, shown=False) as bar:
+        bar.end(0, 400, 40, found=True)
+        bar.write("not said")
+    assert bar.trajectories == 40
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture

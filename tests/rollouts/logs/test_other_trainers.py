@@ -118,11 +118,15 @@ def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
     reads_as(found, [RIGHT, [16, 3]])
     assert column(found, "policy") == ["a-00000"] * 2
     assert column(found, "outcome") == ["success", "failure"]
+    assert "sum of their rewards" not in notes(found)
     older = swift(1, Format=[0.5, 0.5])
     del older["advantages"]
     found = read(write(tmp_path / "b" / "completions.jsonl", older), chat)
     assert column(found, "reward") == [1.5, 0.5]
     assert "2 responses have the sum of their rewards, with weight 1 each" in notes(found)
+    named = read(tmp_path / "b" / "completions.jsonl", chat, rewards=("Accuracy", "Format"))
+    assert column(named, "reward") == [1.5, 0.5]
+    assert "sum of their rewards" not in notes(named)
 
 
 def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
@@ -155,6 +159,11 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match=r"do not follow from the sum of Accuracy, Format.*--rewards"):
         read(write(log, two | {"Format": [0.0, 3.0]}), chat)
     assert column(read(log, chat, rewards=("Accuracy",)), "reward") == [1.0, 0.0]
+    # A line with a reward more: its sums are another quantity, unless the rewards are named.
+    write(log, swift(1), two | {"step": ["2", "2"], "completion": ["#4", "#5"]})
+    with pytest.raises(TsaeError, match=r"completions\.jsonl:2.*are not the same quantity"):
+        read(log, chat)
+    assert column(read(log, chat, rewards=("Accuracy",)), "reward") == [1.0, 0.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,9 @@ def test_areal(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "finish_reason") == ["stop", "stop", "length", "stop", "stop"]
     assert column(found, "step") == [0, 0, 0, 0, 2]
     assert column(found, "policy") == ["trial-00000"] * 4 + ["trial-00002"]
+    unknown = write(logs / "0" / "3.jsonl", trajectory("#4", tail_version=None))
+    with pytest.raises(TsaeError, match=r"3\.jsonl:1.*tail_version"):
+        read(unknown, chat, format="areal")
     assert "1 responses were sampled while weights were updated" in notes(found)
 
 

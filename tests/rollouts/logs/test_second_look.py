@@ -22,11 +22,12 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.checks import look_answers, look_logprobs
-from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
+from tsae.rollouts.logs.checks.look_advantages import FORMULAS, Recomputed, recompute
 from tsae.rollouts.logs.checks.look_answers import Sampled, recheck
 from tsae.rollouts.logs.checks.second_look import Check, SecondLook
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.entries.hashes import place_hash
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 
 LOGS = Path(__file__).parents[2] / "logs"
@@ -332,7 +333,7 @@ def test_what_cannot_be_compared_is_no_disagreement(rewards: tuple[np.ndarray, n
     assert found.unclear == 5
     found = recompute(values, advantages, np.arange(36), np.zeros(36))
     assert (found.follow, found.contradict, found.unclear) == (0, 0, 36)
-    assert recompute(np.full(36, np.nan), advantages, groups, groups).unclear == 6
+    assert recompute(np.full(36, np.nan), advantages, groups, groups) == Recomputed(0, 0, unclear=6)
     unknown = np.where(present, values, np.nan)
     assert recompute(unknown, advantages, groups, groups).contradict == 0
 
@@ -343,6 +344,19 @@ def test_a_problem_that_a_step_asks_twice_is_two_groups(rewards: tuple[np.ndarra
     found = recompute(values, advantages, groups // 2, np.zeros(36))
     assert (found.follow, found.contradict, found.unclear) == (3, 0, 0)
     assert recompute(values, np.roll(advantages, 1), groups // 2, np.zeros(36)).contradict == 3
+
+
+def test_several_groups_under_one_label_cannot_be_compared() -> None:
+    """Of twice or three times the usual size, where no formula and no line fits; of other sizes they contradict."""
+    groups = np.repeat(np.arange(6), [2, 2, 2, 4, 6, 5])
+    values = np.arange(21.0)
+    advantages = np.where(np.arange(21) % 2, 1.0, -1.0)  # of pairs: by the deviation of n, or by the other alone
+    advantages[6:] = np.resize([1.0, 7.0, -3.0, 2.0, -9.0], 15)  # of nothing
+    found = recompute(values, advantages, groups, np.zeros(21))
+    assert (found.follow, found.contradict, found.unclear, found.first) == (3, 1, 2, 16)
+    assert found.formulas == {FORMULAS[1]: 3, FORMULAS[3]: 3, FORMULAS[4]: 3}
+    alone = recompute(values[6:10], advantages[6:10], groups[6:10], np.zeros(4))
+    assert (alone.follow, alone.contradict, alone.unclear) == (0, 1, 0)
 
 
 def test_advantages_of_a_log_that_moved(series: CheckpointSeries, tmp_path: Path) -> None:
@@ -467,6 +481,25 @@ def test_the_checkpoint_gives_the_logged_log_probabilities(series: CheckpointSer
     found = look(log_of(tmp_path, rows), series)["log-probabilities"]
     assert (found.compared, found.differ, found.disagrees) == (8, 0, False)
     assert "with the weights of base and log-00002: mean difference 0.0" in found.note
+
+
+def test_of_log_probabilities_little_is_kept(series: CheckpointSeries) -> None:
+    """128 tokens of a response, 4 trajectories of a checkpoint, prompts of at most 4,096 tokens; no placeholders."""
+    kept = look_logprobs.LogProbs(series)
+    values = np.linspace(-2, -1, 130)
+    for n_prompt, n in ((4097, 2), (4096, 128), (1, 127), (1, 130), (1, 1)):
+        kept.put("base", np.zeros(n_prompt, dtype=int), np.arange(n), values[:n], f"log:{n}")
+    kept.put("base", np.zeros(1, dtype=int), np.arange(2), np.array([-0.5, -0.5]), "log:6")
+    kept.put("base", np.zeros(1, dtype=int), np.arange(3), values[:2], "log:3")
+    kept.put("another", np.zeros(1, dtype=int), np.arange(3), values[:3], "log:4")
+    state = json.loads(json.dumps(kept.state()))
+    assert (state["logged"], state["placeholders"]) == (8, [-0.5])
+    assert [(len(prompt), response, logprobs) for prompt, response, logprobs, _ in state["kept"]["base"]] == [
+        (prompt, [*range(n)], values[:n].tolist()) for prompt, n in ((4096, 128), (1, 127), (1, 128), (1, 1))
+    ]
+    kept.put("base", np.zeros(1, dtype=int), np.arange(5), values[:5], "log:5")
+    places = sorted((f"log:{n}" for n in (128, 127, 130, 1, 5)), key=place_hash)
+    assert {where for *_, where in kept.state()["kept"]["base"]} == set(places[:4])
 
 
 def test_the_temperature_of_the_sampling_is_found(series: CheckpointSeries, tmp_path: Path) -> None:

@@ -442,6 +442,10 @@ def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
     assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][5:8]]
     assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
     assert found.frame.response_length.tolist() == [2]
+    row["advantages"][0][2] = float("inf")
+    with pytest.raises(TsaeError, match="advantages is inf, expected a finite number"):
+        read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+    row["advantages"][0][2] = None
     # An assistant's turn of the prompt is masked as well, but was not sampled.
     row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
     found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)

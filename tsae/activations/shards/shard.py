@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -26,6 +26,15 @@ STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
 
 
+class Place(NamedTuple):
+    """Where a dataset lies in its file."""
+
+    offset: int | None
+    """Bytes before it; None where it is empty or not contiguous."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 @dataclass(frozen=True)
 class Shard:
     """Whole trajectories as one reader read them. Arrays are memory maps."""
@@ -39,6 +48,8 @@ class Shard:
     """(n_trajectories + 1,) int64: trajectory i has the tokens offsets[i]:offsets[i + 1]."""
     trajectory: np.ndarray
     """(n_trajectories,) row ids into the rollouts."""
+    places: Mapping[str, Place] = field(default_factory=dict, repr=False)
+    """Of every dataset; read once, when the file is opened."""
 
     @property
     def n_tokens(self) -> int:
@@ -46,23 +57,23 @@ class Shard:
 
     def raw(self, site: str) -> np.ndarray:
         """(n_tokens, d_model) memory map in the stored dtype."""
-        return mapped(self.path, f"activations/{site}")
+        return self._mapped(f"activations/{site}")
 
     def norms(self, site: str) -> np.ndarray:
         """(n_tokens,) float32 memory map: L2 norms, so that outliers are known before any activation is read."""
-        return mapped(self.path, f"norms/{site}")
+        return self._mapped(f"norms/{site}")
 
     @property
     def entropy(self) -> np.ndarray:
         """(n_tokens,) float32 memory map: entropy, in nats, of the reader's prediction of each token; NaN for the first
         token of a trajectory. Only where the store `has_token_statistics`."""
-        return mapped(self.path, "entropy")
+        return self._mapped("entropy")
 
     @property
     def logprob(self) -> np.ndarray:
         """(n_tokens,) float32 memory map: log-probability, in nats, that the reader gave each token at temperature 1;
         NaN for the first token of a trajectory. Only where the store `has_token_statistics`."""
-        return mapped(self.path, "logprob")
+        return self._mapped("logprob")
 
     def read(self, site: str, index: slice | np.ndarray) -> np.ndarray:
         """(n, d_model) float32 rows of a site.
@@ -90,6 +101,9 @@ class Shard:
         """
         return rows_mask(self.token_ids, self.offsets, rollouts, self.trajectory, span, special_ids)
 
+    def _mapped(self, name: str) -> np.ndarray:
+        return mapped(self.path, self.places, name)
+
 
 def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> Shard:
     """Open a shard of a store, finished or not, and check that it is what the manifest's record says.
@@ -101,7 +115,8 @@ def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Map
         raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
     expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
-    for name, found in _attributes(path).items():
+    attributes, places = opened(path)
+    for name, found in attributes.items():
         if name in expected and expected[name] not in (None, found):
             whose = "another model" if name == "weights" else "other rollouts"
             raise TsaeError(
@@ -111,9 +126,10 @@ def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Map
         path=path,
         reader=reader,
         dtype=manifest["dtype"],
-        token_ids=mapped(path, "token_ids"),
-        offsets=np.asarray(mapped(path, "offsets")),
-        trajectory=np.asarray(mapped(path, "trajectory")),
+        token_ids=mapped(path, places, "token_ids"),
+        offsets=np.asarray(mapped(path, places, "offsets")),
+        trajectory=np.asarray(mapped(path, places, "trajectory")),
+        places=places,
     )
     wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
     if wrong is not None:
@@ -134,28 +150,29 @@ def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[s
             yield f"{site} has {len(norms)} norms, expected {n_tokens}"
 
 
-def mapped(path: Path, name: str) -> np.ndarray:
-    """A contiguous dataset as a read-only memory map."""
+def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
+    """Attributes of a shard's file, and the places of its datasets."""
     try:
         with h5py.File(path, "r") as file:
-            dataset = file[name]
-            offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
-    except (OSError, KeyError) as error:
-        raise TsaeError(f"cannot read /{name} ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+            found: dict[str, Place] = {}
+            for name, item in file.items():
+                parts = {name: item} if isinstance(item, h5py.Dataset) else {f"{name}/{k}": v for k, v in item.items()}
+                found |= {k: Place(v.id.get_offset(), v.shape, v.dtype) for k, v in parts.items()}
+            return {name: str(value) for name, value in file.attrs.items()}, found
+    except (OSError, KeyError, RuntimeError) as error:
+        raise TsaeError(f"cannot read the shard ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+
+
+def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
+    """A contiguous dataset as a read-only memory map."""
+    if name not in places:
+        raise TsaeError(f"has no /{name}", where=path, fix=REPAIR)
+    offset, shape, dtype = places[name]
     if 0 in shape:
         return np.empty(shape, dtype)
     if offset is None:
         raise TsaeError(f"/{name} is not stored contiguously", where=path, fix="Capture again.")
     return np.memmap(path, mode="r", dtype=dtype, offset=offset, shape=shape)
-
-
-def _attributes(path: Path) -> dict[str, str]:
-    """Attributes of a shard's file; none where it cannot be read, because loading its datasets reports that."""
-    try:
-        with h5py.File(path, "r") as file:
-            return {name: str(value) for name, value in file.attrs.items()}
-    except OSError:
-        return {}
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 
-from tsae.activations.shards.shard import DTYPES, as_stored, mapped
+from tsae.activations.shards.shard import DTYPES, as_stored, mapped, opened
 from tsae.base.files import sha256
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ class ShardWriter:
         self._file.close()
         with self._partial.open("rb") as stream:
             os.fsync(stream.fileno())
+        _, places = opened(self._partial)
         for site in self.sites:
-            mapped(self._partial, f"activations/{site}")
+            mapped(self._partial, places, f"activations/{site}")
         digest = sha256(self._partial)
         os.replace(self._partial, self.path)
         return digest

@@ -68,15 +68,24 @@ def write_page(path: str | Path, content: str) -> Path:
     Raises:
         TsaeError: where the path is a folder.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise TsaeError("is a folder", where=path, fix="Name the .html file to write.")
+    path = target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lone surrogates are shown by code point long before this; whatever escaped that must not stop the report.
     partial = path.with_name(path.name + ".tmp")
     partial.write_bytes(content.encode("utf-8", "replace"))
     os.replace(partial, path)
     return path
+
+
+def target(path: str | Path) -> Path:
+    """The path of a page that is to be written.
+
+    Raises:
+        TsaeError: where it is a folder.
+    """
+    if Path(path).is_dir():
+        raise TsaeError("is a folder", where=path, fix="Name the .html file to write.")
+    return Path(path)
 
 
 def written_with() -> dict[str, str]:

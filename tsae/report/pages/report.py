@@ -27,7 +27,7 @@ from tsae.report.figures.noise import noise_figure
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.figures.steps import steps_figure
 from tsae.report.pages import checks, sections
-from tsae.report.pages.document import render_page, write_page, written_with
+from tsae.report.pages.document import render_page, target, write_page, written_with
 from tsae.report.pages.explorer import explorer
 from tsae.report.story import facts, gates
 from tsae.report.story.evidence import step_features, tests
@@ -53,6 +53,7 @@ def write_report(diff: FeatureDiff, path: str | Path, *, title: str | None = Non
     Raises:
         TsaeError: where the file cannot be written.
     """
+    path = target(path)  # before the work
     return write_page(path, render(diff, title=title))
 
 

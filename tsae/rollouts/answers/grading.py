@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, cast
 
 from tsae.base.plugins import find_function
@@ -52,7 +53,13 @@ def same_expression(response: str, answer: str) -> bool:
 def expressions(text: str) -> list[Any]:
     """What math-verify takes for the answer of a text; empty where it finds none."""
     parse, _ = _math_verify()
-    return parse(text, parsing_timeout=_limit())
+    return list(_parsed(parse, text, _limit()))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(parse: Callable[..., list[Any]], text: str, limit: int | None) -> tuple[Any, ...]:
+    """Kept, because responses of a group are often alike, and even a short one takes a millisecond."""
+    return tuple(parse(text, parsing_timeout=limit))
 
 
 def equal(gold: list[Any], given: list[Any]) -> bool:

@@ -14,11 +14,11 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
+from tsae.base.provenance import version_of
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -125,7 +125,7 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
         "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
         "template": tokenizer.chat_template,
         "model": [tokens.context, sorted(tokens.ends)],
-        "versions": [version(name) for name in ("tsae", "transformers", "tokenizers")],
+        "versions": [version_of(name) for name in ("tsae", "transformers", "tokenizers")],
         # A user's function may have changed: no part that it judged is used again.
         "verifier": None if config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
     }
