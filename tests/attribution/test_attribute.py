@@ -258,10 +258,21 @@ def test_the_command_prints_both_answers(run: Path, tmp_path: Path, capsys: pyte
     log = str(run / "rollouts.parquet")
     options = ["--features", "0", "--n-fixed", "8", "--subsets", "0", "--singles", "1", "--groups", "outcome"]
     to = ["--sae", str(tmp_path / "sae"), "--to", str(tmp_path / "out")]
-    main(["attribute", str(run), "--rollouts", log, *to, "--first-token", "#", *options])
+    results = tmp_path / "results.json"
+    asked = ["attribute", str(run), "--rollouts", log, *to, *options]
+    main([*asked, "--first-token", "#", "--json", str(results)])
     text = capsys.readouterr().out
     for part in ("adamw, learning rate 0.001", "P (first token)", "feature 0", "success", "without", "alone"):
         assert part in text
+    for part in ("Which of 54 samples of steps 1 to 3 moved", "How far to believe it", "meets the checkpoints to 0"):
+        assert part in text
+    written = json.loads(results.read_text())
+    assert set(written) == {"targets", "groups", "problems", "segments", "samples", "info"}
+    assert written["samples"]["P (first token)"][0]["response"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*asked, "--first-token", "##"])
+    assert stopped.value.code == 2
+    assert "'##' is 2 tokens, expected one" in capsys.readouterr().err
     assert Attribution.load(tmp_path / "out").groups.group.unique().tolist() == ["success", "failure"]
     shutil.copytree(run, tmp_path / "other")
     (tmp_path / "other" / "training_args.json").unlink()

@@ -13,7 +13,7 @@ Kind = Literal[
     "band and outcome",
     "lone success",
     "third of the run",
-    "band, outcome and third",
+    "band and outcome and third",
     "behaviour",
     "reward",
 ]

@@ -5,7 +5,7 @@ outcome                  success, failure
 band and outcome         both together
 lone success             the only success of its prompt group
 third of the run         by the steps that trained on them
-band, outcome and third  all three together
+band and outcome and third  all three together
 behaviour                responses that show one (`tsae.rollouts.behaviours`)
 reward                   where several functions rewarded: samples above their prompt group's mean of one
 """
@@ -44,8 +44,8 @@ def sample_kinds(rollouts: Rollouts, wanted: Sequence[str], used: np.ndarray) ->
         "band and outcome": ("band and outcome", _crossed(bands, outcomes)),
         "lone success": ("lone success", _lone(outcomes["success"], group)),
         "third of the run": ("third of the run", _thirds(rollouts, used)),
-        "band, outcome and third": (
-            "band, outcome and third",
+        "band and outcome and third": (
+            "band and outcome and third",
             _crossed(_crossed(bands, outcomes), _thirds(rollouts, used)),
         ),
         "behaviour": ("behaviour", _behaviours(rollouts)),

@@ -14,6 +14,7 @@ def run_attribute(options: Attribute) -> None:
     if options.top < 1:
         raise TsaeError(f"is {options.top}, expected at least 1", where="--top")
     series = load_series(*(options.series or (options.run,)))
+    first_token = None if options.first_token is None else _token_id(series.base, options.first_token)
     found = tsae.attribute(
         series,
         tsae.Rollouts.read(options.rollouts or options.run, series),
@@ -21,7 +22,7 @@ def run_attribute(options: Attribute) -> None:
         recipe=options.settings,
         sae=options.sae,
         run=options.name,
-        first_token=None if options.first_token is None else _token_id(series.base, options.first_token),
+        first_token=first_token,
         config=options.config,
     )
     with as_json(options.json) as write:
