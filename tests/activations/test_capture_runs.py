@@ -28,6 +28,7 @@ from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batche
 from tsae.activations.recording.capture import capture
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
+from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
@@ -340,6 +341,22 @@ def flip(path: Path, position: int | None = None) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if position is None else position] ^= 4
     path.write_bytes(content)
+
+
+def test_a_flipped_byte_is_refused_or_changes_no_place(whole: Path, tmp_path: Path) -> None:
+    before = (whole / "easy-10" / "00000.h5").read_bytes()
+    path = tmp_path / "shard.h5"
+    path.write_bytes(before)
+    _, places = opened(path)
+    refused = 0
+    for position in range(0, len(before), 17):
+        path.write_bytes(before)
+        flip(path, position)
+        try:
+            assert opened(path)[1] == places, position
+        except TsaeError:
+            refused += 1
+    assert refused > 20
 
 
 @pytest.fixture

@@ -154,13 +154,19 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
     """Attributes of a shard's file, and the places of its datasets."""
     try:
         with h5py.File(path, "r") as file:
-            found: dict[str, Place] = {}
-            for name, item in file.items():
-                parts = {name: item} if isinstance(item, h5py.Dataset) else {f"{name}/{k}": v for k, v in item.items()}
-                found |= {k: Place(v.id.get_offset(), v.shape, v.dtype) for k, v in parts.items()}
+            found = {name: Place(v.id.get_offset(), v.shape, v.dtype) for name, v in _datasets(file)}
             return {name: str(value) for name, value in file.attrs.items()}, found
-    except (OSError, KeyError, RuntimeError) as error:
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError) as error:
         raise TsaeError(f"cannot read the shard ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+
+
+def _datasets(group: h5py.Group, under: str = "") -> Iterator[tuple[str, h5py.Dataset]]:
+    for name in group:
+        item = group[name]  # raises where the header is damaged; `items()` would give None
+        if isinstance(item, h5py.Dataset):
+            yield under + name, item
+        elif isinstance(item, h5py.Group):
+            yield from _datasets(item, f"{under}{name}/")
 
 
 def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
