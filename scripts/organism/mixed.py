@@ -21,7 +21,7 @@ import random
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -278,7 +278,8 @@ def _run(
         # Zeros instead of None: Adam skips a weight without gradient, and its momentum would stop.
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        _add_gradient(config, model, samples)
+        for _, ids, weight in micro_batches(config, samples):
+            add_gradient(model, ids, weight)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         optimiser.step()
         if after is not None:
@@ -286,8 +287,10 @@ def _run(
     return parameters_to_vector(parameters).detach().clone()
 
 
-def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Iterable[Sample]) -> None:
-    """Add the gradient of the loss to that of the model's weights."""
+def micro_batches(
+    config: MixedConfig, samples: Iterable[Sample]
+) -> Iterator[tuple[list[Sample], torch.Tensor, torch.Tensor]]:
+    """A step's samples with an advantage, in micro-batches: (samples, ids (n, T), weight of every token (n, T))."""
     normaliser = config.groups * config.samples * config.max_response_tokens
     # A sample without advantage has no gradient. Equal lengths go together, which saves padding.
     used = sorted((s for s in samples if s.advantage), key=lambda s: len(s.prompt) + len(s.response))
@@ -302,10 +305,15 @@ def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Iterable
             begin, end = len(sample.prompt), len(sample.prompt) + len(sample.response)
             ids[row, :end] = torch.tensor([*sample.prompt, *sample.response])
             weight[row, begin:end] = sample.advantage / normaliser
-        # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, longest − 1, vocabulary)
-        log = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-        (-(log * weight[:, 1:]).sum()).backward()
+        yield some, ids, weight
+
+
+def add_gradient(model: PreTrainedModel, ids: torch.Tensor, weight: torch.Tensor) -> None:
+    """Add the gradient of a micro-batch's loss to that of the model's weights."""
+    # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, longest − 1, vocabulary)
+    log = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
+    (-(log * weight[:, 1:]).sum()).backward()
 
 
 def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:

@@ -90,7 +90,7 @@ def sample_gradients(
     places = dict(zip(trained.parameters, found.split(trained.sizes, dim=1), strict=True))
     by_id = {id(parameter): name for name, parameter in trained.parameters.items()}
     for module, read, back in seen:
-        for parameter, gradient in _of_module(module, read, back).items():
+        for parameter, gradient in module_gradients(module, read, back).items():
             name = by_id.get(id(parameter))
             if name is not None:
                 if len(gradient) != len(ids):
@@ -147,7 +147,9 @@ def _recorded(trained: TrainedWeights) -> Iterator[Seen]:
             parameter.requires_grad_(needed)
 
 
-def _of_module(module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+def module_gradients(
+    module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor
+) -> dict[torch.Tensor, torch.Tensor]:
     """Gradient of every sample, (B, …) by parameter of the module itself."""
     if type(module) is torch.nn.Linear:
         found = {module.weight: einsum(back, read.to(back.dtype), "b ... o, b ... i -> b o i")}
