@@ -256,7 +256,7 @@ def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
 @torch.inference_mode()
 def direct_share(model: PreTrainedModel, problems: Sequence[Problem]) -> float:
     """Probability that a response begins with ``#``, mean over problems: exact, from the next-token distribution."""
-    prompts = [_prompt_ids(problem) for problem in problems]
+    prompts = [prompt_ids(problem) for problem in problems]
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
     ids = torch.tensor([prompt + [TOKEN_IDS[PAD]] * (int(ends.max()) + 1 - len(prompt)) for prompt in prompts])
     logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(ids)), ends]  # (n_problems, vocabulary)
@@ -322,17 +322,24 @@ def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
 
     def batch(number: int, model: PreTrainedModel) -> list[Sample]:
         asked = [problem for problem in schedule[number - 1] if problem.id in include]
-        prompts = [_prompt_ids(problem) for problem in asked]
-        responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
-        of = [i for i in range(len(asked)) for _ in range(config.samples)]
-        rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
-        advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
-        return [
-            Sample(asked[i].id, prompts[i], ids, reward, advantage)
-            for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
-        ]
+        return answered(config, model, asked, generator)
 
     return batch
+
+
+def answered(
+    config: MixedConfig, model: PreTrainedModel, asked: Sequence[Problem], generator: torch.Generator
+) -> list[Sample]:
+    """Sample responses to problems and reward them; those to one problem stand beside each other."""
+    prompts = [prompt_ids(problem) for problem in asked]
+    responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
+    of = [i for i in range(len(asked)) for _ in range(config.samples)]
+    rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
+    advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
+    return [
+        Sample(asked[i].id, prompts[i], ids, reward, advantage)
+        for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
+    ]
 
 
 def _replayed(config: MixedConfig, rollouts: Rollouts, include: Collection[str]) -> Batch:
@@ -356,7 +363,8 @@ def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> l
     return [replace(problem, level=band) for problem in generate_problems(BANDS[band], n, seed, split)]
 
 
-def _prompt_ids(problem: Problem) -> list[int]:
+def prompt_ids(problem: Problem) -> list[int]:
+    """Token ids of a prompt, with ``<bos>``."""
     return [TOKEN_IDS[BOS], *(TOKEN_IDS[character] for character in problem.prompt)]
 
 

@@ -110,7 +110,7 @@ def test_what_is_no_batch_is_refused() -> None:
     with pytest.raises(TsaeError, match="no gradient came back"), held.micro_batch(5):
         pass
     ids, mask, _ = batch()
-    with pytest.raises(TsaeError, match="read 5 samples, expected 4"), held.micro_batch(4):
+    with pytest.raises(TsaeError, match="gives 5 samples, expected 4"), held.micro_batch(4):
         log_probabilities(held.trained.model, ids, mask).sum().backward()
 
 

@@ -157,6 +157,13 @@ def module_gradients(
             found[module.bias] = reduce(back, "b ... o -> b o", "sum")
         return found
     parameters = dict(module.named_parameters(recurse=False))
+    if type(module).__name__.endswith("RMSNorm") and list(parameters) == ["weight"]:
+        # Linear in the weight, coordinate by coordinate: what a weight larger by 1 adds is the derivative.
+        at = [
+            torch.func.functional_call(module, {"weight": torch.full_like(module.weight, by)}, (read,))  # type: ignore[arg-type]
+            for by in (0.0, 1.0)
+        ]
+        return {parameters["weight"]: einsum(back, (at[1] - at[0]).to(back.dtype), "b ... d, b ... d -> b d")}
 
     def one(x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         def run(weights: dict[str, torch.Tensor]) -> torch.Tensor:
