@@ -301,7 +301,7 @@ def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
 @torch.inference_mode()
 def direct_share(model: PreTrainedModel, problems: Sequence[Problem]) -> float:
     """Probability that a response begins with ``#``, mean over problems: exact, from the next-token distribution."""
-    prompts = [_prompt_ids(problem) for problem in problems]
+    prompts = [prompt_ids(problem) for problem in problems]
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
     ids = torch.tensor([prompt + [TOKEN_IDS[PAD]] * (int(ends.max()) + 1 - len(prompt)) for prompt in prompts])
     logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(ids)), ends]  # (n_problems, vocabulary)
@@ -323,7 +323,8 @@ def _run(
         # Zeros instead of None: Adam skips a weight without gradient, and its momentum would stop.
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        _add_gradient(config, model, samples)
+        for some, ids in micro_batches(samples):
+            add_gradient(config, model, some, ids)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         optimiser.step()
         if after is not None:
@@ -331,22 +332,25 @@ def _run(
     return parameters_to_vector(parameters).detach().clone()
 
 
-def _add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Sequence[Sample]) -> None:
-    """Add the gradient of the loss to that of the model's weights."""
-    normaliser = config.groups * config.samples * config.max_response_tokens
-    # A sample without advantage has no gradient.
+def micro_batches(samples: Sequence[Sample]) -> Iterator[tuple[list[Sample], torch.Tensor]]:
+    """The samples that have a gradient, some at a time, with their padded token ids (n, T)."""
     for some, ids in _batches([i for i, sample in enumerate(samples) if sample.advantage], samples):
-        log = _log_probabilities(model, ids)
-        weight, then = torch.zeros_like(log), log.detach().clone()
-        for row, i in enumerate(some):
-            begin, end = _places(samples[i])
-            weight[row, begin - 1 : end - 1] = samples[i].advantage / normaliser
-            logged = samples[i].logged
-            if logged is not None:
-                then[row, begin - 1 : end - 1] = torch.from_numpy(logged)
-        ratio = (log - then).exp()
-        clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
-        (-torch.minimum(ratio * weight, clipped * weight).sum()).backward()
+        yield [samples[i] for i in some], ids
+
+
+def add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Sequence[Sample], ids: torch.Tensor) -> None:
+    """Add the gradient of a micro-batch's loss to that of the model's weights."""
+    normaliser = config.groups * config.samples * config.max_response_tokens
+    log = _log_probabilities(model, ids)
+    weight, then = torch.zeros_like(log), log.detach().clone()
+    for row, sample in enumerate(samples):
+        begin, end = _places(sample)
+        weight[row, begin - 1 : end - 1] = sample.advantage / normaliser
+        if sample.logged is not None:
+            then[row, begin - 1 : end - 1] = torch.from_numpy(sample.logged)
+    ratio = (log - then).exp()
+    clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
+    (-torch.minimum(ratio * weight, clipped * weight).sum()).backward()
 
 
 def _batches(used: list[int], samples: Sequence[Sample]) -> Iterator[tuple[list[int], torch.Tensor]]:
@@ -381,17 +385,24 @@ def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
 
     def batch(number: int, model: PreTrainedModel) -> list[Sample]:
         asked = [problem for problem in schedule[number - 1] if problem.id in include]
-        prompts = [_prompt_ids(problem) for problem in asked]
-        responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
-        of = [i for i in range(len(asked)) for _ in range(config.samples)]
-        rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
-        advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
-        return [
-            Sample(asked[i].id, prompts[i], ids, reward, advantage)
-            for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
-        ]
+        return answered(config, model, asked, generator)
 
     return batch
+
+
+def answered(
+    config: MixedConfig, model: PreTrainedModel, asked: Sequence[Problem], generator: torch.Generator
+) -> list[Sample]:
+    """Sample responses to problems and reward them; those to one problem stand beside each other."""
+    prompts = [prompt_ids(problem) for problem in asked]
+    responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
+    of = [i for i in range(len(asked)) for _ in range(config.samples)]
+    rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
+    advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
+    return [
+        Sample(asked[i].id, prompts[i], ids, reward, advantage)
+        for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
+    ]
 
 
 def _replayed(
@@ -418,7 +429,8 @@ def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> l
     return [replace(problem, level=band) for problem in generate_problems(BANDS[band], n, seed, split)]
 
 
-def _prompt_ids(problem: Problem) -> list[int]:
+def prompt_ids(problem: Problem) -> list[int]:
+    """Token ids of a prompt, with ``<bos>``."""
     return [TOKEN_IDS[BOS], *(TOKEN_IDS[character] for character in problem.prompt)]
 
 

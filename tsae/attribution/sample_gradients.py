@@ -102,7 +102,7 @@ def gradients_and_spread(
     places = dict(zip(trained.parameters, found.split(trained.sizes, dim=1), strict=True))
     by_id = {id(parameter): name for name, parameter in trained.parameters.items()}
     for module, read, back in seen:
-        for parameter, gradient in _of_module(module, read, back).items():
+        for parameter, gradient in module_gradients(module, read, back).items():
             name = by_id.get(id(parameter))
             if name is not None:
                 if len(gradient) != len(ids):
@@ -165,7 +165,9 @@ def _recorded(trained: TrainedWeights) -> Iterator[Seen]:
             parameter.requires_grad_(needed)
 
 
-def _of_module(module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+def module_gradients(
+    module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor
+) -> dict[torch.Tensor, torch.Tensor]:
     """Gradient of every sample, (B, …) by parameter of the module itself."""
     if type(module) is torch.nn.Linear:
         found = {module.weight: einsum(back, read.to(back.dtype), "b ... o, b ... i -> b o i")}
@@ -173,6 +175,13 @@ def _of_module(module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor) 
             found[module.bias] = reduce(back, "b ... o -> b o", "sum")
         return found
     parameters = dict(module.named_parameters(recurse=False))
+    if type(module).__name__.endswith("RMSNorm") and list(parameters) == ["weight"]:
+        # Linear in the weight, coordinate by coordinate: what a weight larger by 1 adds is the derivative.
+        at = [
+            torch.func.functional_call(module, {"weight": torch.full_like(module.weight, by)}, (read,))  # type: ignore[arg-type]
+            for by in (0.0, 1.0)
+        ]
+        return {parameters["weight"]: einsum(back, (at[1] - at[0]).to(back.dtype), "b ... d, b ... d -> b d")}
 
     def one(x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         def run(weights: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,410 @@
+"""Attribution while training: against attribution after it, on trainings that are really run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.builders import make_rollouts
+from tsae.attribution.batch_gradients import BatchGradients
+from tsae.attribution.gradient_store import batches_of, build_gradients
+from tsae.attribution.guard import Guard, worst
+from tsae.attribution.online import Recorder
+from tsae.attribution.optimiser import Optimiser
+from tsae.attribution.policy_loss import PolicyLoss
+from tsae.attribution.recipe import read_recipe
+from tsae.attribution.recording import RecordingFolder, read_recording
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
+from tsae.attribution.shares import shares
+from tsae.attribution.targets import NextToken
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+LENGTH = 16
+
+
+# --- gradients out of the backward pass
+
+
+def batch(n: int = 5, width: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, mask and a weight of every token after the first, of texts of several lengths."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 17, (n, width), generator=random)
+    mask = (torch.arange(width) < (torch.arange(n) % 4 + width - 3)[:, None]).long()
+    return ids * mask, mask, torch.randn(n, width - 1, generator=random) * mask[:, 1:]
+
+
+def backward(trained: TrainedWeights, held: BatchGradients, *, parts: int) -> None:
+    """The loop's own passes, in micro-batches."""
+    trained.model.requires_grad_(True)
+    for ids, mask, weight in zip(*(each.tensor_split(parts) for each in batch()), strict=True):
+        with held.micro_batch(len(ids)):
+            (log_probabilities(trained.model, ids, mask) * weight).sum().backward()
+
+
+def test_products_norms_and_sums_are_those_of_single_gradients(any_model: Path) -> None:
+    """Of every architecture; its linear layers are small, so that gradients are kept, and wide ones with x and δ."""
+    trained = TrainedWeights(Checkpoint(id="base", path=str(any_model)).load_model())
+    directions = torch.randn(2, len(trained), generator=torch.Generator().manual_seed(1))
+    ids, mask, weight = batch()
+    single = sample_gradients(trained, ids, mask, weight)
+    held = BatchGradients(trained)
+    backward(trained, held, parts=2)
+    assert len(held) == 5
+    torch.testing.assert_close(held.products(directions), single @ directions.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(held.norms(), single.norm(dim=1), rtol=1e-4, atol=1e-4)
+    by = torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
+    torch.testing.assert_close(trained.join(held.weighted_sum(by)), by @ single, rtol=1e-4, atol=1e-4)
+    # What the loop's own backward pass has added up.
+    own = trained.join({name: p.grad for name, p in trained.parameters.items() if p.grad is not None})
+    torch.testing.assert_close(own, single.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def wide_model() -> Any:
+    """A Llama whose linear layers are wider than its texts are long, as most are."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 20}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")).eval()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+def test_a_derivative_along_the_direction_says_the_same() -> None:
+    """The other way: forward differentiation of each sample's log-probability, which knows no gradients."""
+    trained = TrainedWeights(wide_model())
+    ids, mask, weight = batch()
+    held = BatchGradients(trained)
+    backward(trained, held, parts=1)
+    assert len(held._parts[0].factors) == 8  # Projections and the head are kept as x and δ.
+    direction = torch.randn(len(trained), generator=torch.Generator().manual_seed(1)) * 0.1
+    tangents = {
+        name: part.view_as(p)
+        for (name, p), part in zip(trained.parameters.items(), direction.split(trained.sizes), strict=True)
+    }
+
+    def summed(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        call = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        logits = torch.func.functional_call(trained.model, weights, (), call).logits
+        log = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+        return (log * weight).sum(1)
+
+    weights = {name: p.detach() for name, p in trained.parameters.items()}
+    expected = torch.func.jvp(summed, (weights,), (tangents,))[1]
+    found = held.products(direction[None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    single = sample_gradients(trained, ids, mask, weight)
+    torch.testing.assert_close(held.norms(), single.norm(dim=1), rtol=1e-4, atol=1e-5)
+    by = torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
+    torch.testing.assert_close(trained.join(held.weighted_sum(by)), by @ single, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    held = BatchGradients(TrainedWeights(wide_model()))
+    with pytest.raises(TsaeError, match="no gradient came back"), held.micro_batch(5):
+        pass
+    ids, mask, _ = batch()
+    with pytest.raises(TsaeError, match="gives 5 samples, expected 4"), held.micro_batch(4):
+        log_probabilities(held.trained.model, ids, mask).sum().backward()
+
+
+# --- a training
+
+
+@pytest.fixture(scope="module")
+def log(fingerprint: str) -> Rollouts:
+    """Six steps of two problems with three responses each."""
+    table = make_rollouts(n_problems=12, tokenizer=fingerprint).with_advantages()
+    return table.with_column("step", np.arange(len(table)) // 6 + 1)
+
+
+def the_targets(log: Rollouts) -> NextToken:
+    prompts = [log.tokens(row)[0] for row in range(0, len(log), 3)]
+    return NextToken(prompts, ["one", "two"] * (len(prompts) // 2), token=int(log.tokens(0)[1][0]), what="begins")
+
+
+# Where gradients are as small as rounding, Adam divides noise by noise: eps is above that.
+MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Optimiser]] = {
+    "sgd": (
+        lambda p: torch.optim.SGD(p, lr=1e-2),
+        Optimiser("sgd", 1e-2, "constant", max_grad_norm=0.05),
+    ),
+    "adam": (
+        lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.0, 0.99), eps=1e-5),
+        Optimiser("adam", 1e-3, "constant", betas=(0.0, 0.99), eps=1e-5, max_grad_norm=0.05),
+    ),
+    "momentum": (
+        lambda p: torch.optim.Adam(p, lr=1e-3),
+        Optimiser("adam", 1e-3, "constant", max_grad_norm=0.05),
+    ),
+}
+
+
+def train(
+    folder: Path,
+    log: Rollouts,
+    kind: str,
+    *,
+    record: Callable[[TrainedWeights, torch.optim.Optimizer], Recorder] | None = None,
+    weights: np.ndarray | None = None,
+    guard: Callable[[Recorder, int], None] | None = None,
+) -> tuple[TrainedWeights, Recorder | None]:
+    """In plain torch, with two micro-batches a step."""
+    trained = TrainedWeights(Checkpoint(id="base", path=str(folder)).load_model().requires_grad_(True))
+    parameters = list(trained.parameters.values())
+    optimiser = MADE[kind][0](parameters)
+    recorder = record(trained, optimiser) if record else None
+    for step, rows in batches_of(log).items():
+        optimiser.zero_grad(set_to_none=False)
+        for some in np.array_split(rows, 2):
+            texts = [log.tokens(int(row)) for row in some]
+            width = max(len(prompt) + len(response) for prompt, response in texts)
+            ids, mask = torch.zeros(2, len(some), width, dtype=torch.long)
+            weight = torch.zeros(len(some), width - 1)
+            for i, (row, (prompt, response)) in enumerate(zip(some, texts, strict=True)):
+                end = len(prompt) + len(response)
+                ids[i, :end] = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+                mask[i, :end] = 1
+                by = 1.0 if weights is None else weights[row]
+                weight[i, len(prompt) - 1 : end - 1] = by * log.frame.advantage[row] / (LENGTH * len(rows))
+            facts = [
+                {
+                    "problem_id": log.frame.problem_id[row],
+                    "advantage": log.frame.advantage[row],
+                    "prompt_ids": prompt.tolist(),
+                    "response_ids": response,
+                }
+                for row, (prompt, response) in zip(some, texts, strict=True)
+            ]
+
+            def passes(ids: torch.Tensor = ids, mask: torch.Tensor = mask, weight: torch.Tensor = weight) -> None:
+                (-(log_probabilities(trained.model, ids, mask) * weight).sum()).backward()
+
+            if recorder is None:
+                passes()
+            else:
+                with recorder.samples(facts):
+                    passes()
+        if guard is not None:
+            assert recorder is not None
+            guard(recorder, step)
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        optimiser.step()
+    if recorder is not None:
+        recorder.close()
+    return trained, recorder
+
+
+SETTINGS = {
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.05,
+    "loss_type": "dr_grpo",
+    "max_completion_length": LENGTH,
+}
+
+
+def recorded(llama: Path, log: Rollouts, kind: str, folder: Path, refresh: int = 1) -> tuple[Recorder, Any]:
+    """What was recorded, and what attribution finds afterwards from what the recorder left on disk."""
+    _, recorder = train(
+        llama,
+        log,
+        kind,
+        record=lambda trained, optimiser: Recorder(
+            trained,
+            optimiser,
+            the_targets(log),
+            refresh=refresh,
+            n_steps=6,
+            folder=RecordingFolder(folder / "r", SETTINGS, every=1),
+        ),
+    )
+    assert recorder is not None
+    path, rollouts = read_recording(folder / "r", recorder.trained)
+    store = build_gradients(
+        path,
+        rollouts,
+        batches_of(rollouts),
+        PolicyLoss("dr_grpo", max_completion_length=LENGTH),
+        folder / "g",
+        progress=False,
+    )
+    return recorder, shares(store, path, MADE[kind][1], the_targets(log), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_without_momentum_shares_are_those_of_attribution_after_the_run(
+    kind: str, llama: Path, log: Rollouts, tmp_path: Path
+) -> None:
+    recorder, after = recorded(llama, log, kind, tmp_path)
+    frame, names = recorder.frame, recorder.targets.names
+    assert after.segments.path_error.max() < 1e-3
+    assert frame.step.tolist() == after.steps.tolist()
+    for what in ("share", "now"):
+        online = frame[[f"{what}: {name}" for name in names]].to_numpy()
+        assert np.abs(online).max() > 1e-4
+        np.testing.assert_allclose(online, after.shares, rtol=2e-3, atol=1e-4 * np.abs(after.shares).max())
+    assert list(recorder.values) == list(range(7))
+    np.testing.assert_allclose(recorder.values[6] - recorder.values[0], after.realised, atol=1e-6)
+    assert (frame.weight == 1).all()
+    assert frame.columns.tolist()[:3] == ["step", "problem_id", "advantage"]
+    if kind == "sgd":
+        assert read_recipe(tmp_path / "r").optimiser == MADE["sgd"][1]
+
+
+def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    recorder, after = recorded(llama, log, "momentum", tmp_path)
+    frame = recorder.frame
+    column = frame["share: begins (one)"].to_numpy()
+    rank = np.corrcoef(column, after.shares[:, 0])[0, 1]
+    assert rank > 0.8
+    # The last step has nothing after it.
+    last = (frame.step == 6).to_numpy()
+    np.testing.assert_allclose(column[last], after.shares[last, 0], rtol=2e-3, atol=1e-4 * np.abs(column).max())
+    np.testing.assert_allclose(column[last], frame["now: begins (one)"][last])
+    # In the first step of six, Adam's weights of a gradient sum to this, with its corrections.
+    first = (frame.step == 1).to_numpy()
+    factor = sum(0.9**d * 0.1 / (1 - 0.9 ** (1 + d)) for d in range(6))
+    np.testing.assert_allclose(column[first], frame["now: begins (one)"][first] * factor, rtol=1e-5)
+
+
+def test_recording_changes_nothing_and_follows_where_targets_head(llama: Path, log: Rollouts) -> None:
+    plain, _ = train(llama, log, "momentum")
+    heading = []
+
+    def keep(recorder: Recorder, step: int) -> None:
+        heading.append(recorder.heading)
+
+    watched, recorder = train(
+        llama,
+        log,
+        "momentum",
+        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=4, n_steps=6),
+        guard=keep,
+    )
+    assert torch.equal(plain.vector(), watched.vector())
+    assert recorder is not None
+    assert list(recorder.values) == [0, 4]
+    np.testing.assert_array_equal(heading[0], recorder.values[0])
+    # At a refresh only what momentum still carries lies between value and heading.
+    now = recorder.frame.groupby("step")[[f"now: {n}" for n in recorder.targets.names]].sum().to_numpy()
+    share = recorder.frame.groupby("step")[[f"share: {n}" for n in recorder.targets.names]].sum().to_numpy()
+    still = sum((share - now)[t] * 0.9 ** (3 - t) for t in range(4))
+    np.testing.assert_allclose(heading[4] - recorder.values[4], still, rtol=1e-4)
+
+
+# --- the guard
+
+
+def test_a_weight_is_a_factor_of_the_advantage(llama: Path, log: Rollouts) -> None:
+    weights = np.random.default_rng(0).choice([0.0, 0.5, 1.0], len(log))
+    expected, _ = train(llama, log, "momentum", weights=weights)
+    by_step = batches_of(log)
+    found, recorder = train(
+        llama,
+        log,
+        "momentum",
+        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log)),
+        guard=lambda recorder, step: recorder.down_weight(weights[by_step[step]]),
+    )
+    assert recorder is not None
+    assert recorder.frame.weight.tolist() == weights.tolist()
+    assert (recorder.frame["now: begins (one)"][weights == 0] == 0).all()
+    start = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model()).vector()
+    assert (found.vector() - expected.vector()).norm() < 1e-3 * (expected.vector() - start).norm()
+
+
+def test_what_is_predicted_is_what_is_recorded(llama: Path, log: Rollouts) -> None:
+    """Before the step and after it, where no clipping comes between: the target's gradient alone is older."""
+    seen = []
+    _, recorder = train(
+        llama,
+        log,
+        "sgd",
+        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=100),
+        guard=lambda recorder, step: (
+            torch.nn.utils.clip_grad_norm_(list(recorder.trained.parameters.values()), 0.05),
+            seen.append(recorder.predicted() * recorder._gradient_norm() / recorder._norm),
+        ),  # type: ignore[arg-type,func-returns-value]
+    )
+    assert recorder is not None
+    recorded = recorder.frame[[f"share: {name}" for name in recorder.targets.names]].to_numpy()
+    np.testing.assert_allclose(np.concatenate(seen), recorded, rtol=1e-4, atol=1e-9)
+
+
+def test_the_guard_holds_a_target_that_would_rise(llama: Path, log: Rollouts) -> None:
+    def ends(bound: float | None, weight: float = 0.0) -> tuple[np.ndarray, Any]:
+        guards: list[Guard] = []
+
+        def judge(recorder: Recorder, step: int) -> None:
+            if bound is None:
+                return
+            if not guards:
+                place = recorder.values[0][0] + bound
+                guards.append(Guard(recorder, "begins (one)", harmful="rises", bound=place, weight=weight))
+            listed = guards[0]()
+            assert (listed.effect > 0).all() if len(listed) else True
+
+        _, recorder = train(
+            llama,
+            log,
+            "sgd",
+            record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=1),
+            guard=judge,
+        )
+        assert recorder is not None
+        return np.array(list(recorder.values.values()))[:, 0] - recorder.values[0][0], guards[0] if guards else None
+
+    free, _ = ends(None)
+    top = free.max()
+    assert top > 0
+    held, guard = ends(top / 3)
+    assert held.max() < top / 2
+    assert set(guard.listed.columns) >= {"step", "place", "effect", "problem_id", "advantage"}
+    assert 0 < len(guard.listed) < len(log) / 2
+    only_listed, guard = ends(top / 3, weight=1.0)
+    assert len(guard.listed)
+    np.testing.assert_array_equal(only_listed, free)
+    _, guard = ends(2 * top + 1)
+    assert guard.listed.empty
+
+
+def test_as_few_as_are_enough_are_listed() -> None:
+    harm = np.array([1.0, -5.0, 3.0, 2.0])
+    assert worst(harm, 0).tolist() == []
+    assert worst(harm, 3.0).tolist() == [2]
+    assert worst(harm, 3.1).tolist() == [2, 3]
+    assert worst(harm, 100).tolist() == [2, 3, 0]
+
+
+def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
+    parameters, targets = list(trained.parameters.values()), the_targets(log)
+    with pytest.raises(TsaeError, match="the optimiser is RMSprop, expected"):
+        Recorder(trained, torch.optim.RMSprop(parameters), targets)
+    with pytest.raises(TsaeError, match="the optimiser is Adam with amsgrad, expected"):
+        Recorder(trained, torch.optim.Adam(parameters, amsgrad=True), targets)
+    with pytest.raises(TsaeError, match="does not train 'model"):
+        Recorder(trained, torch.optim.SGD(parameters[3:], lr=1.0), targets)
+    recorder = Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets)
+    with pytest.raises(TsaeError, match=r"no target 'x'.*begins \(one\)"):
+        Guard(recorder, "x", harmful="rises", bound=0)
+    with pytest.raises(TsaeError, match="weight=2 is not between"):
+        Guard(recorder, "begins (one)", harmful="rises", bound=0, weight=2)
+    folder = RecordingFolder(tmp_path / "r", {})
+    with pytest.raises(TsaeError, match="a sample has no advantage"):
+        folder.add(1, [{"problem_id": "a"}], [1.0])
+    with pytest.raises(TsaeError, match="holds a recording already"):
+        RecordingFolder(tmp_path / "r", {})
+    with pytest.raises(TsaeError, match=r"holds no samples\.jsonl"):
+        read_recording(tmp_path, trained)
+    folder.keep_weights(TrainedWeights(trained.model, list(trained.parameters)[:2]), 0)
+    with pytest.raises(TsaeError, match="is either not there or not among"):
+        read_recording(tmp_path / "r", trained)

@@ -1,0 +1,266 @@
+"""Attribution while training: what every sample moves, recorded as the loop runs.
+
+    recorder = Recorder(TrainedWeights(model), optimiser, targets)
+    for step in …:
+        for micro_batch in …:
+            with recorder.samples(facts):       # one mapping a sample
+                loss(model, micro_batch).backward()
+        optimiser.step()                        # the recorder is told by the optimiser
+
+Two numbers are recorded for every sample and target, with the sign of what the sample did to the target:
+
+    now     −lr c k₀ ∘ ∇F · g_i        its part in the step that trained on it
+    share   now · (1 + …)              and in the steps after, to which momentum carries it
+
+∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did. These
+are the summands of `tsae.attribution.shares`. What is known online, and what is not:
+
+1. Without momentum and with `refresh=1` both numbers are exactly those of `shares`: the gradient of the target is the
+   mean of those before and after the step.
+2. With `refresh=m` the target's gradient is up to m steps old.
+3. With momentum, a sample goes on to act for about 1 / (1 − β₁) steps. The target's gradient, √v̂, the learning rate and
+   clipping of those steps are not known yet. `share` takes them as they are now. Shares of the first steps suffer most,
+   because there √v̂ grows fast; `shares` computes them after the run from the weights that the recorder kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from tsae.attribution.batch_gradients import BatchGradients
+from tsae.attribution.recording import RecordingFolder
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.targets import Targets
+from tsae.errors import TsaeError
+
+
+class Recorder:
+    """Records what the samples of every step do to targets.
+
+    Args:
+        trained: the model and the weights that are followed; those that the optimiser trains.
+        optimiser: torch's Adam, AdamW or SGD, or what wraps one.
+        targets: what is followed.
+        refresh: steps between two gradients of the targets.
+        n_steps: of the whole training; momentum carries nothing beyond. None: no end is known.
+        folder: where samples and weights go; None keeps the numbers in memory only.
+
+    Raises:
+        TsaeError: for another optimiser, or one that does not train these weights.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedWeights,
+        optimiser: torch.optim.Optimizer,
+        targets: Targets,
+        *,
+        refresh: int = 5,
+        n_steps: int | None = None,
+        folder: RecordingFolder | None = None,
+    ) -> None:
+        self.trained, self.targets, self.refresh, self.n_steps, self.folder = trained, targets, refresh, n_steps, folder
+        self.optimiser = _plain(optimiser)
+        groups = {id(p): group for group in self.optimiser.param_groups for p in group["params"]}
+        missing = [name for name, p in trained.parameters.items() if id(p) not in groups]
+        if missing:
+            raise TsaeError(
+                f"the optimiser does not train {missing[0]!r}",
+                where="Recorder",
+                fix="Give TrainedWeights the names of the weights that it trains.",
+            )
+        self._groups = {name: groups[id(p)] for name, p in trained.parameters.items()}
+        self.step = 0
+        """Steps finished."""
+        self.batch = BatchGradients(trained)
+        """Of the step that is going on."""
+        self._facts: list[Mapping[str, Any]] = []
+        self._weights = torch.ones(0)
+        self._norm = self._clipped = 0.0
+        self._frames: list[pd.DataFrame] = []
+        self.values: dict[int, np.ndarray] = {}
+        """(n_targets,) by steps finished, when gradients were taken."""
+        self._arriving = np.zeros(len(targets.names))
+        self._moved = np.zeros(len(targets.names))
+        self._slopes = self._look()
+        if folder is not None:
+            folder.keep_weights(trained, 0)
+        self._hooks = [
+            self.optimiser.register_step_pre_hook(lambda *_: self._before()),
+            self.optimiser.register_step_post_hook(lambda *_: self._after()),
+        ]
+
+    def close(self) -> None:
+        """Leave the optimiser alone, and keep the last weights."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.folder is not None:
+            self.folder.keep_weights(self.trained, self.step)
+
+    @contextmanager
+    def samples(self, facts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Around the forward and the backward pass of a micro-batch.
+
+        Args:
+            facts: of each sample, in the order of the batch: what shall stand beside its numbers, such as problem_id,
+                reward, advantage; a folder also needs prompt_ids and response_ids.
+        """
+        with self.batch.micro_batch(len(facts)):
+            yield
+        self._facts += facts
+        self._weights = torch.cat([self._weights, torch.ones(len(facts))])
+        self._norm = self._gradient_norm()
+
+    @property
+    def facts(self) -> list[Mapping[str, Any]]:
+        """Of the samples of the step that is going on."""
+        return list(self._facts)
+
+    @property
+    def heading(self) -> np.ndarray:
+        """(n_targets,) where the targets are heading: their last values, what was recorded since then, and what
+        momentum will still carry."""
+        found: np.ndarray = self.values[max(self.values)] + self._moved + self._arriving
+        return found
+
+    @torch.no_grad()
+    def predicted(self) -> np.ndarray:
+        """(n, n_targets) shares of the samples of this step, before it is taken.
+
+        As recorded later, but for gradients that are clipped after this call.
+        """
+        scale = self.trained.join({name: self._scale(name, ahead=True) for name in self._groups})
+        found = -self.batch.products(self._slopes.to(scale.device) * scale).cpu().numpy() * self._carried(self.step + 1)
+        return found * self._weights.numpy()[:, None]
+
+    @torch.no_grad()
+    def down_weight(self, weights: np.ndarray) -> None:
+        """Multiply the samples of this step, (n,): as if their advantages had been multiplied.
+
+        Call it after the last backward pass and before gradients are clipped. It changes the gradients in place.
+        """
+        factor = torch.as_tensor(weights, dtype=torch.float32)
+        away = self.batch.weighted_sum((self._weights * (1 - factor)).to(self.trained.device))
+        for name, gradient in away.items():
+            own = self.trained.parameters[name].grad
+            if own is not None:
+                own -= gradient.view_as(own).to(own.dtype)
+        self._weights = self._weights * factor
+        self._norm = self._gradient_norm()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row a sample: step, its facts without token ids, weight (by `down_weight`), gradient_norm, and
+        `now: …` and `share: …` of every target, in its units."""
+        return pd.concat(self._frames, ignore_index=True) if self._frames else pd.DataFrame()
+
+    # --- around the optimiser's step
+
+    def _before(self) -> None:
+        self._clipped = self._gradient_norm()
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        self.step += 1
+        before = self._slopes
+        if self.step % self.refresh == 0:
+            self._slopes = self._look()
+        scale = self.trained.join({name: self._scale(name, ahead=False) for name in self._groups})
+        middle = (before + self._slopes).to(scale.device) / 2
+        clip = self._clipped / self._norm if self._norm else 1.0
+        now = -clip * self.batch.products(middle * scale).cpu().numpy() * self._weights.numpy()[:, None]
+        carried = self._carried(self.step)
+        self._tally(now.sum(0), carried)
+        frame = pd.DataFrame(
+            [{key: v for key, v in fact.items() if not isinstance(v, (list, np.ndarray))} for fact in self._facts]
+        )
+        frame.insert(0, "step", self.step)
+        frame["weight"] = self._weights.numpy()
+        frame["gradient_norm"] = self.batch.norms().cpu().numpy()
+        for j, name in enumerate(self.targets.names):
+            frame[f"now: {name}"] = now[:, j]
+            frame[f"share: {name}"] = now[:, j] * carried
+        self._frames.append(frame)
+        if self.folder is not None:
+            self.folder.add(self.step, self._facts, self._weights.tolist())
+            if self.step % self.folder.every == 0:
+                self.folder.keep_weights(self.trained, self.step)
+        self.batch.clear()
+        self._facts, self._weights = [], torch.ones(0)
+
+    def _tally(self, now: np.ndarray, carried: float) -> None:
+        """Follow where the targets are heading: what arrives by momentum decays from step to step."""
+        arrived = self._arriving * (1 - self._momentum())
+        self._arriving = self._arriving - arrived + now * (carried - 1)
+        self._moved = np.zeros_like(now) if self.step in self.values else self._moved + arrived + now
+
+    def _look(self) -> torch.Tensor:
+        """(n_targets, P) present gradients of the targets; leaves the model as it was."""
+        model = self.trained.model
+        training, needed = model.training, {p: p.requires_grad for p in model.parameters()}
+        model.eval()
+        try:
+            self.values[self.step] = self.targets.values(self.trained)
+            return self.targets.gradients(self.trained).float()
+        finally:
+            model.train(training)
+            for parameter, was in needed.items():
+                parameter.requires_grad_(was)
+
+    def _gradient_norm(self) -> float:
+        grads = [p.grad for p in self.trained.parameters.values() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def _scale(self, name: str, *, ahead: bool) -> torch.Tensor:
+        """lr k₀ of a weight, in its shape: of the last step, or of the one that the present gradient will make."""
+        parameter, group = self.trained.parameters[name], self._groups[name]
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        rate, state = float(group["lr"]), self.optimiser.state.get(parameter, {})
+        if "betas" not in group:
+            return torch.full_like(parameter, rate)
+        (beta, beta2), t = group["betas"], int(state.get("step", 0)) + ahead
+        second = state.get("exp_avg_sq", torch.zeros_like(parameter))
+        if ahead:
+            second = (beta2 * second).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])
+        return rate * (1 - beta) / (1 - beta**t) / root
+
+    def _momentum(self) -> float:
+        group = self.optimiser.param_groups[0]
+        return float(group["betas"][0] if "betas" in group else group["momentum"])
+
+    def _carried(self, t: int) -> float:
+        """What a gradient of step t does in all steps, by what it does in step t, if these are alike."""
+        keeps = self._momentum()
+        if not keeps:
+            return 1.0
+        adam = "betas" in self.optimiser.param_groups[0]
+        left = int(np.ceil(np.log(1e-6) / np.log(keeps)))
+        d = np.arange(left if self.n_steps is None else max(1, min(left, self.n_steps - t + 1)))
+        corrections = (1 - keeps**t) / (1 - keeps ** (t + d)) if adam else 1.0
+        return float(np.sum(keeps**d * corrections))
+
+
+def _plain(optimiser: Any) -> torch.optim.Optimizer:
+    """Torch's own, out of accelerate's wrapper."""
+    inner: Any = getattr(optimiser, "optimizer", optimiser)
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    odd = [name for name in ("amsgrad", "maximize", "nesterov", "dampening") if inner.defaults.get(name)]
+    if type(inner) not in known or odd:
+        raise TsaeError(
+            f"the optimiser is {type(inner).__name__}{''.join(f' with {name}' for name in odd)}, "
+            "expected torch's Adam, AdamW or SGD",
+            where="Recorder",
+            fix="Train with one of these, or attribute after the run.",
+        )
+    if len({str(group.get("betas", group.get("momentum"))) for group in inner.param_groups}) > 1:
+        raise TsaeError("groups of weights have different momentum", where="Recorder", fix="Give all the same.")
+    found: torch.optim.Optimizer = inner
+    return found
