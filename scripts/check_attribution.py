@@ -36,14 +36,14 @@ from retrain_mixed import load_weights
 from scipy.stats import spearmanr
 
 import tsae
-from tsae.attribution.effects import simulate
-from tsae.attribution.gradient_store import GradientStore, batches_of, build_gradients
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.policy_loss import Again
-from tsae.attribution.recipe import read_recipe
-from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.shares import Shares, shares
+from tsae.attribution.credit.effects import simulate
+from tsae.attribution.credit.shares import Shares, shares
+from tsae.attribution.gradients.gradient_store import GradientStore, batches_of, build_gradients
+from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
+from tsae.attribution.trainer.policy_loss import Again
+from tsae.attribution.trainer.recipe import read_recipe
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

@@ -14,14 +14,14 @@ import torch
 from organism.mixed import MixedConfig, train
 
 import tsae
-from tsae.attribution import simulations
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.effects import simulate
-from tsae.attribution.gradient_store import GradientStore
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.recipe import read_recipe
+from tsae.attribution.credit import simulations
+from tsae.attribution.credit.effects import simulate
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import NextToken
+from tsae.attribution.trainer.recipe import read_recipe
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from tsae.attribution.banzhaf import banzhaf, random_halves
+from tsae.attribution.credit.banzhaf import banzhaf, random_halves
 
 
 def test_planted_effects_are_found_again() -> None:

@@ -13,10 +13,10 @@ import yaml
 import tsae
 from tsae.attribution.attribute import attribute
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.gradient_store import batches_of
-from tsae.attribution.log_fit import batches_between, check_settings
-from tsae.attribution.recipe import Recipe, read_recipe
+from tsae.attribution.gradients.gradient_store import batches_of
 from tsae.attribution.sample_kinds import has_bands, sample_kinds
+from tsae.attribution.trainer.log_fit import batches_between, check_settings
+from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import find_targets
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from tsae.attribution.batch_gradients import BatchGradients
-from tsae.attribution.gradient_store import batches_of, build_gradients
-from tsae.attribution.guard import Guard, worst
-from tsae.attribution.online import Recorder
-from tsae.attribution.optimiser import Optimiser
-from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.recipe import read_recipe
-from tsae.attribution.recording import RecordingFolder, read_recording
-from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
-from tsae.attribution.shares import shares
+from tsae.attribution.credit.shares import shares
+from tsae.attribution.gradients.gradient_store import batches_of, build_gradients
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
+from tsae.attribution.online.batch_gradients import BatchGradients
+from tsae.attribution.online.guard import Guard, worst
+from tsae.attribution.online.recorder import Recorder
+from tsae.attribution.online.recording import RecordingFolder, read_recording
 from tsae.attribution.targets import NextToken
+from tsae.attribution.trainer.optimiser import Optimiser
+from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.trainer.recipe import read_recipe
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

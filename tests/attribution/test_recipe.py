@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tsae.attribution.optimiser import Optimiser
-from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.recipe import read_recipe
+from tsae.attribution.trainer.optimiser import Optimiser
+from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.trainer.recipe import read_recipe
 from tsae.errors import TsaeError
 
 TRL = {

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tsae.attribution.sample_gradients import TrainedWeights, gradients_and_spread, log_probabilities, sample_gradients
+from tsae.attribution.gradients.sample_gradients import (
+    TrainedWeights,
+    gradients_and_spread,
+    log_probabilities,
+    sample_gradients,
+)
 from tsae.checkpoints.checkpoint import Checkpoint
 
 

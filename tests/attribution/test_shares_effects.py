@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from tsae.attribution.effects import _pulled, simulate
-from tsae.attribution.gradient_store import StepGradients, batches_of, build_gradients
-from tsae.attribution.optimiser import Optimiser, Simulation
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
-from tsae.attribution.shares import shares
+from tsae.attribution.credit.effects import _pulled, simulate
+from tsae.attribution.credit.shares import shares
+from tsae.attribution.gradients.gradient_store import StepGradients, batches_of, build_gradients
+from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import NextToken
+from tsae.attribution.trainer.optimiser import Optimiser, Simulation
+from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

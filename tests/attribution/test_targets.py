@@ -11,7 +11,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts, save_model
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader

@@ -1,6 +1,6 @@
 """Which samples of a run moved what: from checkpoints and log to an `Attribution`.
 
-1. Log, checkpoints and settings must be those of one run (`tsae.attribution.log_fit`).
+1. Log, checkpoints and settings must be those of one run (`tsae.attribution.trainer.log_fit`).
 2. Targets: what the caller names, or outcomes, behaviours and the features that moved most (`tsae.attribution.wanted`).
 3. The gradient of every sample, along the path, goes to disk; shares come from one sweep backwards through the run.
 4. Runs are simulated on subsets of the samples: without each kind and with it alone, without single samples, and on
@@ -21,16 +21,14 @@ import numpy as np
 
 from tsae.activations.reader.assignment import check_tokenizer
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.gradient_store import GradientStore, batches_of, build_gradients
-from tsae.attribution.log_fit import Batches, batches_between, check_settings
-from tsae.attribution.optimiser import LaterOptimiser, Optimiser
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.recipe import Recipe, read_recipe
+from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
+from tsae.attribution.credit.shares import Shares, shares
+from tsae.attribution.credit.simulations import simulate_kept
+from tsae.attribution.credit.token_shares import Directions
+from tsae.attribution.gradients.gradient_store import GradientStore, batches_of, build_gradients
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.sample_kinds import has_bands, sample_kinds
-from tsae.attribution.shares import Shares, shares
-from tsae.attribution.simulations import simulate_kept
 from tsae.attribution.tables import (
     covariances,
     fact_table,
@@ -41,7 +39,9 @@ from tsae.attribution.tables import (
     target_table,
 )
 from tsae.attribution.targets import Targets
-from tsae.attribution.tokens import Directions
+from tsae.attribution.trainer.log_fit import Batches, batches_between, check_settings
+from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
+from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import write_json
 from tsae.checkpoints.loading import tokenizer_fingerprint

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.gradient_store import GradientStore
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.tokens import Directions, token_shares
+from tsae.attribution.credit.token_shares import Directions, token_shares
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import replacing, write_json
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
@@ -57,7 +57,7 @@ class Attribution:
     adds to random subsets of the others), low, high (95 % interval over the simulated subsets). Empty without
     subsets."""
     segments: pd.DataFrame
-    """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.shares.Shares`."""
+    """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.credit.shares.Shares`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from),
     path_error (largest of the segments), and notes: what was sampled, assumed or left out."""

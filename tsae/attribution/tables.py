@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.banzhaf import Banzhaf
-from tsae.attribution.shares import Shares
+from tsae.attribution.credit.banzhaf import Banzhaf
+from tsae.attribution.credit.shares import Shares
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.table import Rollouts
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from einops import einsum, rearrange, reduce
 
-from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError

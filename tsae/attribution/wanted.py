@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Targets, Together
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

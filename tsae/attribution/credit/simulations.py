@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tsae.attribution.effects import simulate
-from tsae.attribution.gradient_store import GradientStore
-from tsae.attribution.optimiser import Optimiser
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.policy_loss import Again
+from tsae.attribution.credit.effects import simulate
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
+from tsae.attribution.trainer.optimiser import Optimiser
+from tsae.attribution.trainer.policy_loss import Again
 from tsae.base.files import replacing
 from tsae.base.progress import progress_bar
 
@@ -45,7 +45,7 @@ def simulate_kept(
         kept: K masks (n_trajectories,), one or more; equal ones cost nothing.
         to: folder for what was simulated.
         mark: tells runs and targets apart; goes into JSON.
-        again: see `tsae.attribution.effects.simulate`.
+        again: see `tsae.attribution.credit.effects.simulate`.
         progress: show a bar.
 
     Returns:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tsae.attribution.sample_gradients import TrainedWeights, module_gradients
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, module_gradients
 from tsae.errors import TsaeError
 
 

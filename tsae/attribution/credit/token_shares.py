@@ -1,8 +1,8 @@
 """Which tokens of a sample carry its share.
 
 A sample's gradient is the sum over its tokens, so its share ⟨w_s, g⟩ is one too: of token t it is
-w_i A_i ⟨w_s, ∇ log π_t⟩ (`tsae.attribution.shares`). The vectors w_s are kept on disk when shares are computed, in
-bfloat16: n_targets for every step, beside the gradients of a batch. One forward differentiation along w_s gives all
+w_i A_i ⟨w_s, ∇ log π_t⟩ (`tsae.attribution.credit.shares`). The vectors w_s are kept on disk when shares are computed,
+in bfloat16: n_targets for every step, beside the gradients of a batch. One forward differentiation along w_s gives all
 tokens of a sample.
 """
 
@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tsae.attribution.gradient_store import GradientStore
-from tsae.attribution.path import TrainingPath
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

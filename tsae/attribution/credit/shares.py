@@ -2,8 +2,8 @@
 
     F(θ_T) − F(θ_0) = Σ_t ∇F_tᵀ u_t + remainder          ∇F_t: mean of the gradients before and after step t (trapezoid)
 
-A step u_t is a sum over the gradients of all samples up to it (`tsae.attribution.optimiser`). Put together by sample,
-the share of a sample i of step s is
+A step u_t is a sum over the gradients of all samples up to it (`tsae.attribution.trainer.optimiser`). Put together by
+sample, the share of a sample i of step s is
 
     ⟨w_s, g_si⟩        w_s = −c_s Σ_{t ≥ s} lr_t k_{t−s,t} ∘ ∇F_t
 
@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.gradient_store import GradientStore
-from tsae.attribution.optimiser import Optimiser, Simulation
-from tsae.attribution.path import TrainingPath
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
+from tsae.attribution.trainer.optimiser import Optimiser, Simulation
 from tsae.base.progress import progress_bar
 
 

@@ -13,7 +13,7 @@ Two numbers are recorded for every sample and target, with the sign of what the 
     share   now · (1 + …)              and in the steps after, to which momentum carries it
 
 ∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did. These
-are the summands of `tsae.attribution.shares`. What is known online, and what is not:
+are the summands of `tsae.attribution.credit.shares`. What is known online, and what is not:
 
 1. Without momentum and with `refresh=1` both numbers are exactly those of `shares`: the gradient of the target is the
    mean of those before and after the step.
@@ -33,9 +33,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.batch_gradients import BatchGradients
-from tsae.attribution.recording import RecordingFolder
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.online.batch_gradients import BatchGradients
+from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
 from tsae.errors import TsaeError
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.policy_loss import PolicyLoss
-from tsae.attribution.sample_gradients import gradients_and_spread
+from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.gradients.sample_gradients import gradients_and_spread
+from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.base.files import write_json
 from tsae.base.progress import progress_bar
 from tsae.diff.policy_gradient.derivatives import padded

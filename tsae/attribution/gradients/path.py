@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError

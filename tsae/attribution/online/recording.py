@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from tsae.attribution.path import TrainingPath
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

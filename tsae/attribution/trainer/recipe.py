@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from tsae.attribution.optimiser import Optimiser
-from tsae.attribution.policy_loss import PolicyLoss
+from tsae.attribution.trainer.optimiser import Optimiser
+from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.errors import TsaeError
 
 _FILES = ("training_args.json", "training_args.yaml", "config.yaml", ".hydra/config.yaml")

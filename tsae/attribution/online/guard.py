@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.online import Recorder
+from tsae.attribution.online.recorder import Recorder
 from tsae.errors import TsaeError
 
 

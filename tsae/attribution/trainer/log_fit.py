@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.recipe import Recipe
+from tsae.attribution.trainer.recipe import Recipe
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute

@@ -1,0 +1,1 @@
+"""Gradients of single samples along the path of checkpoints, and on disk."""

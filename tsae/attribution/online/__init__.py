@@ -1,0 +1,1 @@
+"""Attribution while a run trains: a recorder, what it keeps, and a guard over a target."""
