@@ -20,6 +20,16 @@ Predicted before the run:
 5. Left out, every kind changes direct answers against the sign of its share, in the simulation and really, replayed and
    sampled anew. The simulated effect is within .1 of the replayed one for at least three of the four kinds: without a
    kind, advantages no longer add up to zero, and the run goes further from its path than any left-out band did.
+
+Found:
+
+1. Wrong: the rise was .26 to .43 (.16 to .29 with another seed of the sampling).
+2. Right in the signs and the sum (.03 %), wrong in the size: the smallest share is 1.6 times the change.
+3. Right for direct answers. Of scratchpads it is .55, since many tokens have small shares of both signs; the sum over
+   all tokens is the first one's by 97 %.
+4. Right: .9 standard errors.
+5. Right in 47 of 48 signs, wrong in the size: the errors against replays are .17, .05, .06, .27. Against new sampling,
+   for which the simulation stands by default, they are .03 to .11, and for failed scratchpads .11 and .22.
 """
 
 from __future__ import annotations
