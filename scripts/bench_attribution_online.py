@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class Bench:
     refresh: int = 5
     """Steps between two gradients of the targets."""
     threads: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of what the recorder holds of a step's samples."""
 
 
 @dataclass
@@ -64,7 +66,11 @@ class Loop:
         if self.recorded:
             trained = TrainedWeights(self.model)
             self.recorder = Recorder(
-                trained, self.optimiser, the_targets(self.config, self.bench.targets), refresh=self.bench.refresh
+                trained,
+                self.optimiser,
+                the_targets(self.config, self.bench.targets),
+                refresh=self.bench.refresh,
+                dtype=getattr(torch, self.bench.dtype),
             )
 
     def step(self, number: int) -> None:

@@ -57,6 +57,7 @@ STORED = Path(__file__).parent.parent / "data" / "guard_hard_run.json"
 DIRECT = TOKEN_IDS["#"]
 TARGET = "direct (held-out)"
 KINDS = ("direct, right", "direct, wrong", "scratchpad, right", "scratchpad, wrong")
+MEASURES = ("direct", "accuracy", "scratchpads")
 Condition = Literal["none", "guard", "random"]
 
 
@@ -182,19 +183,17 @@ def problems_of(config: HardConfig, watched: int, measured: int) -> tuple[list[P
 def measure(
     options: Options, config: HardConfig, model: PreTrainedModel, problems: dict[str, list[Problem]], step: int
 ) -> dict[str, Any]:
-    """Probability of a direct answer, and accuracy, by band."""
+    """Probability of a direct answer, accuracy, and that of scratchpads alone, by band."""
     generator = torch.Generator().manual_seed(step)
-    accuracy = {
-        band: float(
-            np.mean([s.reward for s in answered(replace(config, samples=options.responses), model, some, generator)])
-        )
-        for band, some in problems.items()
-    }
-    return {
-        "step": step,
-        "direct": {band: round(direct_share(model, some), 4) for band, some in problems.items()},
-        "accuracy": {band: round(value, 4) for band, value in accuracy.items()},
-    }
+    config = replace(config, samples=options.responses)
+    line: dict[str, Any] = {"step": step, "direct": {}, "accuracy": {}, "scratchpads": {}}
+    for band, some in problems.items():
+        samples = answered(config, model, some, generator)
+        scratchpads = [s.reward for s in samples if s.response[0] != DIRECT]
+        line["direct"][band] = round(direct_share(model, some), 4)
+        line["accuracy"][band] = round(float(np.mean([s.reward for s in samples])), 4)
+        line["scratchpads"][band] = round(float(np.mean(scratchpads)), 4) if scratchpads else None
+    return line
 
 
 def kind_of(sample: Sample) -> int:
@@ -211,15 +210,15 @@ def show(found: dict[str, Any]) -> None:
         if left.sum():
             print("  " + "; ".join(f"{name} {n}" for name, n in zip(KINDS, left, strict=True)))
         bands = list(run["measured"][0]["direct"])
-        print(f"  {'step':>4s}", *(f"{what + ' ' + band:>16s}" for what in ("direct", "accuracy") for band in bands))
+        print(f"  {'step':>4s}", *(f"{what + ' ' + band:>18s}" for what in MEASURES for band in bands))
         for line in run["measured"]:
-            values = [line[what][band] for what in ("direct", "accuracy") for band in bands]
-            print(f"  {line['step']:4d}", *(f"{value:16.3f}" for value in values))
+            values = [line[what][band] for what in MEASURES for band in bands]
+            print(f"  {line['step']:4d}", *(f"{'-' if value is None else f'{value:.3f}':>18s}" for value in values))
         last = run["measured"][-1]
         summary.append(
             {k: run[k] for k in ("condition", "seed")}
             | {"left_out": int(left.sum())}
-            | {what: last[what] for what in ("direct", "accuracy")}
+            | {what: last[what] for what in MEASURES}
         )
     print(json.dumps({"name": "guard_hard_run", "at_the_end": summary}))
 

@@ -58,14 +58,15 @@ class NextToken:
         one = torch.tensor([[group == kind for group in groups] for kind in self.kinds], dtype=torch.float32)
         self.mean = one / one.sum(1, keepdim=True)  # (n, prompts)
 
-    def _values(self, trained: TrainedWeights) -> torch.Tensor:
-        ids, mask = self.ids.to(trained.device), self.mask.long().to(trained.device)
+    def _values(self, trained: TrainedWeights, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """(n,) of the prompts in these rows alone."""
+        ids, mask = self.ids[rows].to(trained.device), self.mask[rows].long().to(trained.device)
         logits = trained.model(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).logits  # (prompts, T, vocabulary)
         last = logits[torch.arange(len(ids)), mask.sum(1) - 1]
         chance = torch.softmax(last.float(), dim=-1)[:, self.token]
-        return self.mean.to(chance.device) @ chance
+        return self.mean[:, rows].to(chance.device) @ chance
 
     @torch.no_grad()
     def values(self, trained: TrainedWeights) -> np.ndarray:
@@ -73,7 +74,12 @@ class NextToken:
         return found
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
-        return _jacobian(trained, partial(self._values, trained))
+        # A pass over the prompts of each group: together they cost no more than one over all.
+        return torch.cat([_jacobian(trained, partial(self._value, trained, j)) for j in range(len(self.names))])
+
+    def _value(self, trained: TrainedWeights, j: int) -> torch.Tensor:
+        """(1,) of a target, from its own prompts."""
+        return self._values(trained, self.mean[j].nonzero()[:, 0])[j, None]
 
 
 class LogLikelihood:

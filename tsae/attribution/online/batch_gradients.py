@@ -1,13 +1,11 @@
 """Gradients of the samples of a step, picked up from the training's own backward pass.
 
 The loop's forward and backward pass run as they are. Hooks keep what every module with trained weights read, x, and
-what came back to it, δ. A sample's gradient of a linear layer is Σ_t δ_t x_tᵀ, so its product with a direction D is
-
-    ⟨g_i, D⟩ = Σ_t δ_itᵀ D x_it
-
-which takes one matrix product and no gradient of a sample (the ghost dot product; Wang et al. 2024, arXiv 2406.11011).
-What is smaller is kept: x and δ, or the gradient that they make. Whatever the loss has in it is in the gradients:
-clipped ratios, penalties, a scaler's factor.
+what came back to it, δ. A sample's gradient of a linear layer is Σ_t δ_t x_tᵀ. What is smaller is kept: x and δ, or the
+gradient that they make. Products with any number of directions, and norms, come from one pass that makes the gradients
+of a few samples and one layer at a time, small enough for the processor's cache. (The ghost dot product, Wang et al.
+2024, arXiv 2406.11011, makes no gradient, but costs as much for every single direction.) Whatever the loss has in it is
+in the gradients: clipped ratios, penalties, a scaler's factor.
 """
 
 from __future__ import annotations
@@ -19,9 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import einsum
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, module_gradients
 from tsae.errors import TsaeError
+
+_AT_ONCE = 2**21
+"""Numbers of a layer's gradients that are made at once; one sample's at the least."""
 
 
 @dataclass
@@ -31,8 +33,6 @@ class _Part:
     size: int
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """What a linear layer read (B, T, in), and what came back (B, T, out), by its weight."""
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(B,) squared norms of the gradients that the factors make."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """(B, …) of the other weights."""
     rest: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -47,19 +47,30 @@ class BatchGradients:
 
     Args:
         trained: weights that are followed.
+        dtype: of x and δ, if they are wider. bfloat16 takes half the memory, and half the time on a processor that
+            multiplies it.
     """
 
-    def __init__(self, trained: TrainedWeights) -> None:
-        self.trained = trained
+    def __init__(self, trained: TrainedWeights, *, dtype: torch.dtype = torch.float32) -> None:
+        self.trained, self.dtype = trained, dtype
         self._names = {id(parameter): name for name, parameter in trained.parameters.items()}
         self._uses = Counter(id(p) for module in trained.model.modules() for p in module.parameters(recurse=False))
+        self._modules = [
+            module
+            for module in trained.model.modules()
+            if any(id(p) in self._names for p in module.parameters(recurse=False))
+        ]
         self._parts: list[_Part] = []
+        self._scales: dict[torch.nn.Module, torch.Tensor | None] = {}
+        """Of norms, in the step that is going on."""
 
     def __len__(self) -> int:
         return sum(part.size for part in self._parts)
 
     def clear(self) -> None:
+        """After the optimiser's step: the weights are others now."""
         self._parts.clear()
+        self._scales.clear()
 
     @contextmanager
     def micro_batch(self, size: int) -> Iterator[None]:
@@ -74,13 +85,9 @@ class BatchGradients:
             if torch.is_grad_enabled() and given.requires_grad:
                 x = read[0].detach()
                 # What can be worked out at once is, while both are in the processor's cache.
-                given.register_hook(lambda back: self._keep(part, module, x, back.detach()))
+                given.register_hook(lambda back: self._keep(part, module, x, given.detach(), back.detach()))
 
-        handles = [
-            module.register_forward_hook(after)
-            for module in self.trained.model.modules()
-            if any(id(p) in self._names for p in module.parameters(recurse=False))
-        ]
+        handles = [module.register_forward_hook(after) for module in self._modules]
         try:
             yield
         finally:
@@ -96,30 +103,42 @@ class BatchGradients:
         self._parts.append(part)
 
     @torch.no_grad()
-    def _keep(self, part: _Part, module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor) -> None:
-        parameters = list(module.parameters(recurse=False))
+    def _keep(
+        self, part: _Part, module: torch.nn.Module, read: torch.Tensor, given: torch.Tensor, back: torch.Tensor
+    ) -> None:
         if len(back) != part.size:
             raise TsaeError(
                 f"{type(module).__name__} gives {len(back)} samples, expected {part.size}",
                 where="BatchGradients.micro_batch",
                 fix="Leave its weights out if it mixes samples; else give the batch's own number of samples.",
             )
-        if type(module) is torch.nn.Linear and len(parameters) == 1 and self._uses[id(module.weight)] == 1:
-            name = self._names[id(module.weight)]
+        if type(module) is torch.nn.Linear and id(module.weight) in self._names and self._uses[id(module.weight)] == 1:
             x, d = (each.reshape(part.size, -1, each.shape[-1]) for each in (read, back))
-            again = name in part.factors or name in part.gradients  # A layer that is called twice.
-            if not again and x.shape[1] * (x.shape[2] + d.shape[2]) < module.weight.numel():
-                part.factors[name] = (x, d)
-                # ‖Σ_t δ_t x_tᵀ‖² = Σ_tu (δ_t·δ_u)(x_t·x_u)
-                part.squares[name] = _dot(torch.bmm(x, x.mT).float(), torch.bmm(d, d.mT).float())
-                return
-            if name in part.factors:
-                del part.squares[name]
-                first_x, first_d = part.factors.pop(name)
-                part.add_gradient(name, torch.bmm(first_d.mT, first_x.to(first_d.dtype)))
-            part.add_gradient(name, torch.bmm(d.mT, x.to(d.dtype)))
+            if module.bias is not None and id(module.bias) in self._names:
+                part.add_gradient(self._names[id(module.bias)], d.sum(1, dtype=torch.float32))
+            self._keep_linear(part, self._names[id(module.weight)], x, d)
+            return
+        if module not in self._scales:
+            self._scales[module] = _scale_of_norm(module)
+        scale = self._scales[module]
+        if scale is not None:
+            product = einsum(back.float(), given.float(), "b ... d, b ... d -> b d")
+            part.add_gradient(self._names[id(module.weight)], product / scale)
             return
         part.rest.append((module, read, back))
+
+    def _keep_linear(self, part: _Part, name: str, x: torch.Tensor, d: torch.Tensor) -> None:
+        """Keep what a linear layer read, (B, T, in), and what came back, (B, T, out), or the smaller gradient."""
+        narrow = min(d.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        x, d = x.to(narrow), d.to(narrow)
+        again = name in part.factors or name in part.gradients  # A layer that is called twice.
+        if not again and x.shape[1] * (x.shape[2] + d.shape[2]) < x.shape[2] * d.shape[2]:
+            part.factors[name] = (x, d)
+            return
+        if name in part.factors:
+            first_x, first_d = part.factors.pop(name)
+            part.add_gradient(name, torch.bmm(first_d.mT, first_x))
+        part.add_gradient(name, torch.bmm(d.mT, x))
 
     @torch.no_grad()
     def _finish(self, part: _Part) -> None:
@@ -132,33 +151,27 @@ class BatchGradients:
         part.rest.clear()
 
     @torch.no_grad()
-    def products(self, directions: torch.Tensor) -> torch.Tensor:
-        """(n, k) inner products of the samples' gradients of the loss with directions, (k, P)."""
+    def products(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, k) inner products of the samples' gradients of the loss with directions, (k, P); and their (n,) norms."""
         split = dict(zip(self.trained.parameters, directions.split(self.trained.sizes, dim=1), strict=True))
-        found = [torch.zeros(0, len(directions), device=directions.device)]
+        k, device = len(directions), directions.device
+        found, norms = [torch.zeros(0, k, device=device)], [torch.zeros(0, device=device)]
         for part in self._parts:
-            sums = torch.zeros(part.size, len(directions), device=directions.device)
+            sums, squares = torch.zeros(part.size, k, device=device), torch.zeros(part.size, device=device)
             for name, (x, back) in part.factors.items():
-                for k, direction in enumerate(split[name]):
-                    moved = x.float() @ direction.view(back.shape[2], x.shape[2]).T  # (B, T, out)
-                    sums[:, k] += _dot(moved, back.float())
-            for name, gradient in part.gradients.items():
-                sums += gradient.float().flatten(1) @ split[name].T
+                n = max(1, _AT_ONCE // (x.shape[2] * back.shape[2]))
+                for low in range(0, part.size, n):
+                    some = slice(low, low + n)
+                    gradient = torch.bmm(back[some].mT, x[some]).float().flatten(1)
+                    sums[some] += torch.nn.functional.linear(gradient, split[name])
+                    squares[some] += torch.linalg.vector_norm(gradient, dim=1).square()
+            for name, kept in part.gradients.items():
+                gradient = kept.float().flatten(1)
+                sums += torch.nn.functional.linear(gradient, split[name])
+                squares += torch.linalg.vector_norm(gradient, dim=1).square()
             found.append(sums)
-        return torch.cat(found)
-
-    @torch.no_grad()
-    def norms(self) -> torch.Tensor:
-        """(n,) norms of the samples' gradients."""
-        found = [torch.zeros(0, device=self.trained.device)]
-        for part in self._parts:
-            square = torch.zeros(part.size, device=self.trained.device)
-            for of_factors in part.squares.values():
-                square += of_factors
-            for gradient in part.gradients.values():
-                square += gradient.float().flatten(1).square().sum(1)
-            found.append(square.clamp_min(0).sqrt())
-        return torch.cat(found)
+            norms.append(squares.sqrt())
+        return torch.cat(found), torch.cat(norms)
 
     @torch.no_grad()
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -169,7 +182,7 @@ class BatchGradients:
             by = of[rows].float()
             for name, (x, back) in part.factors.items():
                 left = (back[rows] * by[:, None, None]).flatten(0, 1)
-                summand = left.T @ x[rows].flatten(0, 1).to(left.dtype)
+                summand = left.T @ x[rows].flatten(0, 1).float()
                 found[name] = found[name] + summand if name in found else summand
             for name, gradient in part.gradients.items():
                 summand = torch.tensordot(by, gradient[rows].float(), dims=1)
@@ -177,6 +190,17 @@ class BatchGradients:
         return found
 
 
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(B,) inner products of what two tensors, (B, …), hold."""
-    return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1))[:, 0, 0]
+def _scale_of_norm(module: torch.nn.Module) -> torch.Tensor | None:
+    """(d,) what an RMS norm multiplies the normed vector by: its weight, or 1 + it; None for other modules, and where
+    it is too near 0 to divide by."""
+    if not type(module).__name__.endswith("RMSNorm") or [n for n, _ in module.named_parameters()] != ["weight"]:
+        return None
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    probe = torch.ones(1, len(weight), dtype=weight.dtype, device=weight.device)
+    at = [
+        torch.func.functional_call(module, {"weight": torch.full_like(weight, by)}, (probe,)).float()
+        for by in (0.0, 1.0)
+    ]
+    scale: torch.Tensor = (module(probe).float() / (at[1] - at[0]))[0]
+    return scale if scale.abs().min() > 1e-2 * scale.abs().max() else None
