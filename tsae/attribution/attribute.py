@@ -36,6 +36,7 @@ from tsae.attribution.tables import (
     problem_table,
     sample_table,
     segment_table,
+    strongest,
     target_table,
 )
 from tsae.attribution.targets import Targets
@@ -121,7 +122,7 @@ def attribute(
     if not has_bands(checked):
         notes.append("The log has no bands; `tsae rollouts bands` sets them.")
     kinds = sample_kinds(checked, config.groups, used)
-    singles = _strongest(split, config.singles)
+    singles = strongest(split, config.singles)
     problem = checked.frame.problem_id.to_numpy()
     names = np.unique(problem[used])
     halves = _halves(len(names), config, notes)
@@ -169,6 +170,7 @@ def attribute(
             "run": stretch.run,
             "checkpoints": [step + stretch.begin for step in stretch.path.steps],
             "inputs": inputs,
+            "sae": None if sae is None else sae.fingerprint,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
         },
@@ -310,16 +312,6 @@ def _shares(
         )
     keep = Directions(to / "directions").keep if fits else None
     return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
-
-
-def _strongest(split: Shares, n: int) -> list[int]:
-    """Rows with the largest shares, n for and n against each target."""
-    found: dict[int, None] = {}
-    for values in split.shares.T if n else ():
-        order = np.argsort(values, kind="stable")
-        ends = [*order[:n][values[order[:n]] < 0], *order[-n:][values[order[-n:]] > 0]]
-        found |= dict.fromkeys(int(split.rows[i]) for i in ends)
-    return list(found)
 
 
 def _halves(n: int, config: AttributionConfig, notes: list[str]) -> np.ndarray:
