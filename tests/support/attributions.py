@@ -78,6 +78,8 @@ def make_attribution(texts: tuple[str, ...] = (), *, validated: bool = False, **
             "remainder": [0.003, 0.2, 0.01],
             "flagged": [False, True, False],
             "r2": [0.9, -0.1, np.nan],
+            "validated": [0.9, 0.8, np.nan] if validated else np.nan,
+            "validated_error": [0.04, 0.06, 0.003] if validated else np.nan,
         }
     )
     segments = pd.DataFrame(

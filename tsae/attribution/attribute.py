@@ -5,6 +5,7 @@
 3. The gradient of every sample, along the path, goes to disk; shares come from one sweep backwards through the run.
 4. Runs are simulated on subsets of the samples: without each kind and with it alone, without single samples, and on
    random halves of the problems, on which their effects are regressed.
+5. If asked, trainings are really replayed on other halves (`tsae.attribution.credit.replays`).
 
 Memory holds the checkpoints, some vectors of the weights for each target, and the gradients of one step.
 """
@@ -23,6 +24,7 @@ from tsae.activations.reader.assignment import check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
+from tsae.attribution.credit.replays import Logs, validate
 from tsae.attribution.credit.shares import Shares, shares
 from tsae.attribution.credit.simulations import simulate_kept
 from tsae.attribution.credit.token_shares import Directions
@@ -151,8 +153,15 @@ def attribute(
         np.reshape(changes, (-1, len(whole))), [2 * len(kinds), 2 * len(kinds) + len(singles)]
     )
     regressed = banzhaf(halves, of_halves, seed=config.seed) if len(halves) else None
+    agreement = None
+    if config.validate and len(names) > 1:
+        logs = Logs(checked, stretch.batches, recipe.loss, stretch.optimiser, config.batch_tokens)
+        agreement = validate(
+            store, stretch.path, logs, wanted.targets, problem, config.validate, to / "simulated", mark,
+            seed=config.seed, progress=progress,
+        )  # fmt: skip
     found = Attribution(
-        target_table(split, ends[0], whole, _r2(regressed, split), config.flag_remainder),
+        target_table(split, ends[0], whole, _r2(regressed, split), agreement, config.flag_remainder),
         sample_table(
             split,
             _covariances(split, stretch, checked, wanted),

@@ -39,7 +39,9 @@ class Attribution:
     targets: pd.DataFrame
     """One row a target: target, before, after, realised (after − before), simulated (the same with all samples, by
     simulation), decay (the part of weight decay), remainder (what shares leave unexplained, as a share of realised),
-    flagged, and r2: of the problems' effects, on halves that the regression has not seen (NaN where there are none)."""
+    flagged, r2: of the problems' effects, on halves that the regression has not seen, and validated and
+    validated_error: rank correlation of simulated with really replayed changes over halves of the problems, and the
+    median distance between them (config.validate). NaN where there are none."""
     samples: pd.DataFrame
     """One row a sample and target: trajectory (row of the rollouts), step, target, share in the target's units, effect
     (what leaving it out alone takes away, by simulation; NaN where that was not done), and baselines: product_base and

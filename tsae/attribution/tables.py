@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.attribution.credit.banzhaf import Banzhaf
+from tsae.attribution.credit.replays import Agreement
 from tsae.attribution.credit.shares import Shares
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.table import Rollouts
@@ -16,7 +17,10 @@ TEXTS = 20
 """Samples for and against each target whose texts are kept, so that a page needs no log."""
 
 
-def target_table(split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.ndarray, flag: float) -> pd.DataFrame:
+def target_table(
+    split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.ndarray, agreement: Agreement | None, flag: float
+) -> pd.DataFrame:
+    unknown = np.full(len(split.targets), np.nan)
     remainder = split.remainder / np.where(split.realised == 0, np.nan, split.realised)
     return pd.DataFrame(
         {
@@ -29,6 +33,8 @@ def target_table(split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.nd
             "remainder": remainder,
             "flagged": ~(np.abs(remainder) <= flag),
             "r2": r2,
+            "validated": unknown if agreement is None else agreement.rank_correlation,
+            "validated_error": unknown if agreement is None else agreement.error,
         }
     )
 

@@ -48,16 +48,20 @@ def attributed(found: Attribution, diff: FeatureDiff) -> Attributed:
 
 def _changes(told: list[Moved], described: Mapping[str, tuple[int, str]]) -> Table:
     """Every target: what it changed by, what shares leave of that, and what the simulation makes of it."""
+    validated = any(one.validated for one in told)
     rows: list[list[str | Cell]] = [
         [
             _target(one.name, described.get(one.name)),
             one.change,
             amount(one.simulated),
             Cell(f"{one.unexplained} (flagged)", tone="warn") if one.flagged else one.unexplained,
+            *([one.validated or DASH] if validated else []),
         ]
         for one in told
     ]
-    return Table("What moved", ["target", "change", "by simulation", "unexplained by shares"], rows)
+    head = ["target", "change", "by simulation", "unexplained by shares"]
+    head += ["simulation against replayed trainings"] if validated else []
+    return Table("What moved", head, rows)
 
 
 def _target(name: str, feature: tuple[int, str] | None) -> Cell:

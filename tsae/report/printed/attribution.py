@@ -27,6 +27,8 @@ def attribution_text(found: Attribution, n: int = 3) -> str:
 def _target(one: Moved) -> list[str]:
     flag = "  (beware: much)" if one.flagged else ""
     lines = [f"{one.name}: {one.change}", f"  unexplained by shares: {one.unexplained} of the change{flag}"]
+    if one.validated:
+        lines.append(f"  simulation against replayed trainings: {one.validated}")
     groups = one.groups.head(_GROUPS)
     if not groups.empty:
         lines.append(f"  {'groups by effect':<40}{'n':>7}{'share':>11}{'effect':>11}{'without':>11}{'alone':>11}")

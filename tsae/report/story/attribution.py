@@ -9,7 +9,7 @@ import pandas as pd
 
 from tsae.attribution.attribution import Attribution
 from tsae.report.story.statements import Statement
-from tsae.report.text import count, percent
+from tsae.report.text import count, number, percent
 
 MEANING = (
     "Share: a sample's part of what happened; shares add up.",
@@ -20,6 +20,8 @@ _FINEST = ("band and outcome and third", "band and outcome", "third of the run")
 """Kinds that divide all samples, the finest first."""
 _FAR = 0.05
 """Distance of the simulated optimiser from the checkpoints that is warned of."""
+_LOW = 0.5
+"""Rank correlation with replayed trainings that is warned of."""
 _TESTBED = (
     "On the testbed, simulated effects ranked real retrainings on halves of the problems with a correlation of 0.94 "
     "(behaviours) and 0.72 (features) where the log was replayed, and of 0.89 to 0.94 and 0.26 to 0.28 where responses "
@@ -42,6 +44,8 @@ class Moved:
     """Whether that is much."""
     simulated: float
     """The change with all samples, by simulation."""
+    validated: str
+    """How simulation predicted replayed trainings; empty where none was replayed."""
     groups: pd.DataFrame
     """Rows of `Attribution.groups`, the largest effects first."""
     problems: pd.DataFrame
@@ -96,6 +100,9 @@ def moved(found: Attribution, name: str, n: int) -> Moved:
         f"{percent(abs(row.remainder))} %",
         bool(row.flagged),
         float(row.simulated),
+        ""
+        if np.isnan(row.validated_error)
+        else f"rank correlation {number(row.validated)}, median error {amount(row.validated_error, sign=False)}",
         found.table(name),
         problems,
         about,
@@ -177,7 +184,21 @@ def belief(found: Attribution) -> list[Said]:
         Said(f"With all samples the simulation ends {percent(off.median())} % from the realised change (median).")
     )
     said.append(Said("The share of one sample is a large force against others as large."))
-    return said + [Said(text) for text in _TESTBED]
+    return said + [Said(text) for text in _TESTBED] + _validated(found)
+
+
+def _validated(found: Attribution) -> list[Said]:
+    """What replayed trainings of this run said, if there are any."""
+    targets = found.targets[found.targets.validated_error.notna()]
+    if targets.empty:
+        return [Said("On this run nothing was retrained: `tsae attribute --validate 8` does it.")]
+    part = targets.validated_error / targets.realised.abs()
+    text = (
+        f"On this run, {found.info['config']['validate']} trainings were really replayed on random halves of its "
+        f"problems: rank correlation with the simulation {number(targets.validated.median())}, error "
+        f"{percent(part.median())} % of a change (medians over targets)."
+    )
+    return [Said(text, bool(targets.validated.median() < _LOW))]
 
 
 def _problems(found: Attribution, name: str, r2: float, n: int) -> tuple[pd.DataFrame, str]:
