@@ -8,6 +8,7 @@ from typing import get_args
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+from tsae.attribution.config import AttributionConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
@@ -53,6 +54,14 @@ class RunConfig:
     """How the log is read. Trajectories that do not fit are left out and counted (--skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
+    attribute: bool = True
+    """Say which samples did that, if the trainer's settings lie beside the checkpoints and the log has every step
+    between them. Otherwise one sentence says what is missing. The gradients take at most --attribution.budget-gb of
+    disk; larger runs are left out. That bounds the time too: a few minutes on a core."""
+    attribution: AttributionConfig = field(
+        default_factory=lambda: AttributionConfig(n_features=4, n_fixed=64, subsets=0, singles=1, budget_gb=4.0)
+    )
+    """What is attributed. The run's device and seed take the place of its own."""
 
     def __post_init__(self) -> None:
         for name in ("path", "to", "log", "bands_from"):

@@ -94,7 +94,7 @@ def attribute(
     """
     config, to = config or AttributionConfig(), Path(to)
     sae = TemporalSAE.load(sae, device=config.device) if isinstance(sae, str | Path) else sae
-    recipe = recipe if isinstance(recipe, Recipe) else _recipe(series, run, recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else find_recipe(series, run, recipe)
     notes: list[str] = []
     stretch = _stretch(series, rollouts, recipe, run, config, notes)
     checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
@@ -188,8 +188,12 @@ def attribute(
     return found.save(to)
 
 
-def _recipe(series: CheckpointSeries, run: str | None, where: str | Path | None) -> Recipe:
-    """The settings: what the caller names, or those beside a checkpoint of the run."""
+def find_recipe(series: CheckpointSeries, run: str | None = None, where: str | Path | None = None) -> Recipe:
+    """The settings: what the caller names, or those beside a checkpoint of the run.
+
+    Raises:
+        TsaeError: where there are none, or what they name cannot be simulated.
+    """
     if where is not None:
         return read_recipe(where)
     mine = [c for c in series if not c.is_base and run in (None, c.run)]

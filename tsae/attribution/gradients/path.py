@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.weight_files import is_adapter
 from tsae.errors import TsaeError
 
 
@@ -43,7 +45,7 @@ class TrainingPath:
             device: torch device.
 
         Raises:
-            TsaeError: where several runs are there and none is named, or steps are missing.
+            TsaeError: where several runs are there and none is named, steps are missing, or checkpoints are adapters.
         """
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
@@ -59,6 +61,13 @@ class TrainingPath:
                 f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"),
                 where=series.name,
                 fix="Name one of them.",
+            )
+        adapter = next((c for c in series if c.run == run and is_adapter(Path(c.path))), None)
+        if adapter is not None:
+            raise TsaeError(
+                "is an adapter (LoRA), and only whole models are attributed from checkpoints",
+                where=adapter.path,
+                fix="Record the samples' gradients while training (docs/attribution.md).",
             )
         loader = ModelLoader(device=device, dtype="float32", attention="eager")
         knots = {}
