@@ -8,11 +8,15 @@ from typing import get_args
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from tsae.attribution.config import AttributionConfig
+from tsae.attribution.config import AttributionConfig, Kind
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.sae.config import SAEConfig, TrainingConfig
+
+_KINDS: tuple[Kind, ...] = (
+    "band", "outcome", "lone success", "third of the run", "band and outcome and third", "behaviour", "reward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,11 @@ class RunConfig:
     attribute: bool = True
     """Say which samples did that, if the trainer's settings lie beside the checkpoints and the log has every step
     between them. Otherwise one sentence says what is missing. The gradients take at most --attribution.budget-gb of
-    disk; larger runs are left out. That bounds the time too: a few minutes on a core."""
+    disk; larger runs are left out. That bounds the time too, to a few minutes on a core."""
     attribution: AttributionConfig = field(
-        default_factory=lambda: AttributionConfig(n_features=4, n_fixed=64, subsets=0, singles=1, budget_gb=4.0)
+        default_factory=lambda: AttributionConfig(
+            n_features=4, n_fixed=64, groups=_KINDS, subsets=0, singles=0, budget_gb=4.0
+        )
     )
     """What is attributed. The run's device and seed take the place of its own."""
 

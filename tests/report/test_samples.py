@@ -47,9 +47,14 @@ def test_what_cannot_be_told_apart_is_not_told() -> None:
     assert moved(found, "feature 2", 2).about_problems == ""
 
 
-def test_targets_are_ordered_by_how_much_they_changed_for_their_size() -> None:
-    # 0.4 of 0.5, 1.2 of 2.2, 0.03 of 0.63
-    assert most_moved(make_attribution(), 2) == list(TARGETS[:2])
+def test_what_changed_most_for_its_size_comes_first_and_features_are_among_it() -> None:
+    found = make_attribution()
+    # 0.4 of 0.5, and 1.2 of 2.2
+    assert most_moved(found, 6) == list(TARGETS)
+    assert most_moved(found, 2) == [TARGETS[0], TARGETS[2]]
+    assert most_moved(found, 1) == [TARGETS[0]]
+    only = Attribution(**{**vars(found), "targets": found.targets[::-1].head(1)})
+    assert most_moved(only, 2) == [TARGETS[2]]
 
 
 def test_the_grid_holds_every_cell_where_it_belongs() -> None:

@@ -41,12 +41,12 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
             tiles = go.Heatmap(
                 z=values, x=list(range(len(columns))), y=list(range(len(rows))), xgap=1, ygap=1, hoverongaps=False,
                 colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
-                text=[["" if np.isnan(v) else amount(v) for v in line] for line in values],
+                text=[["" if np.isnan(v) else amount(v, digits=2) for v in line] for line in values],
                 texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
                 customdata=_hover(made, name, what, values), hovertemplate="%{customdata}<extra></extra>",
             )  # fmt: skip
             figure.add_trace(tiles, **cell)
-            figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=ticks, ticks="", **cell)
+            figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=ticks, ticks="", showgrid=False, **cell)
             label_rows(figure, [figure_text(row, 30) for row in rows], edge=0.5, **cell)
     return finish(figure, height=height + 100, left=150, top=56)
 

@@ -85,9 +85,9 @@ def lead(found: Attribution) -> str:
     )
 
 
-def amount(value: float, *, sign: bool = True) -> str:
-    """Three significant digits, with a true minus. Shares of single samples may be of any size."""
-    return f"{value:{'+' if sign else ''}.3g}".replace("-", "−") if np.isfinite(value) else "–"
+def amount(value: float, *, sign: bool = True, digits: int = 3) -> str:
+    """Significant digits, with a true minus. Shares of single samples may be of any size."""
+    return f"{value:{'+' if sign else ''}.{digits}g}".replace("-", "−") if np.isfinite(value) else "–"
 
 
 def moved(found: Attribution, name: str, n: int) -> Moved:
@@ -111,11 +111,17 @@ def moved(found: Attribution, name: str, n: int) -> Moved:
 
 
 def most_moved(found: Attribution, n: int) -> list[str]:
-    """Targets that changed most for their size, the largest of their two values."""
-    table = found.targets
+    """Behaviours and outcomes that changed most for their size, the larger of their two values; then features.
+
+    Features stand in the order in which they were found: those that moved furthest in standard deviations come first.
+    A relative change would prefer features that hardly fire. About as many of either are given.
+    """
+    features = [str(name) for name in found.targets.target if name.startswith("feature ")]
+    table = found.targets[~found.targets.target.isin(features)]
     size = np.maximum(table.before.abs(), table.after.abs()).clip(lower=1e-30)
     order = (table.realised.abs() / size).sort_values(ascending=False, kind="stable").index
-    return [str(name) for name in table.target[order[:n]]]
+    others = [str(name) for name in table.target[order]][: max(n - len(features), n - n // 2)]
+    return [*others, *features[: n - len(others)]]
 
 
 def grid(found: Attribution, name: str) -> Grid | None:
