@@ -67,7 +67,8 @@ class RunConfig:
             n_features=4, n_fixed=64, groups=_KINDS, subsets=0, singles=0, budget_gb=4.0
         )
     )
-    """What is attributed. The run's device and seed take the place of its own."""
+    """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
+    device and seed take the place of its own."""
 
     def __post_init__(self) -> None:
         for name in ("path", "to", "log", "bands_from"):

@@ -58,7 +58,7 @@ def analyse(
     annotator: Annotator | None = None,
     families: Mapping[str, Sequence[str]] | None = None,
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
-    attribute: Callable[[TemporalSAE], Attribution] | None = None,
+    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = lambda stage, line: None,
     progress: bool = True,
@@ -77,7 +77,7 @@ def analyse(
         families: classes of each family of features.
         steps: checkpoints at more steps of the runs, with the base, and rollouts of all of them. They show what
             features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
-        attribute: attributes the run, given the SAE, and saves that in `to`/attribution. A TsaeError says why it
+        attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
             cannot; the page then says so.
         title: title of the report.
         say: called with the name of each finished stage and one line on what it did.
@@ -150,7 +150,7 @@ def analyse(
 
     attribution = None
     if attribute is not None:
-        attribution, told = _attributed(attribute, sae, to / "attribution")
+        attribution, told = _attributed(attribute, sae, diff, to / "attribution")
         if attribution is None:
             diff = replace(diff, info={**diff.info, "no_attribution": told})
         say("attribution", told)
@@ -163,11 +163,11 @@ def analyse(
 
 
 def _attributed(
-    attribute: Callable[[TemporalSAE], Attribution], sae: TemporalSAE, to: Path
+    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution], sae: TemporalSAE, diff: FeatureDiff, to: Path
 ) -> tuple[Attribution | None, str]:
     """The attribution and what it did; or nothing, and what is missing for it."""
     try:
-        found = Attribution.load(to) if (to / "attribution.json").is_file() else attribute(sae)
+        found = Attribution.load(to) if (to / "attribution.json").is_file() else attribute(sae, diff)
     except TsaeError as error:
         # The name alone: the page of a run does not depend on where it lies.
         where = f"{Path(error.where).name}: " if error.where else ""

@@ -32,6 +32,7 @@ from tsae.config import RunConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
+from tsae.report.story import facts
 from tsae.report.text import visible
 from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.bands import band_counts
@@ -102,7 +103,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
         # Every reader reads everything, since a log has most problems from one policy only.
         capturing=CaptureConfig(device=config.device, plan="all"),
         diffing=replace(config.diff, seed=config.seed),
-        attribute=(lambda sae: _attributed(config, series, sae, progress)) if config.attribute else None,
+        attribute=(lambda sae, diff: _attributed(config, series, sae, diff, progress)) if config.attribute else None,
         title=f"What training changed: {series.name}",
         say=stages.say,
         progress=progress,
@@ -232,14 +233,21 @@ def _rollouts(
     return drawn
 
 
-def _attributed(config: RunConfig, series: CheckpointSeries, sae: TemporalSAE, progress: bool) -> Attribution:
-    """Which samples did that, from the whole log; what is missing or too large is found before anything is loaded.
+def _attributed(
+    config: RunConfig, series: CheckpointSeries, sae: TemporalSAE, diff: FeatureDiff, progress: bool
+) -> Attribution:
+    """Which samples moved the features that the diff names, from the whole log.
+
+    What is missing or too large is found before anything is loaded.
 
     Raises:
         TsaeError: where checkpoints, log and settings do not suffice.
     """
     recipe = find_recipe(series)
     options = replace(config.attribution, device=config.device, seed=config.seed)
+    if "features" in options.targets:
+        moved = facts.moved_features(diff, options.n_features)
+        options = replace(options, features=options.features or tuple(moved))
     whole = config.to / "rollouts" / "log.parquet"
     outline, base = read_outline(whole), series.base
     # Of bytes a weight has four at most.

@@ -16,6 +16,7 @@ from tsae.cli import main
 from tsae.report.figures.attribution import attribution_figure
 from tsae.report.pages.report import render
 from tsae.report.printed.attribution import attribution_text
+from tsae.report.story import facts
 from tsae.report.story.attribution import amount, belief, grid, lead, most_moved, moved, statement
 from tsae.report.text import html_text
 
@@ -170,6 +171,15 @@ def test_a_feature_links_to_its_card_where_the_sae_is_the_same() -> None:
     page = render(same, attribution=make_attribution(sae="w"))
     assert 'data-feature="2">2</span><bdi> “' in page
     assert weights != "w"
+
+
+def test_features_to_attribute_are_those_that_the_diff_names() -> None:
+    # up-run moved 0 by 1.8 and 2 by −1.4; the other run moved 0 most, too.
+    diff = make()
+    assert facts.moved_features(diff, 2) == [0, 2]
+    found = facts.moved_features(diff, 50)
+    assert len(found) == len(set(found))
+    assert set(found) == set(diff.shifts[(diff.shifts.q <= diff.q) & (diff.shifts.band == "all")].feature)
 
 
 def test_the_command_finds_the_attribution_of_a_run(tmp_path: Path) -> None:

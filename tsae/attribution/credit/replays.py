@@ -157,7 +157,7 @@ def _gradient(trained: TrainedWeights, logs: Logs, rows: np.ndarray, kept: np.nd
     advantage = logs.rollouts.frame.advantage.to_numpy(dtype=float)[rows]
     weights = dict(zip(rows.tolist(), logs.loss.weights(logs.rollouts.n_sampled[rows]), strict=True))
     advantages = dict(zip(rows.tolist(), advantage, strict=True))
-    total = torch.zeros(len(trained))
+    total = torch.zeros(len(trained), device=trained.device)
     for parameter in trained.parameters.values():
         parameter.requires_grad_(True)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import floor, log10
+
 import numpy as np
 import plotly.graph_objects as go
 
@@ -41,7 +43,7 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
             tiles = go.Heatmap(
                 z=values, x=list(range(len(columns))), y=list(range(len(rows))), xgap=1, ygap=1, hoverongaps=False,
                 colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
-                text=[["" if np.isnan(v) else amount(v, digits=2) for v in line] for line in values],
+                text=[[_tile(v, limit) for v in line] for line in values],
                 texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
                 customdata=_hover(made, name, what, values), hovertemplate="%{customdata}<extra></extra>",
             )  # fmt: skip
@@ -49,6 +51,14 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
             figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=ticks, ticks="", showgrid=False, **cell)
             label_rows(figure, [figure_text(row, 30) for row in rows], edge=0.5, **cell)
     return finish(figure, height=height + 100, left=150, top=56)
+
+
+def _tile(value: float, limit: float) -> str:
+    """With the decimals that the largest of its figure needs; hovering tells more."""
+    if np.isnan(value):
+        return ""
+    decimals = max(0, 2 - floor(log10(limit))) if limit > 0 else 0
+    return f"{value:+.{decimals}f}".replace("-", "−")
 
 
 def _hover(made: Grid, name: str, what: str, values: np.ndarray) -> list[list[str]]:

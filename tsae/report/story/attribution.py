@@ -85,9 +85,9 @@ def lead(found: Attribution) -> str:
     )
 
 
-def amount(value: float, *, sign: bool = True, digits: int = 3) -> str:
-    """Significant digits, with a true minus. Shares of single samples may be of any size."""
-    return f"{value:{'+' if sign else ''}.{digits}g}".replace("-", "−") if np.isfinite(value) else "–"
+def amount(value: float, *, sign: bool = True) -> str:
+    """Three significant digits, with a true minus. Shares of single samples may be of any size."""
+    return f"{value:{'+' if sign else ''}.3g}".replace("-", "−") if np.isfinite(value) else "–"
 
 
 def moved(found: Attribution, name: str, n: int) -> Moved:
