@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -182,28 +181,31 @@ def test_features_to_attribute_are_those_that_the_diff_names() -> None:
     assert set(found) == set(diff.shifts[(diff.shifts.q <= diff.q) & (diff.shifts.band == "all")].feature)
 
 
-def test_the_command_finds_the_attribution_of_a_run(tmp_path: Path) -> None:
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """A run's folder with a diff and an attribution, and another attribution."""
     make().save(tmp_path / "diff")
     make_attribution().save(tmp_path / "attribution")
     make_attribution(notes=["Another."]).save(tmp_path / "other")
-    main(["report", "--diff", str(tmp_path / "diff"), "--to", str(tmp_path / "a.html")])
-    assert "A note." in (tmp_path / "a.html").read_text()
-    ask = ["--attribution", str(tmp_path / "other")]
-    main(["report", "--diff", str(tmp_path / "diff"), "--to", str(tmp_path / "b.html"), *ask])
-    assert "Another." in (tmp_path / "b.html").read_text()
+    return tmp_path
+
+
+def report(folders: Path, *options: object) -> str:
+    ask = ["--diff", folders / "diff", "--to", folders / "report.html", *options]
+    main(["report", *map(str, ask)])
+    return (folders / "report.html").read_text()
+
+
+def test_the_command_finds_the_attribution_of_a_run(folders: Path) -> None:
+    assert "A note." in report(folders)
+
+
+def test_the_command_takes_an_attribution(folders: Path) -> None:
+    assert "Another." in report(folders, "--attribution", folders / "other")
     with pytest.raises(SystemExit):
-        main(
-            [
-                "report",
-                "--diff",
-                str(tmp_path / "diff"),
-                "--to",
-                str(tmp_path / "c.html"),
-                "--attribution",
-                str(tmp_path),
-            ]
-        )
-    (tmp_path / "attribution" / "attribution.json").unlink()
-    main(["report", "--diff", str(tmp_path / "diff"), "--to", str(tmp_path / "d.html")])
-    assert "Which samples did that" not in (tmp_path / "d.html").read_text()
-    assert json.loads((tmp_path / "other" / "attribution.json").read_text())["notes"] == ["Another."]
+        report(folders, "--attribution", folders)
+
+
+def test_without_an_attribution_the_command_writes_no_section(folders: Path) -> None:
+    (folders / "attribution" / "attribution.json").unlink()
+    assert "Which samples did that" not in report(folders)
