@@ -130,7 +130,7 @@ def tests_by_line(data: Path) -> dict[str, dict[int, list[str]]]:
         path = Path(file).resolve().relative_to(ROOT).as_posix()
         room = path.split("/")[1]
         for line, contexts in read.contexts_by_lineno(file).items():
-            tests = {context.partition("|")[0] for context in contexts if context}
+            tests = {context.rpartition("|")[0] for context in contexts if context}
             found[path][line] = sorted(tests, key=lambda name: (not name.startswith(f"tests/{room}/"), name))
     return found
 

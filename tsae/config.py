@@ -60,8 +60,8 @@ class RunConfig:
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
     attribute: bool = True
     """Say which samples did that, if the trainer's settings lie beside the checkpoints and the log has every step
-    between them. Otherwise one sentence says what is missing. The gradients take at most --attribution.budget-gb of
-    disk; larger runs are left out. That bounds the time too, to a few minutes on a core."""
+    between them. Otherwise one sentence says what is missing. Logs of more than --tokens, and gradients of more than
+    --attribution.budget-gb on disk, are left out: it takes a few times as long as a reader takes for the log."""
     attribution: AttributionConfig = field(
         default_factory=lambda: AttributionConfig(
             n_features=4, n_fixed=64, groups=_KINDS, subsets=0, singles=0, budget_gb=4.0

@@ -51,6 +51,8 @@ from tsae.sae.model import TemporalSAE
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. A rarer latent is hardly learned, and too few
 problems have it to be compared."""
+_DIFFERENTIATED = 10
+"""Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
 
 
@@ -244,14 +246,22 @@ def _attributed(
         TsaeError: where checkpoints, log and settings do not suffice.
     """
     recipe = find_recipe(series)
-    options = replace(config.attribution, device=config.device, seed=config.seed)
+    every = max(config.attribution.every, len(series) // _DIFFERENTIATED)
+    options = replace(config.attribution, every=every, device=config.device, seed=config.seed)
     if "features" in options.targets:
         moved = facts.moved_features(diff, options.n_features)
         options = replace(options, features=options.features or tuple(moved))
     whole = config.to / "rollouts" / "log.parquet"
     outline, base = read_outline(whole), series.base
-    # Of bytes a weight has four at most.
-    least = sum(file.stat().st_size for file in weight_files(folder_of(base))) // 4
+    n_tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
+    if n_tokens > config.tokens:
+        raise TsaeError(
+            f"the log has {n_tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
+            where=whole,
+            fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
+        )
+    # A weight has four bytes at most. Those of adapters are A and B.
+    least = sum(file.stat().st_size for file in weight_files(folder_of(list(series)[-1]))) // 4
     check_budget(min(len(outline), options.max_samples), least, int(options.budget_gb * 1e9), whole)
     measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
     bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)

@@ -226,6 +226,7 @@ def retrain(
     include: Collection[str],
     sampling: Literal["replayed"] | int,
     logged: Sequence[np.ndarray] | None = None,
+    keep: Callable[[Sample], bool] | None = None,
 ) -> torch.Tensor:
     """Train again on some of the problems.
 
@@ -238,6 +239,7 @@ def retrain(
         sampling: "replayed" trains on the logged responses; a number is the seed of new ones, sampled from the
             retrained policy. In both, a problem is asked at the steps at which the run asked it.
         logged: what `logged_probabilities` gave for these rollouts; replaying computes it if it is missing.
+        keep: of new responses, leaves out single samples; the advantages of the others stay as they were.
 
     Returns:
         (P,) float32 final weights. Replaying all problems, or sampling all with the run's seed, repeats the run.
@@ -253,7 +255,7 @@ def retrain(
             fix="Give ids of config.problems, and the log of the same run.",
         )
     if isinstance(sampling, int):
-        return _run(config, base, _sampled(config, include, sampling))
+        return _run(config, base, _sampled(config, include, sampling, keep))
     logged = logged_probabilities(config, base, rollouts) if logged is None else logged
     return _run(config, base, _replayed(config, rollouts, include, logged))
 
@@ -379,13 +381,15 @@ def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
     return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def _sampled(config: MixedConfig, include: Collection[str], seed: int) -> Batch:
+def _sampled(
+    config: MixedConfig, include: Collection[str], seed: int, keep: Callable[[Sample], bool] | None = None
+) -> Batch:
     """New responses to the problems of every step."""
     schedule, generator = config.schedule, torch.Generator().manual_seed(seed)
 
     def batch(number: int, model: PreTrainedModel) -> list[Sample]:
         asked = [problem for problem in schedule[number - 1] if problem.id in include]
-        return answered(config, model, asked, generator)
+        return [one for one in answered(config, model, asked, generator) if keep is None or keep(one)]
 
     return batch
 

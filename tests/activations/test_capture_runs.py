@@ -25,11 +25,13 @@ from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
-from tsae.activations.recording.capture import capture
+from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
+from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
+from tsae.base.part import Part
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -48,7 +50,7 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_manifest(folder)
     return [shard for reader in manifest["readers"] for shard in reader["shards"]]
 
 
@@ -253,6 +255,12 @@ def run_rank(rank: int, port: int, size: int, series: Path, source: Path, to: Pa
         sys.exit(2)
 
 
+def run_part(index: int, series: Path, source: Path, to: Path) -> None:
+    torch.set_num_threads(1)
+    part, some = Part(index, 3), CheckpointSeries.load(series)
+    capture_part(some, Rollouts.read(source), SITES, to=to, part=part, config=CONFIG, progress=False)
+
+
 def start_ranks(size: int, *args: Any) -> list[Any]:
     port = free_port()
     return [start(run_rank, rank, port, size, *args) for rank in range(size)]
@@ -262,6 +270,97 @@ def exit_codes(children: list[Any]) -> list[int | None]:
     for child in children:
         child.join(120)
     return [child.exitcode for child in children]
+
+
+@pytest.mark.parametrize("n", [2, 7])
+def test_parts_in_any_order_make_the_store_of_one(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, n: int
+) -> None:
+    folder, order = tmp_path / "acts", random.Random(n).sample(range(n), n)
+    left = len(records(whole))
+    for index in order:
+        for _ in range(2):  # a part that is started again finds its work done
+            missing = capture_part(
+                series, rollouts, SITES, to=folder, part=Part(index, n), config=CONFIG, progress=False
+            )
+        assert len(missing) < left
+        left = len(missing)
+        assert sorted(record["file"] for record in records(folder)) == sorted(
+            {record["file"] for record in records(whole)} - set(missing)
+        )
+        if missing:
+            with pytest.raises(TsaeError, match="its capture did not finish"):
+                ActivationStore(folder)
+            assert check_store(folder) == []
+    assert contents(folder) == contents(whole)
+
+
+def test_what_parts_left_is_completed_by_other_parts(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    capture_part(series, rollouts, SITES, to=folder, part=Part(2, 5), config=CONFIG, progress=False)
+    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    flip(folder / "base" / "00002.h5")
+    damages = check_store(folder)
+    assert [damage.file for damage in damages] == ["base/00002.h5"]
+    assert repair_store(folder, series, damages, progress=False)[0].same
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+
+
+def test_a_part_of_another_capture_is_refused(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    before = contents(folder)
+    other = replace(CONFIG, shard_tokens=120)
+    with pytest.raises(TsaeError, match="holds another capture: config differ"):
+        capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=other, progress=False)
+    assert contents(folder) == before
+    (folder / "base" / "00001.json").write_text("{}")
+    with pytest.raises(TsaeError, match="not a manifest"):
+        capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
+    shutil.copy(folder / "base" / "00000.json", folder / "base" / "00001.json")
+    with pytest.raises(TsaeError, match=r"the record 00001\.json of base is that of base/00000\.h5"):
+        capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
+
+
+def test_parts_on_the_command_line(
+    series_folder: Path, source: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["capture", "--series", str(series_folder), "--rollouts", str(source), "--to", str(tmp_path / "acts")]
+    command += ["--sites", *SITES, "--shard-tokens", "100", "--batch-tokens", "64"]
+    main([*command, "--part", "2/2"])
+    left = -(-len(records(whole)) // 2)
+    said = f"part 2/2 is done; other parts have {left} shards still to record, such as base/00000.h5"
+    assert said in capsys.readouterr().out
+    main([*command, "--part", "1/2"])
+    assert "wrote" in capsys.readouterr().out
+    assert contents(tmp_path / "acts") == contents(whole)
+    for wrong in ("0/2", "3/2", "2", "a/b"):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, "--part", wrong])
+        assert stopped.value.code == 2
+        assert "1/n to n/n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_parts_that_run_at_once_and_are_killed_lose_nothing(
+    series_folder: Path, source: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Three at once; one is killed in the middle, and started again when the others are done."""
+    folder = tmp_path / "acts"
+    parts = [start(run_part, index, series_folder, source, folder) for index in range(3)]
+    while entered(folder) < 3 and all(child.is_alive() for child in parts):
+        time.sleep(0.001)
+    parts[1].kill()
+    assert exit_codes(parts)[::2] == [0, 0]
+    if parts[1].exitcode != 0:
+        again = start(run_part, 1, series_folder, source, folder)
+        assert exit_codes([again]) == [0]
+    assert contents(folder) == contents(whole)
 
 
 @pytest.mark.slow

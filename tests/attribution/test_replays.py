@@ -11,7 +11,6 @@ from organism.mixed import MixedConfig, retrain, train
 from scipy.stats import spearmanr
 
 import tsae
-from support.checkpoints import save_adapter
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit import replays
 from tsae.attribution.credit.banzhaf import random_halves
@@ -124,13 +123,6 @@ def test_attribution_is_validated_on_halves(
     monkeypatch.setattr(replays, "replay", refuse)
     again = attribute()
     np.testing.assert_array_equal(again.targets.validated, found.targets.validated)
-
-
-def test_adapters_are_refused(llama: Path, tmp_path: Path) -> None:
-    save_adapter(llama, tmp_path / "run" / "checkpoint-2")
-    series = tsae.CheckpointSeries.load(str(llama), tmp_path / "run")
-    with pytest.raises(TsaeError, match=r"checkpoint-2: is an adapter \(LoRA\), and only whole models"):
-        TrainingPath.of(series)
 
 
 def test_two_replays_cannot_be_ranked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from tsae.activations.store import ActivationStore
+from tsae.base.files import write_json
+from tsae.base.seal import SEAL
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
 from tsae.features.encode import _Reconstruction, encode
@@ -165,6 +168,10 @@ def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None
         (folder / name).unlink()
         with pytest.raises(TsaeError, match=f"holds no {name}"):
             FeatureTable.load(folder)
+        (folder / name).write_bytes((source / name).read_bytes()[:-1] + b"?")
+        with pytest.raises(TsaeError, match=f"{re.escape(name)} is damaged: its bytes have changed"):
+            FeatureTable.load(folder)
+    (source / SEAL).unlink()  # as in the folders of earlier versions
     folder = Path(shutil.copytree(source, tmp_path / "cut"))
     (folder / "features.h5").write_bytes((source / "features.h5").read_bytes()[:-10])
     with pytest.raises(TsaeError, match=r"features\.h5 cannot be read"):
@@ -320,7 +327,12 @@ def many(series: Any, fingerprint: str, tmp_path_factory: pytest.TempPathFactory
 
 def spiked(store: ActivationStore, folder: Path, factor: float, share: float = 0.005) -> ActivationStore:
     """A copy of a store in which a share of all tokens is multiplied."""
-    copy = ActivationStore(shutil.copytree(store.path, folder))
+    shutil.copytree(store.path, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for record in [shard for reader in manifest["readers"] for shard in reader["shards"]]:
+        del record["sha256"]  # else the changed shards would be refused
+    write_json(folder / "manifest.json", manifest)
+    copy = ActivationStore(folder)
     for number, shard in enumerate(copy.shards()):
         values = np.array(shard.read(SITE, slice(None)))
         tokens = np.random.default_rng(number).permutation(len(values))[: round(share * len(values))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.builders import synthetic_store
 from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
+from tsae.base.seal import SEAL
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.initial_bias import geometric_median
@@ -424,6 +426,11 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         (folder / file).unlink()
         with pytest.raises(TsaeError, match=f"holds no {file}"):
             TemporalSAE.load(folder)
+        folder = copy(f"other-{file}")
+        (folder / file).write_bytes((source / file).read_bytes()[:-1] + b"?")
+        with pytest.raises(TsaeError, match=f"{re.escape(file)} is damaged: its bytes have changed"):
+            TemporalSAE.load(folder)
+    (source / SEAL).unlink()  # as in the folders of earlier versions
     folder = copy("cut")
     (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
     with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):
@@ -629,6 +636,7 @@ def test_the_same_seed_gives_the_same_weights(planted: tuple[ActivationStore, np
 
 def test_training_writes_what_it_did(trained: Path) -> None:
     assert sorted(p.name for p in trained.iterdir()) == [
+        "checksums.json",
         "config.json",
         "metrics.jsonl",
         "run.json",

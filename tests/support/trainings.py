@@ -37,7 +37,7 @@ TRAINING = TrainingConfig(tokens=24_000, batch_tokens=200, learning_rate=3e-3, s
 SHORT = replace(TRAINING, tokens=5000, save_every_steps=10)  # 25 steps, two checkpoints
 
 
-WRITTEN = ("sae.safetensors", "config.json", "training.json", "metrics.jsonl")
+WRITTEN = ("sae.safetensors", "config.json", "training.json", "metrics.jsonl", "checksums.json")
 
 
 def make_store(folder: Path, seed: int = 0) -> ActivationStore:

@@ -236,6 +236,7 @@ def _stretch(
     whole = TrainingPath.of(series, run, device=config.device)
     begin, last = config.steps or (whole.steps[0], whole.last)
     path = whole.between(begin, last)
+    notes += path.notes
     logged = batches_between(rollouts, batches_of(rollouts), (begin, last), config, notes)
     optimiser = recipe.optimiser
     if begin:

@@ -14,6 +14,7 @@ from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import replacing, write_json
+from tsae.base.seal import check_seal, seal
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -175,6 +176,7 @@ class Attribution:
             with replacing(folder / f"{name}.parquet") as partial:
                 getattr(self, name).to_parquet(partial, index=False)
         write_json(folder / "attribution.json", self.info)
+        seal(folder, ("attribution.json", *(f"{name}.parquet" for name in _TABLES)))
         return replace(self, folder=folder)
 
     @classmethod
@@ -194,6 +196,7 @@ class Attribution:
         ]
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Give a folder that `tsae attribute` wrote.")
+        check_seal(folder, "Attribute again.")
         try:
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
             info = json.loads((folder / "attribution.json").read_text(encoding="utf-8"))

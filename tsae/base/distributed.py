@@ -84,14 +84,6 @@ class Processes:
             dist.all_gather(found, padded)
         return [part[:length] for part, length in zip(found, lengths, strict=True)]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all processes, in the order of ranks."""
-        if self.size == 1:
-            return [text]
-        # As bytes in tensors: gathering objects would pickle them.
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
-        return [bytes(part.cpu().numpy()).decode() for part in self.gather(mine)]
-
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace every gradient by its sum over the processes. A missing gradient counts as zero."""
         if self.size > 1:

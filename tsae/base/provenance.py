@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import write_json
+from tsae.base.seal import SEAL, seal
 
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
 
@@ -31,4 +32,7 @@ def version_of(package: str) -> str | None:
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
     """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal."""
     content = {"stage": stage, "config": config, "inputs": inputs, "versions": versions()}
-    return write_json(Path(folder) / "run.json", content)
+    file = write_json(Path(folder) / "run.json", content)
+    if (Path(folder) / SEAL).is_file():
+        seal(folder, [file.name])
+    return file

@@ -13,6 +13,7 @@ import pandas as pd
 
 from tsae.base.files import write_json
 from tsae.base.filters import several
+from tsae.base.seal import check_seal, seal
 from tsae.base.views import Plots, views
 from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
 from tsae.diff.controls.confounds import CONTROLS, survival
@@ -342,6 +343,7 @@ class FeatureDiff:
             else:
                 table.to_parquet(folder / f"{name}.parquet", index=name == "features", compression="zstd")
         write_json(folder / "diff.json", self.info)
+        seal(folder, ("diff.json", *(f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL))))
         return folder
 
     @classmethod
@@ -352,11 +354,17 @@ class FeatureDiff:
         for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
             if not needed.is_file():
                 raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
-        tables = {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
+        check_seal(folder, "Draw it again with `tsae diff`.")
+        try:
+            tables = {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
+            info = json.loads((folder / "diff.json").read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TsaeError(f"no diff ({what})", where=folder, fix="Draw it again with `tsae diff`.") from error
         if not {"delta", "p_differs"} <= set(tables["shifts"]):
             raise TsaeError(
                 "its shifts have no sizes (column delta): an earlier version drew it",
                 where=folder,
                 fix="Draw it again with `tsae diff`.",
             )
-        return cls(**tables, info=json.loads((folder / "diff.json").read_text(encoding="utf-8")), source=features)
+        return cls(**tables, info=info, source=features)

@@ -27,12 +27,15 @@ import scipy.sparse as sp
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.files import write_json
 from tsae.base.filters import several
+from tsae.base.seal import check_seal, seal
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
+from tsae.sae.quality.stability import FILE as STABILITY
 from tsae.sae.quality.stability import Stability
 
+_FILES = ("features.json", "features.h5", "rollouts.parquet")
 _ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory", "outlier")
 
 
@@ -184,15 +187,17 @@ class FeatureTable:
             for name, array in arrays.items():
                 file.create_dataset(name, data=array)
         write_json(folder / "features.json", {**self.info, "n_features": self.n_features})
+        seal(folder, (*_FILES, STABILITY))
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:
         """Load a folder that `save` wrote."""
         folder = Path(folder)
-        for name in ("features.json", "features.h5", "rollouts.parquet"):
+        for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
+        check_seal(folder, "Encode again.")
         try:
             info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
             n_features = int(info.pop("n_features"))

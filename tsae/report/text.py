@@ -1,8 +1,9 @@
 """Text for the page: numbers as people read them, and strings from files made harmless.
 
-Rollout text is written by models and by strangers. It reaches the page by three ways only: `html_text` for markup,
-`figure_text` for Plotly (which reads a subset of HTML in labels), and `script_json` for data inside a script element.
-Tables in Markdown have a way of their own (`tsae.report.markdown`).
+Rollout text is written by models and by strangers. It reaches the page by four ways only: `html_text` for markup,
+`figure_text` for Plotly (which reads a subset of HTML in labels), `script_json` for data inside a script element, and
+base64 for the examples (`tsae.report.packing`), which the browser puts into text nodes. Tables in Markdown have a way
+of their own (`tsae.report.markdown`).
 """
 
 from __future__ import annotations

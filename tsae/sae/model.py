@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tsae.activations.source import Source
 from tsae.base.files import write_json
+from tsae.base.seal import check_seal, seal
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -36,6 +37,8 @@ from tsae.sae.exchange.saelens_files import (
     plain_config,
     write_folder,
 )
+
+_FILES = ("config.json", "training.json", "sae.safetensors")
 
 
 class TemporalSAE(torch.nn.Module):
@@ -144,6 +147,7 @@ class TemporalSAE(torch.nn.Module):
         partial = folder / "sae.safetensors.tmp"
         save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, partial)
         partial.replace(folder / "sae.safetensors")
+        seal(folder, _FILES)
         return folder
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
@@ -171,6 +175,7 @@ class TemporalSAE(torch.nn.Module):
         for name in ("config.json", "sae.safetensors"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
+        check_seal(folder, "Train it again.", _FILES)
         try:
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if content["format"] != FORMAT:

@@ -4,8 +4,8 @@
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks. One forward
    pass a batch stops after the last site, or goes through the model's head for token statistics. Padding never reaches
    the store (`tsae.activations.reader.forward_passes`).
-3. A shard is written under a temporary name, renamed, then entered in the manifest. A rerun skips entered shards, so
-   that it completes an interrupted capture and ends with the same bytes.
+3. A shard is written under a temporary name, renamed, then recorded (`tsae.activations.shards.manifest`). A rerun skips
+   recorded shards, so that it completes an interrupted capture and ends with the same bytes.
 
 Same bytes: a shard is a function of weights, trajectories and batches, on the same hardware, threads and versions.
 Batches depend on the config alone, unless one does not fit into memory. Then the shard begins again with half the
@@ -13,13 +13,15 @@ budget, and its entry in the manifest says so (``batch_tokens``). Every shard st
 rerun gives the same bytes where memory runs out at the same sizes; where other programs took the memory, last bits may
 differ, and the manifest shows it.
 
-Under torchrun, each of n processes takes every n-th shard, whatever its reader. The first process enters them in order,
-so that the store is that of one process and any number of processes can complete it.
+Parts: `capture_part` takes every n-th shard, whatever its reader, and knows nothing of the others. The part that finds
+all shards recorded completes the store, which is that of one process, whatever n was. Any number of parts can complete
+what others left. Under torchrun each process is a part, and they meet once, at the end.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,14 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import cut
+from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, Reader
 from tsae.activations.reader.opening import as_reader, open_base
 from tsae.activations.recording.shard_capture import capture_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest
+from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
 from tsae.activations.store import ActivationStore
-from tsae.base.distributed import Processes, join
+from tsae.base.distributed import join
 from tsae.base.files import write_json
+from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
 from tsae.base.torchrun import world_size
@@ -78,10 +81,55 @@ def capture(
             where="CaptureConfig.device",
             fix="Start one process, or use --device cuda.",
         )
-    # A process whose last shard is short waits for the others as long as a shard takes.
-    with join("cpu" if auto else config.device, timeout=timedelta(days=1)) as processes:
-        device = "auto" if auto else processes.device
-        return _capture(series, rollouts, sites, Path(to), config, progress, processes, device)
+    fresh, to = not (Path(to) / "manifest.json").is_file(), Path(to)
+    # A process that is done waits for the slowest.
+    with join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
+        processes.wait()
+        part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
+        refusal: TsaeError | None = None
+        try:
+            _capture(series, rollouts, sites, to, config, progress and processes.first, part, device)
+        except TsaeError as error:
+            refusal = error
+        short = refusal is not None and isinstance(refusal.__cause__, OutOfMemory)
+        states = processes.counts(0 if refusal is None else 1 + short)
+        if any(states):
+            # The user will change a reader or the config, and then no shard can be used again. Memory alone may
+            # suffice the next time.
+            if fresh and processes.first and max(states) == 1 and (to / "manifest.json").is_file():
+                shutil.rmtree(to, ignore_errors=True)
+            raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
+        return ActivationStore(to)
+
+
+def capture_part(
+    series: CheckpointSeries,
+    rollouts: Rollouts,
+    sites: Sequence[str] | None = None,
+    *,
+    to: str | Path,
+    part: Part,
+    config: CaptureConfig | None = None,
+    progress: bool = True,
+) -> list[str]:
+    """Record one part of the shards, as `capture` would; start the others wherever the folder can be reached.
+
+    Args:
+        series, rollouts, sites, to, config, progress: as for `capture`, the same in all parts.
+        part: which shards.
+
+    Returns:
+        shards that other parts have still to record. If there are none, the store is complete.
+
+    Raises:
+        TsaeError: as `capture`; what other parts wrote is kept.
+    """
+    config = config or CaptureConfig()
+    if world_size() > 1:
+        raise TsaeError(
+            "parts are for processes that torchrun did not start", where="part", fix="Leave one of them out."
+        )
+    return _capture(series, rollouts, sites, Path(to), config, progress, part, config.device)
 
 
 def _capture(
@@ -91,9 +139,9 @@ def _capture(
     to: Path,
     config: CaptureConfig,
     progress: bool,
-    processes: Processes,
+    part: Part,
     device: str,
-) -> ActivationStore:
+) -> list[str]:
     base = open_base(series, rollouts, sites or (), config, device)
     model: PreTrainedModel | None = base.model
     sites, plan, loader = base.sites, base.plan, base.loader
@@ -107,69 +155,65 @@ def _capture(
         "readers": readers,
     }
     del base  # So that the model can be freed when the base has read.
-    fresh = not (to / "manifest.json").is_file()
-    processes.first_does(lambda: _begin(to, fresh, manifest, rollouts))
+    _begin(to, manifest, rollouts, part)
     manifest = read_manifest(to)
     if manifest["complete"]:
-        return ActivationStore(to)
+        return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens))
-    records = {record["id"]: record["shards"] for record in manifest["readers"]}
-    done = sum(len(shards) for shards in records.values())
-    sizes = [int(lengths[piece.rows].sum()) for piece in pieces]
-
-    def finish() -> None:
-        labels = rollouts.labels_fingerprint
-        write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name})
-        write_json(to / "manifest.json", {**manifest, "complete": True})
-
+    done = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
+    mine = pieces[part.index :: part.n]
+    sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
     reader: Reader | None = None
     current = ""
-    with progress_bar("capture", "token", sum(sizes), shown=progress and processes.first) as bar:
-        for start in range(done, len(pieces), processes.size):
-            bar.update(sum(sizes[:start]) - bar.n)
-            entry: dict[str, Any] = {}
-            refusal: TsaeError | None = None
-            try:
-                for piece in pieces[start + processes.rank : start + processes.rank + 1]:
-                    if piece.reader != current:
-                        # Free the last reader before loading the next. The base's model is loaded already.
-                        reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
-                        model = None
-                        bar.set_postfix_str(current, refresh=False)
-                        reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
-                    assert reader is not None
-                    entry = capture_shard(
-                        reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar
-                    )
-            except TsaeError as error:
-                refusal, entry = error, {"refused": True, "memory": isinstance(error.__cause__, OutOfMemory)}
-            entries = [json.loads(text) for text in processes.gather_texts(json.dumps(entry))]
-            refused = [entry for entry in entries if "refused" in entry]
-            if refused:
-                # The user will change a reader or the config, and then no shard can be used again. Memory alone may
-                # suffice the next time.
-                if processes.first and fresh and not any(entry["memory"] for entry in refused):
-                    shutil.rmtree(to)
-                raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
-            for piece, entry in zip(pieces[start:], entries, strict=False):
-                records[piece.reader].append(entry)
-            if processes.first:
-                write_json(to / "manifest.json", manifest)
-        bar.update(sum(sizes) - bar.n)
-    processes.first_does(finish)
-    return ActivationStore(to)
+    with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar:
+        bar.update(sum(size for file, size in sizes.items() if file in done))
+        for piece in [piece for piece in mine if piece.file not in done]:
+            if piece.reader != current:
+                # Free the last reader before loading the next. The base's model is loaded already.
+                reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
+                model = None
+                bar.set_postfix_str(current, refresh=False)
+                reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
+            assert reader is not None
+            entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
+            write_json(inside(to, record_file(piece.file)), entry)
+    return _complete(to, pieces, config, rollouts, series, part)
 
 
-def _begin(to: Path, fresh: bool, wanted: dict[str, Any], rollouts: Rollouts) -> None:
+def _complete(
+    to: Path, pieces: Sequence[Piece], config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part
+) -> list[str]:
+    """Put the records into the manifest if all shards are there; else say which are missing."""
+    manifest = read_manifest(to)
+    there = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
+    missing = [piece.file for piece in pieces if piece.file not in there]
+    if missing or manifest["complete"]:
+        return missing
+    labels = rollouts.labels_fingerprint
+    write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name})
+    os.replace(write_json(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
+    for file in there:
+        # Another part may do the same at this moment.
+        inside(to, record_file(file)).unlink(missing_ok=True)
+    return []
+
+
+def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> None:
     """Write the manifest of a new capture, or check that the folder holds the same one."""
-    if fresh and to.exists() and any(to.iterdir()):
-        raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-    to.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        rollouts.write(to / "rollouts.parquet")
-        write_json(to / "manifest.json", wanted)
-        return
+    manifest = to / "manifest.json"
+    if not manifest.is_file():
+        others = to.exists() and any(not path.name.startswith("manifest.json.") for path in to.iterdir())
+        if others and not manifest.is_file():  # looked at again: another part may begin in this moment
+            raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
+        own = write_json(part.own(manifest), wanted)
+        try:
+            os.link(own, manifest)  # fails where another part was first; its manifest is then compared
+        except FileExistsError:
+            pass
+        except OSError:
+            os.replace(own, manifest)  # a file system without hard links
+        own.unlink(missing_ok=True)
     found = read_manifest(to)
     _check_same_capture(found, wanted, to)
     for reader in found["readers"]:
@@ -181,7 +225,7 @@ def _begin(to: Path, fresh: bool, wanted: dict[str, Any], rollouts: Rollouts) ->
                     fix="Recapture it with `tsae store check --repair`, or delete this folder.",
                 )
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
-    rollouts.write(to / "rollouts.parquet")
+    os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
     written = to / "run.json"
     if found["complete"] and written.is_file():
         run = json.loads(written.read_text(encoding="utf-8"))

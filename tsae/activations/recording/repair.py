@@ -58,6 +58,7 @@ def repair_store(
             )
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan_readers(list(readers), rollouts, config), lengths, config.shard_tokens))
+    by_file = {piece.file: piece for piece in pieces}
     repaired = []
     total = sum(int(readers[d.reader]["shards"][d.number]["n_tokens"]) for d in damages)
     with progress_bar("repair", "token", total, shown=progress) as bar:
@@ -65,13 +66,15 @@ def repair_store(
             mine, shards = [piece for piece in pieces if piece.reader == id], readers[id]["shards"]
             reader = open_reader(series[id], list(manifest["sites"]), config)
             for number in [damage.number for damage in damages if damage.reader == id]:
-                if number >= len(mine):
+                before = shards[number]
+                # By name, for shards of other parts may be missing; by place where the name itself is damaged.
+                piece = by_file.get(before["file"]) or next(iter(mine[number : number + 1]), None)
+                if piece is None:
                     raise TsaeError(
                         f"names {len(shards)} shards of {id}, whose trajectories make {len(mine)}",
                         where=path / "manifest.json",
                         fix="Capture again.",
                     )
-                piece, before = mine[number], shards[number]
                 # The damaged file may be a link to somewhere else.
                 inside(path, str(Path(piece.file).parent))
                 (path / piece.file).unlink(missing_ok=True)

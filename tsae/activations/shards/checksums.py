@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.activations.shards.shard import open_shard
-from tsae.base.files import sha256
+from tsae.activations.shards.shard import CHANGED, open_shard
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -47,14 +46,12 @@ def _damage(path: Path, manifest: Mapping[str, Any], reader: str, record: Mappin
     """What is wrong with a shard; empty where nothing is."""
     try:
         file = inside(path, record["file"])
-        whole = file.is_file() and sha256(file) == record.get("sha256")
-        # Opened even where the bytes are right: the manifest's entry may be another shard's.
         open_shard(file, manifest, reader, record)
     except TsaeError as error:
         return error.what
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return "" if whole else "its bytes have changed: the SHA-256 is not that of the manifest"
+    return "" if record.get("sha256") else CHANGED
 
 
 def stored_rollouts(

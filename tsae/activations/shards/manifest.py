@@ -1,4 +1,8 @@
-"""manifest.json: what an activation store holds, checked when it is loaded."""
+"""manifest.json: what an activation store holds, checked when it is loaded.
+
+While a capture goes on, every finished shard has a record of its own beside it (READER/NUMBER.json), so that processes
+that know nothing of each other can write into one store. When all shards are there, their records go into the manifest.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from tsae.errors import TsaeError
 FORMAT = "tsae-activations"
 VERSION = 3
 
+_SHARD: dict[str, type] = {"file": str, "n_tokens": int, "n_trajectories": int}
+
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Load the manifest of a store, finished or not."""
+    """Load the manifest of a store; of an unfinished one with the records of the shards that are there."""
     file = folder / "manifest.json"
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
@@ -23,6 +29,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
         if known:
             _check_structure(manifest)
+            if not manifest["complete"]:
+                _add_records(folder, manifest)
+    except FileNotFoundError:
+        # Another part completed the store in this moment, and took the records away.
+        return read_manifest(folder)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise TsaeError(
             f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again."
@@ -47,6 +58,25 @@ def inside(folder: Path, file: str) -> Path:
     return path
 
 
+def record_file(shard: str) -> str:
+    """Where the record of a shard lies until the capture is complete."""
+    return str(Path(shard).with_suffix(".json"))
+
+
+def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
+    for reader in manifest["readers"]:
+        known = {shard["file"]: shard for shard in reader["shards"]}
+        for file in inside(folder, reader["id"]).glob("*.json"):
+            name = f"{reader['id']}/{file.stem}.h5"
+            if name not in known:
+                record = json.loads(file.read_text(encoding="utf-8"))
+                _check_types(record, _SHARD)
+                if record["file"] != name:
+                    raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
+                known[name] = record
+        reader["shards"] = [known[name] for name in sorted(known)]
+
+
 def _check_structure(manifest: dict[str, Any]) -> None:
     _check_types(
         manifest, {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list}
@@ -58,7 +88,7 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     for reader in manifest["readers"]:
         _check_types(reader, {"id": str, "shards": list})
         for shard in reader["shards"]:
-            _check_types(shard, {"file": str, "n_tokens": int, "n_trajectories": int})
+            _check_types(shard, _SHARD)
 
 
 def _check_types(record: dict[str, Any], types: dict[str, type]) -> None:

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base.seal import unchanged
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -21,6 +22,8 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
 
 REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
+
+CHANGED = "its bytes have changed: the SHA-256 is not that of the manifest"
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
@@ -134,6 +137,8 @@ def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Map
     wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
     if wrong is not None:
         raise TsaeError(wrong, where=path, fix=REPAIR)
+    if record.get("sha256") is not None and not unchanged(path, record["sha256"]):
+        raise TsaeError(CHANGED, where=path, fix=REPAIR)
     return shard
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tsae
+from tsae.activations.recording.capture import capture_part
+from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.checkpoints import Capture, Drift
@@ -15,6 +17,12 @@ def run_capture(options: Capture) -> None:
     series = load_series(*options.series)
     series = series.select(options.checkpoints) if options.checkpoints else series.final()
     rollouts = tsae.Rollouts.read(options.rollouts)
+    if options.part is not None:
+        part = Part.of(options.part)
+        missing = capture_part(series, rollouts, list(options.sites), to=options.to, part=part, config=options.config)
+        if missing:
+            print(f"part {part} is done; other parts have {len(missing)} shards still to record, such as {missing[0]}")
+            return
     store = tsae.capture(series, rollouts, list(options.sites), to=options.to, config=options.config)
     if first_process():
         say_wrote(store.path, store)

@@ -14,7 +14,8 @@ from tsae.activations.config import CaptureConfig
 class Capture:
     """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
 
-    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture … On several machines that share a folder:
+    --part 1/7, …, 7/7, in any order.
     """
 
     series: tuple[str, ...]
@@ -28,6 +29,9 @@ class Capture:
     """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
     checkpoints: tuple[str, ...] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
+    part: str | None = None
+    """Record only a part of the shards, such as 2/7. Parts know nothing of each other; the last one to finish completes
+    the store, which is the same as that of one process."""
     config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
 
 

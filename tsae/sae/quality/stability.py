@@ -24,6 +24,7 @@ import torch
 from einops import reduce
 
 from tsae.base.files import write_json
+from tsae.base.seal import SEAL, seal
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
@@ -116,7 +117,10 @@ class Stability:
             "cosine": [[None if np.isnan(c) else round(float(c), 4) for c in row] for row in self.cosine],
             "same_group": self.same_group.astype(int).tolist(),
         }
-        return write_json(Path(folder) / FILE, content)
+        file = write_json(Path(folder) / FILE, content)
+        if (Path(folder) / SEAL).is_file():
+            seal(folder, [FILE])
+        return file
 
     @classmethod
     def load(cls, folder: str | Path) -> Stability:

@@ -1,0 +1,88 @@
+"""A folder's seal: checksums of what a stage wrote, compared when a later stage reads it.
+
+checksums.json holds the SHA-256 of every sealed file. A file that was changed, exchanged or lost since then is refused
+by name, before any number is made of it. Folders of earlier versions have no seal and are read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from tsae.base.files import sha256, write_json
+from tsae.errors import TsaeError
+
+SEAL = "checksums.json"
+_THREADS = 4
+"""Files that are read at once; the lock of the interpreter is free meanwhile."""
+
+
+def seal(folder: str | Path, names: Iterable[str]) -> None:
+    """Note the checksums of files of a folder; those of others that were noted before are kept while these exist.
+
+    Args:
+        folder: that holds the files.
+        names: of the files; one that does not exist is taken out of the seal.
+    """
+    folder = Path(folder)
+    file = folder / SEAL
+    known = _read(file) if file.is_file() else {}
+    found = {name: digest for name, digest in known.items() if (folder / name).is_file()}
+    found |= {name: sha256(folder / name) for name in names if (folder / name).is_file()}
+    write_json(file, {"sha256": dict(sorted(found.items()))})
+
+
+def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None) -> None:
+    """Compare sealed files with their checksums.
+
+    Args:
+        folder: that holds the files.
+        fix: what makes them anew.
+        names: files to compare; by default all that are sealed.
+
+    Raises:
+        TsaeError: where a sealed file is missing or has other bytes, or the seal itself is damaged.
+    """
+    folder = Path(folder)
+    file = folder / SEAL
+    if not file.is_file():
+        return
+    known = _read(file)
+    wanted = [name for name in known if names is None or name in set(names)]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise TsaeError(f"{missing[0]} is missing", where=folder, fix=fix)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, same in zip(wanted, pool.map(lambda n: unchanged(folder / n, known[n]), wanted), strict=True):
+            if not same:
+                raise TsaeError(
+                    f"{name} is damaged: its bytes have changed since it was written", where=folder, fix=fix
+                )
+
+
+def unchanged(file: Path, digest: str) -> bool:
+    """Whether a file has this SHA-256. It is read once by a process, as long as its size and times stay the same."""
+    found = os.stat(file)
+    return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) == digest
+
+
+@lru_cache(maxsize=1 << 16)
+def _digest(file: str, *_: int) -> str:
+    return sha256(file)
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["sha256"]
+        # A name is that of a file beside the seal, never a path to elsewhere.
+        if not all(isinstance(d, str) and Path(name).name == name for name, d in found.items()):
+            raise ValueError("not a checksum by name")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TsaeError(
+            f"is no list of checksums ({error})", where=file, fix="Remove it if you trust the files beside it."
+        ) from error
+    return dict(found)
