@@ -27,6 +27,7 @@ from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Encode, Evaluate, Export, Train
 from tsae.commands.options.store import StoreCommand
+from tsae.commands.outputs import check_outputs
 from tsae.errors import TsaeError
 
 
@@ -98,6 +99,7 @@ def run(options: Any) -> None:
         tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
         return
     options = getattr(options, "command", options)  # of a group, such as `tsae store`
+    check_outputs(options)
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
 

@@ -8,10 +8,15 @@ from typing import get_args
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+from tsae.attribution.config import AttributionConfig, Kind
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.sae.config import SAEConfig, TrainingConfig
+
+_KINDS: tuple[Kind, ...] = (
+    "band", "outcome", "lone success", "third of the run", "band and outcome and third", "behaviour", "reward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,17 @@ class RunConfig:
     """How the log is read. Trajectories that do not fit are left out and counted (--skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
+    attribute: bool = True
+    """Say which samples did that, if the trainer's settings lie beside the checkpoints and the log has every step
+    between them. Otherwise one sentence says what is missing. Logs of more than --tokens, and gradients of more than
+    --attribution.budget-gb on disk, are left out: it takes a few times as long as a reader takes for the log."""
+    attribution: AttributionConfig = field(
+        default_factory=lambda: AttributionConfig(
+            n_features=4, n_fixed=64, groups=_KINDS, subsets=0, singles=0, budget_gb=4.0
+        )
+    )
+    """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
+    device and seed take the place of its own."""
 
     def __post_init__(self) -> None:
         for name in ("path", "to", "log", "bands_from"):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
+from tsae.attribution.attribution import Attribution
 from tsae.base.files import write_json
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
@@ -25,6 +26,7 @@ from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator
 from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
+from tsae.report.story.attribution import statement
 from tsae.report.story.noise import noise_lines
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -56,6 +58,7 @@ def analyse(
     annotator: Annotator | None = None,
     families: Mapping[str, Sequence[str]] | None = None,
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
+    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = lambda stage, line: None,
     progress: bool = True,
@@ -74,6 +77,8 @@ def analyse(
         families: classes of each family of features.
         steps: checkpoints at more steps of the runs, with the base, and rollouts of all of them. They show what
             features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
+        attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
+            cannot; the page then says so.
         title: title of the report.
         say: called with the name of each finished stage and one line on what it did.
         progress: show bars.
@@ -143,11 +148,33 @@ def analyse(
     if diff.info.get("noise"):
         say("noise", "; ".join(noise_lines(diff.info["noise"])))
 
+    attribution = None
+    if attribute is not None:
+        attribution, told = _attributed(attribute, sae, diff, to / "attribution")
+        if attribution is None:
+            diff = replace(diff, info={**diff.info, "no_attribution": told})
+        say("attribution", told)
+
     report = to / "report.html"
     if not report.is_file():
-        diff.to_html(report, title=title)
+        diff.to_html(report, title=title, attribution=attribution)
     say("report", str(report))
     return diff, evaluation
+
+
+def _attributed(
+    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution], sae: TemporalSAE, diff: FeatureDiff, to: Path
+) -> tuple[Attribution | None, str]:
+    """The attribution and what it did; or nothing, and what is missing for it."""
+    try:
+        found = Attribution.load(to) if (to / "attribution.json").is_file() else attribute(sae, diff)
+    except TsaeError as error:
+        # The name alone: the page of a run does not depend on where it lies.
+        where = f"{Path(error.where).name}: " if error.where else ""
+        fix = (error.fix or "See docs/attribution.md").rstrip(".")
+        missing = f"{where}{error.what.rstrip('.')}"
+        return None, f"Not known. {missing}. `tsae attribute` adds it: {fix[:1].lower()}{fix[1:]}."
+    return found, " ".join(statement(found).sentences)
 
 
 def _encode_steps(

@@ -7,7 +7,7 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 2. rollouts: the log is imported. Problems get bands by the base's pass rates where these are known, else by those that
    the log shows (`tsae.rollouts.difficulty.draw_problems.band_problems`). From a log beyond the token budget whole
    problems are drawn, as many from every band: the unit of all statistics is the problem.
-3. The stages of `tsae.pipeline.analyse`.
+3. The stages of `tsae.pipeline.analyse`. Samples are attributed from the whole log, where it and the settings allow it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from pathlib import Path
 import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
+from tsae.attribution.attribute import find_recipe
+from tsae.attribution.attribution import Attribution
+from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.files import write_json
 from tsae.base.provenance import versions
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.weight_files import folder_of
+from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Choice, add_found, analyse, claim
+from tsae.report.story import facts
 from tsae.report.text import visible
 from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.bands import band_counts
@@ -42,10 +46,13 @@ from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
 
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. A rarer latent is hardly learned, and too few
 problems have it to be compared."""
+_DIFFERENTIATED = 10
+"""Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
 
 
@@ -98,6 +105,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
         # Every reader reads everything, since a log has most problems from one policy only.
         capturing=CaptureConfig(device=config.device, plan="all"),
         diffing=replace(config.diff, seed=config.seed),
+        attribute=(lambda sae, diff: _attributed(config, series, sae, diff, progress)) if config.attribute else None,
         title=f"What training changed: {series.name}",
         say=stages.say,
         progress=progress,
@@ -225,6 +233,43 @@ def _rollouts(
     }
     drawn.write(file)
     return drawn
+
+
+def _attributed(
+    config: RunConfig, series: CheckpointSeries, sae: TemporalSAE, diff: FeatureDiff, progress: bool
+) -> Attribution:
+    """Which samples moved the features that the diff names, from the whole log.
+
+    What is missing or too large is found before anything is loaded.
+
+    Raises:
+        TsaeError: where checkpoints, log and settings do not suffice.
+    """
+    recipe = find_recipe(series)
+    every = max(config.attribution.every, len(series) // _DIFFERENTIATED)
+    options = replace(config.attribution, every=every, device=config.device, seed=config.seed)
+    if "features" in options.targets:
+        moved = facts.moved_features(diff, options.n_features)
+        options = replace(options, features=options.features or tuple(moved))
+    whole = config.to / "rollouts" / "log.parquet"
+    outline, base = read_outline(whole), series.base
+    n_tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
+    if n_tokens > config.tokens:
+        raise TsaeError(
+            f"the log has {n_tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
+            where=whole,
+            fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
+        )
+    # A weight has four bytes at most. Those of adapters are A and B.
+    least = sum(file.stat().st_size for file in weight_files(folder_of(list(series)[-1]))) // 4
+    check_budget(min(len(outline), options.max_samples), least, int(options.budget_gb * 1e9), whole)
+    measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
+    bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
+    log = tsae.Rollouts.read(whole)
+    log = log if bands is None else log.in_bands(bands)
+    return tsae.attribute(
+        series, log, config.to / "attribution", recipe=recipe, sae=sae, config=options, progress=progress
+    )
 
 
 def _log(config: RunConfig) -> Path:

@@ -24,15 +24,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from organism.mixed import MixedConfig, train
 
 import tsae
 from support.builders import make_rollouts
 from support.checkpoints import cached
+from tsae.attribution.attribution import Attribution
+from tsae.attribution.config import AttributionConfig
 from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.report.pages.report import render
+from tsae.report.story.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
@@ -51,7 +55,7 @@ TINY = RunConfig(
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
 STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
-STAGES += ["noise", "report"]
+STAGES += ["noise", "attribution", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,14 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     page = (out / "report.html").read_text()
     assert "The log that was imported agrees with itself where that can be compared." in page
     assert html.escape(looked["advantages"]["line"]) in page
+    # Without the trainer's settings no sample is blamed, and what is missing is said.
+    assert said["attribution"] == (
+        "Not known. hard: the trainer's settings do not lie beside the checkpoints (training_args.json or .yaml, "
+        ".hydra/config.yaml). `tsae attribute` adds it: give the file (recipe=…, --settings), or a tsae.Recipe with "
+        "optimiser and loss."
+    )
+    assert html.escape(said["attribution"]) in page
+    assert '<section id="samples"' not in page
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
     assert "contrasts drawn" in said["diff"]
@@ -177,6 +189,71 @@ def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any],
     pd.testing.assert_frame_equal(found.shifts[columns], diff.shifts[columns], check_dtype=False)
     with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: run"):
         analyze_run(replace(tiny, to=out, seed=1), progress=False)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with every checkpoint, its log and its settings."""
+    folder = tmp_path_factory.mktemp("mixed") / "run"
+    config = MixedConfig(per_band=1, steps=3, groups=3, samples=6, learning_rate=1e-3)
+    return train(config, tsae.testbed.series().base, folder, progress=False)
+
+
+def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    few = AttributionConfig(n_features=2, n_fixed=18, subsets=0, singles=0, groups=("outcome",), budget_gb=1.0)
+    config = replace(TINY, path=mixed, to=tmp_path / "out", attribution=few)
+    analyze_run(config, progress=False, say=lines.append)
+    assert [line.partition(":")[0] for line in lines] == STAGES
+    found = Attribution.load(tmp_path / "out" / "attribution")
+    assert len(found.facts) == 54
+    assert found.info["path_error"] < 0.01
+    assert sum(name.startswith("feature") for name in found.targets.target) == 2
+    assert lines[-2] == f"attribution: {' '.join(statement(found).sentences)}"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '<section id="samples"' in page
+    assert "Which of 54 samples of steps 1 to 3 moved" in page
+    # Again, from disk; and a page written anew still has it.
+    stamp = (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns
+    (tmp_path / "out" / "report.html").unlink()
+    again: list[str] = []
+    analyze_run(config, progress=False, say=again.append)
+    assert again == [f"{line} [from disk]" for line in lines]
+    assert (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns == stamp
+    assert (tmp_path / "out" / "report.html").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"attribute": False}, None),
+        ({"attribution": AttributionConfig(budget_gb=0.001)}, "gradients of 54 samples with respect to"),
+        ({"tokens": 1_000}, "more than the 1,000 that are read"),
+        ({}, "lacks step 2 of the steps 1 to 3"),
+    ],
+)
+def test_what_keeps_samples_from_being_attributed_is_said(
+    mixed: Path, tmp_path: Path, change: dict[str, Any], told: str | None
+) -> None:
+    lines: list[str] = []
+    run = shutil.copytree(mixed, tmp_path / "run")
+    if not change:
+        log = run / "completions.jsonl"
+        log.write_text(
+            "".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 2)
+        )
+    config = replace(TINY, path=run, to=tmp_path / "out", **change)
+    analyze_run(config, progress=False, say=lines.append)
+    said = [line for line in lines if line.startswith("attribution:")]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '<section id="samples"' not in page
+    if told is None:
+        assert said == []
+        assert "Not known." not in page
+    else:
+        assert told in said[0]
+        assert "`tsae attribute` adds it" in said[0]
+        assert told in page
 
 
 @pytest.mark.slow

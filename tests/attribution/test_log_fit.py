@@ -213,7 +213,12 @@ def test_kinds_of_samples() -> None:
             np.testing.assert_array_equal(found[name][1], mask & used, err_msg=name)
     assert "easy, failure, last third of the run" not in found  # the run did not train on them
     assert found["rewarded by a"][0] == "reward"
-    assert not has_bands(log.with_column("level", [None] * 24))
+    plain = log.with_column("level", [None] * 24)
+    assert not has_bands(plain)
+    crossed = sample_kinds(plain, ["band and outcome and third"], used)
+    np.testing.assert_array_equal(
+        crossed["success, second third of the run"][1], success & (frame["step"] == 2).to_numpy() & used
+    )
 
 
 def test_nothing_to_attribute() -> None:

@@ -17,6 +17,7 @@ import pytest
 import scipy.sparse as sp
 
 import tsae
+from support.attributions import make_attribution
 from support.diffs import MARKUP, describe, make, reader
 from tsae.diff.controls.baselines import WAYS
 from tsae.features.feature_table import FeatureTable
@@ -131,7 +132,10 @@ def hostile() -> tsae.FeatureDiff:
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     title = f"{MARKUP}<script>window.__attacked = 1</script>"
-    return write_report(hostile(), tmp_path_factory.mktemp("hostile") / "report.html", title=title)
+    to = tmp_path_factory.mktemp("hostile") / "report.html"
+    return write_report(
+        hostile(), to, title=title, attribution=make_attribution((MARKUP, "\u202ereversed", *WORDS[-2:]))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,8 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         info={**made.info, "causally_tested": [test], "token_strings": {str(i): f" w{i}" for i in range(len(WORDS))}},
     )  # fmt: skip
-    return write_report(diff, tmp_path_factory.mktemp("tested") / "report.html")
+    to = tmp_path_factory.mktemp("tested") / "report.html"
+    return write_report(diff, to, attribution=make_attribution(validated=True))
 
 
 def test_the_explorer_filters_sorts_and_links(browser: Any, tested: Path) -> None:

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 import tsae
+from support.attributions import make_attribution
 from support.diffs import make
 from tsae.report.pages.report import write_report
 
@@ -109,7 +110,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=[SHORT, LONG, SHORT[:1]], ids=["short", "long", "one"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(changed(make(), request.param), tmp_path_factory.mktemp("fit") / "report.html")
+    to = tmp_path_factory.mktemp("fit") / "report.html"
+    return write_report(changed(make(), request.param), to, attribution=make_attribution())
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -658,9 +658,11 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
         train(store, PLANTED, training=config, progress=False)
     with pytest.raises(TsaeError, match="no site 'nope'"):
         train(store, PLANTED, training=replace(config, site="nope"), progress=False)
-    wild = replace(config, learning_rate=1e30, tokens=5000)
+    with pytest.raises(TsaeError, match="learning_rate=10 is not between 0 and 10"):
+        replace(config, learning_rate=10)
+    wild = replace(PLANTED, temporal_weight=1e300)
     with pytest.raises(TsaeError, match="the loss is not finite at step"):
-        train(planted[0], PLANTED, to=tmp_path / "sae", training=wild, progress=False)
+        train(planted[0], wild, to=tmp_path / "sae", training=replace(config, tokens=5000), progress=False)
     assert not (tmp_path / "sae" / "sae.safetensors").exists()
 
 

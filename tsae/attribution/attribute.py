@@ -5,6 +5,7 @@
 3. The gradient of every sample, along the path, goes to disk; shares come from one sweep backwards through the run.
 4. Runs are simulated on subsets of the samples: without each kind and with it alone, without single samples, and on
    random halves of the problems, on which their effects are regressed.
+5. If asked, trainings are really replayed on other halves (`tsae.attribution.credit.replays`).
 
 Memory holds the checkpoints, some vectors of the weights for each target, and the gradients of one step.
 """
@@ -23,6 +24,7 @@ from tsae.activations.reader.assignment import check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
+from tsae.attribution.credit.replays import Logs, validate
 from tsae.attribution.credit.shares import Shares, shares
 from tsae.attribution.credit.simulations import simulate_kept
 from tsae.attribution.credit.token_shares import Directions
@@ -36,6 +38,7 @@ from tsae.attribution.tables import (
     problem_table,
     sample_table,
     segment_table,
+    strongest,
     target_table,
 )
 from tsae.attribution.targets import Targets
@@ -91,7 +94,7 @@ def attribute(
     """
     config, to = config or AttributionConfig(), Path(to)
     sae = TemporalSAE.load(sae, device=config.device) if isinstance(sae, str | Path) else sae
-    recipe = recipe if isinstance(recipe, Recipe) else _recipe(series, run, recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else find_recipe(series, run, recipe)
     notes: list[str] = []
     stretch = _stretch(series, rollouts, recipe, run, config, notes)
     checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
@@ -121,7 +124,7 @@ def attribute(
     if not has_bands(checked):
         notes.append("The log has no bands; `tsae rollouts bands` sets them.")
     kinds = sample_kinds(checked, config.groups, used)
-    singles = _strongest(split, config.singles)
+    singles = strongest(split, config.singles)
     problem = checked.frame.problem_id.to_numpy()
     names = np.unique(problem[used])
     halves = _halves(len(names), config, notes)
@@ -150,8 +153,15 @@ def attribute(
         np.reshape(changes, (-1, len(whole))), [2 * len(kinds), 2 * len(kinds) + len(singles)]
     )
     regressed = banzhaf(halves, of_halves, seed=config.seed) if len(halves) else None
+    agreement = None
+    if config.validate and len(names) > 1:
+        logs = Logs(checked, stretch.batches, recipe.loss, stretch.optimiser, config.batch_tokens)
+        agreement = validate(
+            store, stretch.path, logs, wanted.targets, problem, config.validate, to / "simulated", mark,
+            seed=config.seed, progress=progress,
+        )  # fmt: skip
     found = Attribution(
-        target_table(split, ends[0], whole, _r2(regressed, split), config.flag_remainder),
+        target_table(split, ends[0], whole, _r2(regressed, split), agreement, config.flag_remainder),
         sample_table(
             split,
             _covariances(split, stretch, checked, wanted),
@@ -169,6 +179,7 @@ def attribute(
             "run": stretch.run,
             "checkpoints": [step + stretch.begin for step in stretch.path.steps],
             "inputs": inputs,
+            "sae": None if sae is None else sae.fingerprint,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
         },
@@ -177,8 +188,12 @@ def attribute(
     return found.save(to)
 
 
-def _recipe(series: CheckpointSeries, run: str | None, where: str | Path | None) -> Recipe:
-    """The settings: what the caller names, or those beside a checkpoint of the run."""
+def find_recipe(series: CheckpointSeries, run: str | None = None, where: str | Path | None = None) -> Recipe:
+    """The settings: what the caller names, or those beside a checkpoint of the run.
+
+    Raises:
+        TsaeError: where there are none, or what they name cannot be simulated.
+    """
     if where is not None:
         return read_recipe(where)
     mine = [c for c in series if not c.is_base and run in (None, c.run)]
@@ -221,6 +236,7 @@ def _stretch(
     whole = TrainingPath.of(series, run, device=config.device)
     begin, last = config.steps or (whole.steps[0], whole.last)
     path = whole.between(begin, last)
+    notes += path.notes
     logged = batches_between(rollouts, batches_of(rollouts), (begin, last), config, notes)
     optimiser = recipe.optimiser
     if begin:
@@ -310,16 +326,6 @@ def _shares(
         )
     keep = Directions(to / "directions").keep if fits else None
     return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
-
-
-def _strongest(split: Shares, n: int) -> list[int]:
-    """Rows with the largest shares, n for and n against each target."""
-    found: dict[int, None] = {}
-    for values in split.shares.T if n else ():
-        order = np.argsort(values, kind="stable")
-        ends = [*order[:n][values[order[:n]] < 0], *order[-n:][values[order[-n:]] > 0]]
-        found |= dict.fromkeys(int(split.rows[i]) for i in ends)
-    return list(found)
 
 
 def _halves(n: int, config: AttributionConfig, notes: list[str]) -> np.ndarray:

@@ -40,7 +40,9 @@ class Attribution:
     targets: pd.DataFrame
     """One row a target: target, before, after, realised (after − before), simulated (the same with all samples, by
     simulation), decay (the part of weight decay), remainder (what shares leave unexplained, as a share of realised),
-    flagged, and r2: of the problems' effects, on halves that the regression has not seen (NaN where there are none)."""
+    flagged, r2: of the problems' effects, on halves that the regression has not seen, and validated and
+    validated_error: rank correlation of simulated with really replayed changes over halves of the problems, and the
+    median distance between them (config.validate). NaN where there are none."""
     samples: pd.DataFrame
     """One row a sample and target: trajectory (row of the rollouts), step, target, share in the target's units, effect
     (what leaving it out alone takes away, by simulation; NaN where that was not done), and baselines: product_base and
@@ -48,7 +50,8 @@ class Attribution:
     what the sample shows of the target against the mean of its prompt group, at the start of the run)."""
     facts: pd.DataFrame
     """One row a sample: trajectory, problem_id, step, band, outcome, reward, advantage, length (sampled tokens) and
-    gradient_norm. With `samples`, all that a share is compared with."""
+    gradient_norm: with `samples`, all that a share is compared with. And prompt and response, of the samples with the
+    largest shares only: `tsae.attribution.tables.TEXTS` for and against each target."""
     groups: pd.DataFrame
     """One row a group of samples and target: kind (`tsae.attribution.sample_kinds`), group, n, target, share (the sum
     of theirs), without (what the target's change would have been without them), effect (simulated − without), alone
@@ -61,7 +64,8 @@ class Attribution:
     """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.credit.shares.Shares`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from),
-    path_error (largest of the segments), and notes: what was sampled, assumed or left out."""
+    sae (its fingerprint, or None), path_error (largest of the segments), and notes: what was sampled, assumed or left
+    out."""
     source: Rollouts | None = field(default=None, repr=False, compare=False)
     """The log, for texts and tokens; None after loading without it."""
     folder: Path | None = field(default=None, repr=False, compare=False)
@@ -90,6 +94,8 @@ class Attribution:
 
     def of_target(self, target: str, n: int = 10) -> pd.DataFrame:
         """The samples with the largest shares for and against a target, n each, with what is known of them.
+
+        Without the log, texts are there for the first samples of a target only; see `facts`.
 
         Raises:
             TsaeError: for an unknown target.

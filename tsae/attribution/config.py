@@ -41,6 +41,9 @@ class AttributionConfig:
     """Kinds of samples that are left out and kept alone, by simulation."""
     subsets: int = 120
     """Random halves of the problems that are simulated to find the effect of each problem; 0 leaves this out."""
+    validate: int = 0
+    """Trainings that are really replayed on random halves of the problems, to say how well simulation predicts them; 8
+    or more say something. Each takes about half as long as the run's own passes over its log."""
     singles: int = 3
     """Samples with the largest shares, for and against each target, that are left out one by one, by simulation."""
     again: Literal["on-policy", "replayed"] = "on-policy"
@@ -61,10 +64,12 @@ class AttributionConfig:
     """Share of a change that its samples may leave unexplained before it is flagged."""
 
     def __post_init__(self) -> None:
-        least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "singles": 0, "every": 1, "max_samples": 2}
+        least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "validate": 0, "singles": 0, "every": 1, "max_samples": 2}
         for name, smallest in {**least, "batch_tokens": 1}.items():
             if getattr(self, name) < smallest:
                 raise TsaeError(f"is {getattr(self, name)}, expected at least {smallest}", where=name)
+        if self.validate and self.validate < 3:
+            raise TsaeError(f"is {self.validate}, expected 0, or 3 and more to rank", where="validate")
         if self.budget_gb <= 0 or self.flag_remainder <= 0:
             raise TsaeError("budget_gb and flag_remainder must be positive", where="AttributionConfig")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:

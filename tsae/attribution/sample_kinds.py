@@ -5,7 +5,7 @@ outcome                  success, failure
 band and outcome         both together
 lone success             the only success of its prompt group
 third of the run         by the steps that trained on them
-band and outcome and third  all three together
+band and outcome and third  all three together; where the log has no bands, outcome and third
 behaviour                responses that show one (`tsae.rollouts.behaviours`)
 reward                   where several functions rewarded: samples above their prompt group's mean of one
 """
@@ -46,7 +46,7 @@ def sample_kinds(rollouts: Rollouts, wanted: Sequence[str], used: np.ndarray) ->
         "third of the run": ("third of the run", _thirds(rollouts, used)),
         "band and outcome and third": (
             "band and outcome and third",
-            _crossed(_crossed(bands, outcomes), _thirds(rollouts, used)),
+            _crossed(_crossed(bands, outcomes) if bands else outcomes, _thirds(rollouts, used)),
         ),
         "behaviour": ("behaviour", _behaviours(rollouts)),
         "reward": ("reward", _rewarded(rollouts, group)),

@@ -8,12 +8,19 @@ import numpy as np
 import pandas as pd
 
 from tsae.attribution.credit.banzhaf import Banzhaf
+from tsae.attribution.credit.replays import Agreement
 from tsae.attribution.credit.shares import Shares
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.table import Rollouts
 
+TEXTS = 20
+"""Samples for and against each target whose texts are kept, so that a page needs no log."""
 
-def target_table(split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.ndarray, flag: float) -> pd.DataFrame:
+
+def target_table(
+    split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.ndarray, agreement: Agreement | None, flag: float
+) -> pd.DataFrame:
+    unknown = np.full(len(split.targets), np.nan)
     remainder = split.remainder / np.where(split.realised == 0, np.nan, split.realised)
     return pd.DataFrame(
         {
@@ -26,6 +33,8 @@ def target_table(split: Shares, before: np.ndarray, whole: np.ndarray, r2: np.nd
             "remainder": remainder,
             "flagged": ~(np.abs(remainder) <= flag),
             "r2": r2,
+            "validated": unknown if agreement is None else agreement.rank_correlation,
+            "validated_error": unknown if agreement is None else agreement.error,
         }
     )
 
@@ -66,9 +75,21 @@ def sample_table(split: Shares, covariances: np.ndarray, singles: Mapping[int, n
     )
 
 
+def strongest(split: Shares, n: int) -> list[int]:
+    """Rows of the rollouts with the largest shares, n for and n against each target."""
+    found: dict[int, None] = {}
+    for values in split.shares.T if n else ():
+        order = np.argsort(values, kind="stable")
+        ends = [*order[:n][values[order[:n]] < 0], *order[-n:][values[order[-n:]] > 0]]
+        found |= dict.fromkeys(int(split.rows[i]) for i in ends)
+    return list(found)
+
+
 def fact_table(split: Shares, rollouts: Rollouts, begin: int) -> pd.DataFrame:
     frame = rollouts.frame.iloc[split.rows]
     texts = {name: frame[name].astype(object) for name in ("problem_id", "band", "outcome")}
+    told = np.isin(split.rows, strongest(split, TEXTS))
+    texts |= {name: frame[name].astype(object).where(told) for name in ("prompt", "response")}
     columns = {name: values.where(values.notna(), None).to_numpy() for name, values in texts.items()}
     columns |= {name: frame[name].to_numpy(dtype=float) for name in ("reward", "advantage")}
     return pd.DataFrame(

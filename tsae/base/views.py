@@ -84,8 +84,8 @@ class Views(Protocol):
     def show_trajectory(self, features: Any, trajectory: int, chosen: Any = None, **options: Any) -> None:
         """Display a trajectory with the activation of features on its tokens."""
 
-    def write_report(self, diff: Any, path: str | Path, *, title: str | None = None) -> Path:
-        """Write a diff as one HTML file."""
+    def write_report(self, diff: Any, path: str | Path, *, title: str | None = None, attribution: Any = None) -> Path:
+        """Write a diff, and which samples did that, as one HTML file."""
 
     def write_difficulty(self, found: Any, path: str | Path, *, title: str | None = None) -> Path:
         """Write how difficulty moved as one HTML file."""

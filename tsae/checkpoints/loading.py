@@ -78,6 +78,12 @@ class ModelLoader:
         model.requires_grad_(False)
         return model
 
+    @property
+    def trains_more(self) -> bool:
+        """Whether the adapter that is on has trained biases or whole modules beside its low-rank updates."""
+        configs = [] if self._adapter is None else list(self._adapter.peft_config.values())
+        return any(config.bias != "none" or config.modules_to_save for config in configs)
+
     def _whole(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
         if self._adapter is not None:
             # Trained biases overwrite the base's own, so such an adapter cannot be taken off.

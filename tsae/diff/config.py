@@ -56,8 +56,9 @@ class DiffConfig:
 
     def __post_init__(self) -> None:
         checks = {
-            f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be at least 100": (
+            f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be 100 to 10,000,000": (
                 min(self.n_bootstrap, self.n_permutations) >= 100
+                and max(self.n_bootstrap, self.n_permutations) <= 10_000_000
             ),
             f"confidence={self.confidence} and q={self.q} must lie between 0 and 1": (
                 0 < self.confidence < 1 and 0 < self.q < 1

@@ -325,9 +325,12 @@ class FeatureDiff:
         columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
         return views().markdown_table(table[columns])
 
-    def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
-        """Write the self-contained report; see `tsae.report.pages.report.write_report`."""
-        return views().write_report(self, path, title=title)
+    def to_html(self, path: str | Path, *, title: str | None = None, attribution: Any = None) -> Path:
+        """Write the self-contained report; see `tsae.report.pages.report.write_report`.
+
+        An attribution (`tsae.attribute`) of the run adds which samples did that.
+        """
+        return views().write_report(self, path, title=title, attribution=attribution)
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""

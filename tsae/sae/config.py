@@ -180,6 +180,9 @@ class TrainingConfig:
             not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance),
             f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
         )
+        rate = self.learning_rate
+        _refuse(self, rate is not None and not 0 < rate < 10, f"learning_rate={rate} is not between 0 and 10")
+        _refuse(self, not self.max_norm > 0, f"max_norm={self.max_norm} is not positive")
         _refuse(self, self.save_every_steps < 1, f"save_every_steps={self.save_every_steps} is less than 1")
         few = self.tokens < self.batch_tokens
         _refuse(self, few, f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}")

@@ -60,7 +60,7 @@ def simulate_kept(
         for low in range(0, len(distinct), _AT_ONCE):
             some = distinct[low : low + _AT_ONCE]
             masks = np.array(some, dtype=bool)
-            file = to / f"{_name(mark, masks, again)}.npz"
+            file = to / f"{subsets_name(mark, masks, again)}.npz"
             if file.is_file():
                 with np.load(file, allow_pickle=False) as known:
                     changes = known["changes"]
@@ -74,7 +74,8 @@ def simulate_kept(
     return every
 
 
-def _name(mark: Any, masks: np.ndarray, again: str) -> str:
+def subsets_name(mark: Any, masks: np.ndarray, again: str) -> str:
+    """Name of the file for what was computed for these subsets, (K, n_trajectories)."""
     digest = hashlib.sha256(json.dumps([mark, again, masks.shape], sort_keys=True).encode())
     digest.update(np.packbits(masks).tobytes())
     return digest.hexdigest()[:16]

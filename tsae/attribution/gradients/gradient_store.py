@@ -111,12 +111,7 @@ def build_gradients(
     to, n, size = Path(to), sum(map(len, batches.values())), len(path.trained)
     if dtype == "auto":
         dtype = "float32" if n * size * 4 <= budget else "bfloat16"
-    if n * size * _BYTES[dtype] > budget:
-        raise TsaeError(
-            f"gradients of {n:,} samples with respect to {size:,} weights take {n * size * _BYTES[dtype] / 1e9:.1f} GB",
-            where=to,
-            fix=f"Raise the budget ({budget / 1e9:.1f} GB), take fewer samples, or only some of the weights.",
-        )
+    check_budget(n, size, budget, to, dtype)
     advantage = rollouts.frame.advantage.to_numpy(dtype=float)
     used = np.concatenate(list(batches.values()))
     if not np.isfinite(advantage[used]).all():
@@ -134,6 +129,20 @@ def build_gradients(
                 _build_step(path, rollouts, np.asarray(batches[step]), loss, to, step, dtype, batch_tokens)
             bar.update(len(batches[step]))
     return GradientStore(to)
+
+
+def check_budget(n: int, size: int, budget: int, where: str | Path, dtype: str = "bfloat16") -> None:
+    """Refuse gradients of n samples with respect to `size` weights that take more than `budget` bytes on disk.
+
+    Raises:
+        TsaeError: where they do.
+    """
+    if n * size * _BYTES[dtype] > budget:
+        raise TsaeError(
+            f"gradients of {n:,} samples with respect to {size:,} weights take {n * size * _BYTES[dtype] / 1e9:.1f} GB",
+            where=where,
+            fix=f"Raise the budget ({budget / 1e9:.1f} GB), take fewer samples, or only some of the weights.",
+        )
 
 
 def _begin(to: Path, info: dict[str, Any]) -> None:

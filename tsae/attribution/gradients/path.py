@@ -1,15 +1,21 @@
-"""The path of a training through the space of weights: checkpoints, and straight lines between them."""
+"""The path of a training through the space of weights: checkpoints, and straight lines between them.
+
+Of a run that trained an adapter (LoRA), the weights are the adapter's A and B; the base stays as it is. Before the
+first step B is 0, so the model is the base whatever A is, and the gradient of A is 0: the first step does not move A.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.weight_files import folder_of, is_adapter
 from tsae.errors import TsaeError
 
 
@@ -19,9 +25,10 @@ class TrainingPath:
     Args:
         trained: the model and which of its weights the run trained.
         knots: (P,) weights by the number of steps that were finished; two or more.
+        notes: what had to be assumed.
     """
 
-    def __init__(self, trained: TrainedWeights, knots: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, trained: TrainedWeights, knots: Mapping[int, torch.Tensor], notes: Sequence[str] = ()) -> None:
         if len(knots) < 2:
             raise TsaeError(
                 f"{len(knots)} checkpoint makes no path",
@@ -29,13 +36,14 @@ class TrainingPath:
                 fix="Give the run's first weights and at least one later checkpoint.",
             )
         self.trained, self.knots = trained, dict(sorted(knots.items()))
-        self.steps = list(self.knots)
+        self.steps, self.notes = list(self.knots), list(notes)
 
     @classmethod
     def of(cls, series: CheckpointSeries, run: str | None = None, *, device: str = "cpu") -> TrainingPath:
-        """The base and the checkpoints of one run, whole models.
+        """The base and the checkpoints of one run: whole models, or adapters on the base.
 
-        A base that is itself a later step stands at that step.
+        A base that is itself a later step stands at that step. Of adapters one that was saved before the first step is
+        the path's beginning; else it has the A of the first one, and B = 0.
 
         Args:
             series: has them.
@@ -43,7 +51,8 @@ class TrainingPath:
             device: torch device.
 
         Raises:
-            TsaeError: where several runs are there and none is named, or steps are missing.
+            TsaeError: where several runs are there and none is named, steps are missing, or an adapter has weights
+                beside A and B.
         """
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
@@ -61,12 +70,46 @@ class TrainingPath:
                 fix="Name one of them.",
             )
         loader = ModelLoader(device=device, dtype="float32", attention="eager")
-        knots = {}
-        for checkpoint in series:
-            if checkpoint.is_base or checkpoint.run == run:
-                trained = TrainedWeights(loader.load(checkpoint))
-                knots[checkpoint.step] = trained.vector()
+        mine = [checkpoint for checkpoint in series if checkpoint.run == run and not checkpoint.is_base]
+        kinds = {is_adapter(folder_of(checkpoint)) for checkpoint in mine}
+        if len(kinds) > 1:
+            raise TsaeError(
+                f"the run {run} has whole models and adapters",
+                where=series.name,
+                fix="Give checkpoints of one kind; merge_and_unload of peft makes whole models.",
+            )
+        if kinds == {True}:
+            return cls._of_adapters(loader, mine)
+        knots = {c.step: TrainedWeights(loader.load(c)).vector() for c in (series.base, *mine)}
         return cls(TrainedWeights(loader.load(series.base)), knots)
+
+    @classmethod
+    def _of_adapters(cls, loader: ModelLoader, mine: Sequence[Checkpoint]) -> TrainingPath:
+        knots: dict[int, torch.Tensor] = {}
+        trained: TrainedWeights | None = None
+        for checkpoint in sorted(mine, key=lambda c: -c.step):  # the first stays loaded
+            model = loader.load(checkpoint)
+            names = [name for name, _ in model.named_parameters() if ".lora_" in name]
+            odd = [name for name in names if ".lora_A." not in name and ".lora_B." not in name]
+            if odd or loader.trains_more:
+                raise TsaeError(
+                    f"the adapter has {odd[0] if odd else 'biases or whole modules'} beside A and B",
+                    where=checkpoint.path,
+                    fix="Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload).",
+                )
+            trained = TrainedWeights(model, names)
+            knots[checkpoint.step] = trained.vector()
+        assert trained is not None
+        if min(knots) == 0:
+            return cls(trained, knots)
+        first = min(knots)
+        parts = dict(zip(trained.parameters, knots[first].split(trained.sizes), strict=True))
+        start = trained.join({name: part for name, part in parts.items() if ".lora_A." in name})
+        assumed = (
+            f"The adapter before the first step is not there: it is taken to have had the A of step {first}, and B = 0."
+            + (" The first step leaves A as it was, so this is exact." if first == 1 else "")
+        )
+        return cls(trained, {0: start, **knots}, [assumed])
 
     def between(self, first: int, last: int) -> TrainingPath:
         """The stretch from one checkpoint to a later one, with steps counted from 0.
@@ -82,7 +125,7 @@ class TrainingPath:
                     fix="Give two of these, the earlier first.",
                 )
         knots = {step - first: weights for step, weights in self.knots.items() if first <= step <= last}
-        return TrainingPath(self.trained, knots)
+        return TrainingPath(self.trained, knots, self.notes if first == 0 else ())
 
     @property
     def last(self) -> int:

@@ -59,6 +59,14 @@ class PolicyLoss:
         weights: np.ndarray = 1 / (len(n_tokens) * own)
         return weights
 
+    def summands(self, log_ratio: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """min(ρ A, clip(ρ) A) of tokens, by log ρ in nats; without ratios A log ρ, with the gradient of A log π."""
+        if self.epsilon is None:
+            return advantage * log_ratio
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        ratio = log_ratio.exp()
+        return torch.minimum(ratio * advantage, ratio.clamp(1 - self.epsilon, 1 + high) * advantage)
+
     def pull(self, log_ratio: torch.Tensor, positive: torch.Tensor, again: Again = "replayed") -> torch.Tensor:
         """Factor of a token's gradient A ∇log π on another path.
 

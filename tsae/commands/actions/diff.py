@@ -7,6 +7,7 @@ from dataclasses import replace
 import pandas as pd
 
 import tsae
+from tsae.attribution.attribution import Attribution
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -121,4 +122,7 @@ def run_report(options: Report) -> None:
             raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
         tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)
-    say_wrote(diff.to_html(options.to, title=options.title))
+    folder = options.attribution or options.diff.parent / "attribution"
+    known = options.attribution is not None or (folder / "attribution.json").is_file()
+    attribution = Attribution.load(folder) if known else None
+    say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution))

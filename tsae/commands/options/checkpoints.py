@@ -14,8 +14,9 @@ from tsae.activations.config import CaptureConfig
 class Capture:
     """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
 
-    On several processes: torchrun --nproc-per-node 2 -m tsae capture … On several machines that share a folder:
-    --part 1/7, …, 7/7, in any order.
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+
+    On several machines that share a folder, each records a part, in any order (see part).
     """
 
     series: tuple[str, ...]

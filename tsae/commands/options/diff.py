@@ -89,3 +89,6 @@ class Report:
     """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested."""
     reinforcement: Path | None = None
     """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
+    attribution: Path | None = None
+    """Folder that `tsae attribute` wrote: the report says which samples did that. By default the folder attribution
+    beside the diff, if there is one."""

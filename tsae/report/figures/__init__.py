@@ -5,7 +5,7 @@ feature to feature; hover text gives the units of activation.
 """
 
 from tsae.report.figures.behaviours import behaviour_figure, family_figure
-from tsae.report.figures.checks import CONDITIONS, causal_figure, prediction_figure
+from tsae.report.figures.checks import CONDITIONS, causal_figure, noise_figure, prediction_figure
 from tsae.report.figures.shifts import band_figure, decomposition_figure, opposed_figure, outcome_figure
 from tsae.report.figures.spread import spread_figure, thinned_text
 
@@ -16,6 +16,7 @@ __all__ = [
     "causal_figure",
     "decomposition_figure",
     "family_figure",
+    "noise_figure",
     "opposed_figure",
     "outcome_figure",
     "prediction_figure",

@@ -10,6 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 from markupsafe import Markup
 
+from tsae.attribution.attribution import Attribution
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import (
     band_figure,
@@ -17,19 +18,22 @@ from tsae.report.figures import (
     causal_figure,
     decomposition_figure,
     family_figure,
+    noise_figure,
     opposed_figure,
     outcome_figure,
     prediction_figure,
     spread_figure,
     thinned_text,
 )
-from tsae.report.figures.noise import noise_figure
+from tsae.report.figures.attribution import attribution_figure
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.figures.steps import steps_figure
 from tsae.report.pages import checks, sections
+from tsae.report.pages.attribution import attributed
 from tsae.report.pages.document import render_page, target, write_page, written_with
 from tsae.report.pages.explorer import explorer
 from tsae.report.story import facts, gates
+from tsae.report.story.attribution import statement
 from tsae.report.story.evidence import step_features, tests
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.noise import noise_text
@@ -42,31 +46,36 @@ _TITLE = "What changed inside the model"
 _MAX_EXAMPLES = 12
 
 
-def write_report(diff: FeatureDiff, path: str | Path, *, title: str | None = None) -> Path:
+def write_report(
+    diff: FeatureDiff, path: str | Path, *, title: str | None = None, attribution: Attribution | None = None
+) -> Path:
     """Write the report.
 
     Args:
         diff: with its `source` the report shows examples.
         path: the .html file; its folder is made.
         title: of the page.
+        attribution: of the run: the report then says which samples did that.
 
     Raises:
         TsaeError: where the file cannot be written.
     """
     path = target(path)  # before the work
-    return write_page(path, render(diff, title=title))
+    return write_page(path, render(diff, title, attribution))
 
 
-def render(diff: FeatureDiff, title: str | None = None) -> str:
+def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None) -> str:
     """The report as one string of HTML; the same diff gives the same string."""
     diff = _readable(diff)
     found = findings(diff)
+    if attribution is not None:
+        found.insert(-1, statement(attribution))
     # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
     beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     pairs = facts.opposed_pairs(diff)
     to_draw = sections.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw))
-    drawn = _figures(diff, to_draw)
+    drawn = _figures(diff, to_draw, attribution)
     return render_page(
         "report.html",
         title or _TITLE,
@@ -78,7 +87,7 @@ def render(diff: FeatureDiff, title: str | None = None) -> str:
         below=[f for f in found if f not in beside],
         spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),
         overview_caption=overview_caption(diff),
-        sections=list(_sections(diff)),
+        sections=list(_sections(diff, attribution)),
         linked=lambda sentence: linked(diff, sentence),
         runs=facts.final_checkpoints(diff),
         pairs=pairs,
@@ -87,6 +96,7 @@ def render(diff: FeatureDiff, title: str | None = None) -> str:
         gates=gates,
         found=gates.gates(diff),
         tests=[(test, capitalised(facts.test_name(test)), checks.changes(test)) for test in tests(diff)],
+        attributed=None if attribution is None else attributed(attribution, diff),
         behaviour_order=facts.behaviour_order,
         contrasts=lambda kind: contrasts(diff, kind=kind),
         written=written_with(),
@@ -108,7 +118,7 @@ def _readable(diff: FeatureDiff) -> FeatureDiff:
     return replace(diff, features=features)
 
 
-def _figures(diff: FeatureDiff, opposed: list[int]) -> dict[str, go.Figure | None]:
+def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | None) -> dict[str, go.Figure | None]:
     return {
         "overview": overview(diff),
         "noise-figure": noise_figure(diff),
@@ -121,12 +131,13 @@ def _figures(diff: FeatureDiff, opposed: list[int]) -> dict[str, go.Figure | Non
         "outcomes-figure": outcome_figure(diff),
         "prediction-figure": prediction_figure(diff),
         "steps-figure": steps_figure(diff, step_features(diff)),
+        "samples-figure": None if attribution is None else attribution_figure(attribution),
         "causal-figure": causal_figure(diff),
     }
 
 
-def _sections(diff: FeatureDiff) -> Iterator[tuple[str, str]]:
-    """Id and heading of the sections that the diff has something for; their templates are named after the ids."""
+def _sections(diff: FeatureDiff, attribution: Attribution | None) -> Iterator[tuple[str, str]]:
+    """Id and heading of the sections for which there is something; their templates are named after the ids."""
     runs = facts.final_checkpoints(diff)
     yield "gates", "Before you believe it"
     yield "behaviours", "Behaviour by band"
@@ -141,6 +152,8 @@ def _sections(diff: FeatureDiff) -> Iterator[tuple[str, str]]:
         yield "predicted", "Predicted against realised"
     if diff.dynamics is not None and len(diff.dynamics):
         yield "steps", "Along the steps"
+    if attribution is not None:
+        yield "samples", "Which samples did that"
     yield "causal", "Tested causally"
     yield "explorer-section", "All features"
 

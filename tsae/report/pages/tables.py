@@ -30,6 +30,8 @@ class Cell:
     """Whether the small letters are grey."""
     feature: int | None = None
     """Links to this feature's card."""
+    opens: tuple[str, ...] = ()
+    """Passages that a click on the text opens."""
     codes: tuple[str, ...] = ()
     flags: tuple[Caveat, ...] = ()
 

@@ -82,6 +82,12 @@ def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
     return found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(n)
 
 
+def moved_features(diff: FeatureDiff, n: int) -> list[int]:
+    """The features that checkpoints moved furthest, of every checkpoint in turn."""
+    tables = [strongest(main_shift(diff, checkpoint), diff.q, n) for checkpoint in diff.checkpoints]
+    return in_turn([[int(feature) for feature in table.index] for table in tables], n)
+
+
 def standardised(row: pd.Series) -> tuple[float, float, float]:
     """(Δ, low, high): the effect and its interval in standard deviations over base trajectories."""
     return float(row.delta), float(row.delta_low), float(row.delta_high)

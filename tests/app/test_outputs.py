@@ -1,0 +1,101 @@
+"""Outputs never replace inputs, nor files of other programs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import tsae.commands.options
+from support.builders import make_rollouts
+from tsae.cli import main
+from tsae.commands.options.causal import Influence
+from tsae.commands.options.diff import Report
+from tsae.commands.options.rollouts import Bands
+from tsae.commands.outputs import FILES, check_outputs
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    return make_rollouts(n_problems=3).write(tmp_path / "rollouts.parquet")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("report --diff diff --to rollouts.parquet", "no file with a page of tsae"),
+        ("report --diff diff --to precious.html", "no file with a page of tsae"),
+        ("reinforcement --features features --json rollouts.parquet", "no file with JSON results"),
+        ("rollouts bands --rollouts rollouts.parquet --to other.parquet", "no file with rollouts of tsae"),
+        ("rollouts bands --rollouts rollouts.parquet --to rollouts.parquet", r"is an input too \(--rollouts\)"),
+        ("rollouts bands --rollouts rollouts.parquet --to ./folder/../rollouts.parquet", "is an input too"),
+        ("rollouts bands --rollouts rollouts.parquet --to folder", "is a folder, and a file is to be written"),
+        ("reformulate problems.jsonl --to problems.jsonl", r"is an input too \(--problems\)"),
+        ("reformulate problems.jsonl --to notes.txt", "no file with problems"),
+        ("demo --to notes.txt", "is a file, and a folder is to be written"),
+        ("export --sae sae --to notes.txt", "is a file, and a folder is to be written"),
+        ("encode --sae sae --store folder --to folder", r"is an input too \(--store\)"),
+        ("attribute folder --to out --json notes.txt", "no file with JSON results"),
+    ],
+)
+def test_what_others_wrote_is_left_alone(
+    command: str, said: str, rollouts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = rollouts.parent
+    monkeypatch.chdir(folder)
+    (folder / "folder").mkdir()
+    (folder / "notes.txt").write_text("precious")
+    (folder / "precious.html").write_text("<!DOCTYPE html><p>mine")
+    (folder / "problems.jsonl").write_text('{"id": "1", "prompt": "1+1?", "answer": "2"}\n')
+    pd.DataFrame({"a": [1]}).to_parquet(folder / "other.parquet")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as stopped:
+        main(command.split())
+    assert stopped.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert re.search(said, message), message
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_command_may_write_its_own_output_again(
+    rollouts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(rollouts.parent)
+    for _ in range(2):
+        main(["rollouts", "bands", "--rollouts", "rollouts.parquet", "--to", "banded.parquet"])
+        main(["rollouts", "difficulty", "--rollouts", "rollouts.parquet", "--json", "found.json"])
+    assert json.loads(Path("found.json").read_text())
+    Path("empty.parquet").touch()  # nothing is lost
+    main(["rollouts", "bands", "--rollouts", "rollouts.parquet", "--to", "empty.parquet"])
+    assert Path("empty.parquet").read_bytes() == Path("banded.parquet").read_bytes()
+
+
+def test_a_damaged_output_of_ours_can_be_replaced(rollouts: Path) -> None:
+    damaged = rollouts.with_name("damaged.parquet")
+    damaged.write_bytes(rollouts.read_bytes()[:-50])
+    check_outputs(Bands(rollouts=rollouts, to=damaged))
+    page = rollouts.with_name("page.html")
+    page.write_text('<!DOCTYPE html>\n<html><head><meta charset="utf-8"><meta name="generator" content="tsae">')
+    check_outputs(Report(diff=rollouts.parent / "diff", to=page))
+
+
+def test_every_output_is_known_to_be_a_file_or_a_folder() -> None:
+    """The help of --to says it; a new command must say it too."""
+    seen = 0
+    for info in pkgutil.iter_modules(tsae.commands.options.__path__):
+        module = importlib.import_module(f"tsae.commands.options.{info.name}")
+        for name, kind in vars(module).items():
+            own = isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.__name__
+            if own and any(field.name == "to" for field in fields(kind)):
+                source = Path(str(module.__file__)).read_text().split(f"class {name}")[1].split("    to: Path")[1]
+                help_text = source.split('"""')[1].lower()
+                assert ("folder" in help_text.split(";")[0]) != (name in FILES), (name, help_text)
+                seen += 1
+    assert seen > 15
+    assert Influence.__name__ not in FILES

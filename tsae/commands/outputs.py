@@ -1,0 +1,115 @@
+"""Outputs of a command: they never replace an input, nor a file that another program or command wrote.
+
+The same command may write its own output again. What it would replace is known by its content, not by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from tsae.errors import TsaeError
+
+
+def check_outputs(options: Any) -> None:
+    """Look at the paths that a command will write, before it begins.
+
+    Args:
+        options: of the command.
+
+    Raises:
+        TsaeError: where an output is an input too, a file stands where a folder is to be written or the reverse, or a
+            file holds something else than this command writes.
+    """
+    name = type(options).__name__
+    to = next((found for holder in (options, getattr(options, "config", None)) if (found := _path(holder, "to"))), None)
+    written = _path(options, "json")
+    for option, path in (("--to", to), ("--json", written)):
+        if path is None or path == Path("-"):
+            continue
+        for field, other in _inputs(options):
+            if other.exists() and path.exists() and path.samefile(other):
+                raise TsaeError(f"is an input too ({field})", where=f"{option} {path}", fix="Give another path.")
+    if to is not None and name in FILES:
+        _check_file("--to", to, *FILES[name])
+    elif to is not None and to.exists() and not to.is_dir():
+        raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
+    if written is not None and written != Path("-"):
+        _check_file("--json", written, "JSON results", _is_json)
+
+
+def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path], bool]) -> None:
+    if path.is_dir():
+        raise TsaeError(
+            "is a folder, and a file is to be written", where=f"{option} {path}", fix="Give the path of a file."
+        )
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        begin = stream.read(4096)
+    if begin and not known(begin, path):
+        raise TsaeError(
+            f"exists, and is no file with {what} that it could replace",
+            where=f"{option} {path}",
+            fix="Give another path, or remove this file.",
+        )
+
+
+def _path(holder: Any, name: str) -> Path | None:
+    found = getattr(holder, name, None)
+    return found if isinstance(found, Path) else None
+
+
+def _inputs(options: Any) -> Iterator[tuple[str, Path]]:
+    """Paths that a command may read, by option."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in ("to", "json"):
+            continue
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _inputs(value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Path | str) and one and len(str(one)) < 4096 and "\0" not in str(one):
+                yield f"--{field.name.replace('_', '-')}", Path(one)
+
+
+def _is_page(begin: bytes, _: Path) -> bool:
+    return b'<meta name="generator" content="tsae">' in begin
+
+
+def _is_json(begin: bytes, _: Path) -> bool:
+    return begin.lstrip().startswith(b"{")
+
+
+def _is_problems(begin: bytes, _: Path) -> bool:
+    try:
+        return "prompt" in json.loads(begin.splitlines()[0])
+    except (ValueError, TypeError):
+        return False
+
+
+def _is_parquet(begin: bytes, _: Path) -> bool:
+    return begin.startswith(b"PAR1")
+
+
+def _is_rollouts(begin: bytes, path: Path) -> bool:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return begin.startswith(b"PAR1") and b"tsae" in (pq.read_schema(path).metadata or {})
+    except (OSError, pa.ArrowException):
+        return True  # a damaged one of ours, or the beginning of one
+
+
+FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
+    "Report": ("a page of tsae", _is_page),
+    "Reformulate": ("problems", _is_problems),
+    "Weights": ("a Parquet table", _is_parquet),
+    "Statistics": ("a Parquet table", _is_parquet),
+    **dict.fromkeys(("Sample", "Import", "Bands", "Behaviours"), ("rollouts of tsae", _is_rollouts)),
+}
+"""Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
