@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,28 @@ def test_a_derivative_along_the_direction_says_the_same() -> None:
     torch.testing.assert_close(norms, single.norm(dim=1), rtol=1e-4, atol=1e-5)
     by = torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
     torch.testing.assert_close(trained.join(held.weighted_sum(by)), by @ single, rtol=1e-4, atol=1e-5)
+
+
+def test_activations_are_freed_after_the_backward_pass() -> None:
+    """By their own reference counts: a loop must not wait until Python looks for circles of references."""
+    trained, seen = TrainedWeights(wide_model()), []
+    hooks = [m.register_forward_hook(lambda *a: seen.append(weakref.ref(a[-1]))) for m in held_modules(trained)]
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        backward(trained, BatchGradients(trained), parts=2)
+        alive = sum(each() is not None for each in seen)
+    finally:
+        if was:
+            gc.enable()
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) > 20
+    assert alive == 0
+
+
+def held_modules(trained: TrainedWeights) -> list[torch.nn.Module]:
+    return [m for m in trained.model.modules() if len(list(m.parameters(recurse=False)))]
 
 
 def test_what_is_no_batch_is_refused() -> None:

@@ -174,6 +174,15 @@ def module_gradients(
         if module.bias is not None:
             found[module.bias] = reduce(back, "b ... o -> b o", "sum")
         return found
+    if type(module) is torch.nn.Embedding:
+        # Learned positions are read once for all samples.
+        ids = read.expand(len(back), *read.shape[1:]).flatten(1)  # (B, T)
+        rows = rearrange(back, "b ... d -> b (...) d")
+        table = rows.new_zeros(len(back), *module.weight.shape)
+        table.scatter_add_(1, ids[..., None].expand_as(rows), rows)
+        if module.padding_idx is not None:
+            table[:, module.padding_idx] = 0
+        return {module.weight: table}
     parameters = dict(module.named_parameters(recurse=False))
     if type(module).__name__.endswith("RMSNorm") and list(parameters) == ["weight"]:
         # Linear in the weight, coordinate by coordinate: what a weight larger by 1 adds is the derivative.
@@ -191,6 +200,5 @@ def module_gradients(
         pulled: dict[str, torch.Tensor] = pull(gradient)[0]
         return pulled
 
-    # Learned positions are read once for all samples.
     pulled = torch.func.vmap(one)(read.expand(len(back), *read.shape[1:]), back)
     return {parameter: pulled[name] for name, parameter in parameters.items()}

@@ -83,9 +83,10 @@ class BatchGradients:
 
         def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> None:
             if torch.is_grad_enabled() and given.requires_grad:
-                x = read[0].detach()
-                # What can be worked out at once is, while both are in the processor's cache.
-                given.register_hook(lambda back: self._keep(part, module, x, given.detach(), back.detach()))
+                x, y = read[0].detach(), given.detach()
+                # What can be worked out at once is, while both are in the processor's cache. The hook must not hold
+                # the tensor that holds the hook: the graph would stay until a circle of references is looked for.
+                given.register_hook(lambda back: self._keep(part, module, x, y, back.detach()))
 
         handles = [module.register_forward_hook(after) for module in self._modules]
         try:
@@ -149,6 +150,10 @@ class BatchGradients:
                 if name is not None:
                     part.add_gradient(name, gradient)
         part.rest.clear()
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to the last micro-batch what no module's hook has seen: gradients, (B, …), of a weight."""
+        self._parts[-1].add_gradient(name, gradient)
 
     @torch.no_grad()
     def products(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
