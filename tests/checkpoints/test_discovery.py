@@ -199,6 +199,19 @@ def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> No
             CheckpointSeries.load(adapter)
 
 
+def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "model.Q4.gguf").write_bytes(b"GGUF")
+    for named, fits in ((tmp_path / "llm", True), ("/elsewhere/llm", True), (adapters / "base", False)):
+        edit(adapter / "adapter_config.json", base_model_name_or_path=str(named))
+        if fits:
+            assert len(CheckpointSeries.load(tmp_path / "llm" / "model.Q4.gguf", adapter)) == 2
+        else:
+            with pytest.raises(TsaeError, match="but the base of the series is"):
+                CheckpointSeries.load(tmp_path / "llm" / "model.Q4.gguf", adapter)
+
+
 def test_an_adapter_that_does_not_fit_its_base(adapters: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "base", d_model=24)
     adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))

@@ -119,17 +119,20 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
 def _same_model(named: str, base: CheckpointRecord) -> bool:
     """Whether the name in an adapter's configuration means the base.
 
-    One model has several names: a hub id, its snapshot in the cache, the folder where it was before a move.
+    One model has several names: a hub id, its snapshot in the cache, the folder where it was before a move. Of a GGUF
+    file transformers tells the adapter its folder only.
     """
     if named == base.path:
         return True
     here, ours = Path(named), Path(base.path)
+    if is_gguf(ours) and not is_gguf(here):
+        ours = ours.parent
     if is_hub_id(base.path):
         return not is_hub_id(named) and here.name == ours.name
     if here.exists() and ours.exists():
         if here.resolve() == ours.resolve():
             return True
-        if not here.is_dir() or is_gguf(ours) or is_adapter(here):
+        if not here.is_dir() or is_gguf(base.path) or is_adapter(here):
             return False
         return ends_of_files(weight_files(here)) == ends_of_files(weight_files(folder_of(base)))
     return here.name == ours.name or f"models--{named.replace('/', '--')}" in ours.parts

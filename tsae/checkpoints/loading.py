@@ -123,6 +123,9 @@ class ModelLoader:
         if missing:
             what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
             raise TsaeError(what, where=checkpoint.path, fix="Give a complete checkpoint.")
+        if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
+            # The weights are plain floats by now, and transformers would neither train nor save the model.
+            model.hf_quantizer.remove_quantization_config(model)
         model.to(self.device)
         model.eval()
         model.requires_grad_(False)
