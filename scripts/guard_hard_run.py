@@ -24,12 +24,13 @@ Predicted before the runs (two steps of another seed had been tried), for both s
 5. Accuracy on medium problems ends at least .05 higher with the guard than without, and not more than .05 below the
    base. Accuracy on hard problems differs by less than .05 between the three: the guard teaches nothing new.
 
-What came out: 1 to 4 hold for both seeds. Direct answers on hard problems go from .48 to .88 and from .47 to .77 without
-a guard, to .51 and .50 with it (8.6 and 3.6 % of the samples left out, most of them direct and right), to .85 and .72
-with as many random samples left out. The watched value passes its bound by .002 at most. 5 fails. Accuracy on medium
-problems ends at .14 and .40 with the guard, at .23 and .31 without (base .45 and .49), and on hard problems .06 lower
-than with random samples left out in seed 0. There the habit is held, but what scratchpads say decays: they are right on
-10 % of the medium problems at the end (base 70 %, without a guard 41 %). A guard guards what it watches, no more.
+What came out: 1 to 4 hold for both seeds. Direct answers on hard problems go from .48 to .88 and from .47 to .77
+without a guard, to .51 and .50 with it (8.6 and 3.6 % of the samples left out, most of them direct and right), to .85
+and .72 with as many random samples left out. The watched value passes its bound by .002 at most. 5 fails. Accuracy on
+medium problems ends at .14 and .40 with the guard, at .23 and .31 without (base .45 and .49), and on hard problems .06
+lower than with random samples left out in seed 0. There the habit is held, but what scratchpads say decays: they are
+right on 10 % of the medium problems at the end (base 70 %, without a guard 41 %). A guard guards what it watches, no
+more.
 """
 
 from __future__ import annotations

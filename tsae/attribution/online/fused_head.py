@@ -88,7 +88,7 @@ def _of_samples(real: Any, call: _Call, place: int, lengths: Sequence[int]) -> t
     for size in rows:
         part = slice(begin, begin + size)
         begin += size
-        leaves = [each if each is None else each.detach().requires_grad_() for each in (weight, bias)]
+        leaves: list[Any] = [each if each is None else each.detach().requires_grad_() for each in (weight, bias)]
         with torch.enable_grad():
             given = real.apply(hidden[part].detach(), *leaves, targets[part], *options)
         which = list(call.back)
