@@ -22,7 +22,7 @@ _FUNCTION = "_ChunkedLogProbFunction"
 """In trl.trainer.utils; releases without it call the head as a module."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Call:
     """A call of the function on N tokens."""
 
