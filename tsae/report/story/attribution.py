@@ -197,7 +197,7 @@ def _validated(found: Attribution) -> list[Said]:
     """What replayed trainings of this run said, if there are any."""
     targets = found.targets[found.targets.validated_error.notna()]
     if targets.empty:
-        return [Said("On this run nothing was retrained: `tsae attribute --validate 8` does it.")]
+        return [Said("On this run nothing was retrained; tsae attribute --validate 8 does it.")]
     part = targets.validated_error / targets.realised.abs()
     text = (
         f"On this run, {found.info['config']['validate']} trainings were really replayed on random halves of its "
