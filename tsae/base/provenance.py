@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import write_json
+from tsae.base.files import replacing, write_json
 from tsae.base.seal import SEAL, seal
 
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
@@ -32,7 +32,10 @@ def version_of(package: str) -> str | None:
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
     """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal."""
     content = {"stage": stage, "config": config, "inputs": inputs, "versions": versions()}
-    file = write_json(Path(folder) / "run.json", content)
-    if (Path(folder) / SEAL).is_file():
-        seal(folder, [file.name])
+    file = Path(folder) / "run.json"
+    with replacing(file) as partial:
+        write_json(partial, content)
+        if (Path(folder) / SEAL).is_file():
+            # Before the file has its name: what looks finished after a kill must have all of its seal.
+            seal(folder, coming={file.name: partial})
     return file

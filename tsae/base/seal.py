@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -21,18 +21,20 @@ _THREADS = 4
 """Files that are read at once; the lock of the interpreter is free meanwhile."""
 
 
-def seal(folder: str | Path, names: Iterable[str]) -> None:
+def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, Path] | None = None) -> None:
     """Note the checksums of files of a folder; those of others that were noted before are kept while these exist.
 
     Args:
         folder: that holds the files.
         names: of the files; one that does not exist is taken out of the seal.
+        coming: where files lie that get these names only after this.
     """
     folder = Path(folder)
     file = folder / SEAL
     known = _read(file) if file.is_file() else {}
     found = {name: digest for name, digest in known.items() if (folder / name).is_file()}
     found |= {name: sha256(folder / name) for name in names if (folder / name).is_file()}
+    found |= {name: sha256(path) for name, path in (coming or {}).items()}
     write_json(file, {"sha256": dict(sorted(found.items()))})
 
 
