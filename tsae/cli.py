@@ -28,6 +28,7 @@ from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Encode, Evaluate, Export, Train
 from tsae.commands.options.store import StoreCommand
 from tsae.commands.outputs import check_outputs
+from tsae.commands.spreading import run_parts
 from tsae.errors import TsaeError
 
 
@@ -93,13 +94,21 @@ def action(room: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def run(options: Any) -> None:
-    """Run a command: the options `Diff` of ``options/diff.py`` go to `run_diff` of ``actions/diff.py``."""
+def run(options: Any, words: Sequence[str] = ()) -> None:
+    """Run a command: the options `Diff` of ``options/diff.py`` go to `run_diff` of ``actions/diff.py``.
+
+    Args:
+        options: of the command.
+        words: what was typed, from which the commands of its parts are made.
+    """
     if isinstance(options, Completion):
         tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
         return
     options = getattr(options, "command", options)  # of a group, such as `tsae store`
     check_outputs(options)
+    spread = getattr(options, "spread", None)
+    if spread is not None and spread.asked and not run_parts(words, spread, options.to, options.config.device):
+        return
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
 
@@ -116,7 +125,8 @@ def main(args: Sequence[str] | None = None) -> None:
     status: Any = None
     try:
         try:
-            run(parse(sys.argv[1:] if args is None else args))
+            words = sys.argv[1:] if args is None else args
+            run(parse(words), words)
         except TsaeError as error:
             print(f"tsae: {error}", file=sys.stderr)
             status = 2

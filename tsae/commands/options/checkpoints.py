@@ -8,6 +8,7 @@ from pathlib import Path
 from tyro.conf import OmitArgPrefixes
 
 from tsae.activations.config import CaptureConfig
+from tsae.commands.options.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Capture:
 
     On several processes: torchrun --nproc-per-node 2 -m tsae capture …
 
-    On several machines that share a folder, each records a part, in any order (see part).
+    In parts that know nothing of each other: --parts 8 --workers 2 on this machine, --parts 8 --executor slurm on a
+    cluster, or --part 2/8 wherever you start it.
     """
 
     series: tuple[str, ...]
@@ -34,6 +36,7 @@ class Capture:
     """Record only a part of the shards, such as 2/7. Parts know nothing of each other; the last one to finish completes
     the store, which is the same as that of one process."""
     config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
+    spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)
 
 
 @dataclass(frozen=True)

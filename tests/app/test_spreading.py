@@ -1,0 +1,149 @@
+"""Commands in parts: what each part is told, and that what comes out does not depend on parts, processes and deaths."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.builders import make_rollouts
+from tsae.cli import main, parse
+from tsae.commands.options.spread import Spread
+from tsae.commands.spreading import run_parts, slurm_script, without_spread
+from tsae.errors import TsaeError
+
+
+def test_a_part_is_told_all_but_how_the_work_is_spread() -> None:
+    words = "capture --series a b --parts 7 --slurm partition=gpu time=4:00:00 --to acts --workers=2 --print-slurm"
+    assert without_spread([*words.split(), "--executor", "slurm"]) == ["capture", "--series", "a", "b", "--to", "acts"]
+    assert without_spread(["capture", "--print_slurm", "--retries", "1", "--sites", "x"]) == ["capture", "--sites", "x"]
+
+
+def test_the_job_array_says_the_same_command_with_a_part(tmp_path: Path) -> None:
+    words = ["capture", "--series", "my runs", "--rollouts", "r.parquet", "--to", str(tmp_path / "acts")]
+    spread = Spread(parts=7, slurm=("partition=gpu", "--time=1:00:00"))
+    script = slurm_script([sys.executable, "-m", "tsae", *words], spread, tmp_path / "acts")
+    lines = script.splitlines()
+    assert "#SBATCH --array=1-7" in lines
+    assert "#SBATCH --partition=gpu" in lines
+    assert "#SBATCH --time=1:00:00" in lines
+    task = shlex.split(lines[-1].replace("$SLURM_ARRAY_TASK_ID", "3"))
+    options = parse(task[task.index("tsae") + 1 :])
+    assert (options.part, options.series, options.to) == ("3/7", ("my runs",), tmp_path / "acts")
+    assert not options.spread.asked
+
+
+@pytest.mark.parametrize("option", ["--parts 0", "--workers -1", "--retries -1"])
+def test_numbers_that_make_no_sense_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["capture", "--series", "a", "--rollouts", "r", "--to", "acts", *option.split()])
+    assert ended.value.code == 2
+    assert "expected at least" in capsys.readouterr().err
+
+
+def test_without_slurm_the_script_can_be_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TsaeError, match="there is no sbatch here"):
+        run_parts(["capture"], Spread(parts=2, executor="slurm"), tmp_path, "cpu")
+    with pytest.raises(TsaeError, match="is one part, and all are to be run"):
+        run_parts(["capture", "--part=1/2"], Spread(parts=2, print_slurm=True), tmp_path, "cpu")
+    assert not run_parts(["capture"], Spread(parts=2, print_slurm=True), tmp_path, "cpu")
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=tsae-capture\n")
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words])
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], Path]:
+    """A capture by one process: the options of the command, and the store."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_rollouts(n_problems=8, n_samples=4, tokenizer=fingerprint).write(folder / "rollouts.parquet")
+    command: list[object] = ["capture", "--series", llama, "--rollouts", folder / "rollouts.parquet"]
+    command += ["--shard-tokens", 60, "--sites", "blocks.1.hook_resid_post"]
+    run(*command, "--to", folder / "acts")
+    return command, folder / "acts"
+
+
+@pytest.mark.slow
+def test_parts_here_give_the_same_bytes(whole: tuple[list[object], Path], tmp_path: Path) -> None:
+    command, acts = whole
+    run(*command, "--to", tmp_path / "acts", "--parts", 3, "--workers", 2)
+    assert digests(tmp_path / "acts") == digests(acts)
+    assert sorted(p.name for p in (tmp_path / "acts.parts").iterdir()) == [f"{i}-of-3.log" for i in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_what_a_part_says_is_told(whole: tuple[list[object], Path], tmp_path: Path) -> None:
+    command, _ = whole
+    command = [*command[:-1], "blocks.9.hook_resid_post"]
+    with pytest.raises(SystemExit) as ended:
+        run(*command, "--to", tmp_path / "acts", "--parts", 2)
+    assert ended.value.code == 2
+    # Not started again: it is for the user to put right.
+    log = (tmp_path / "acts.parts" / "1-of-2.log").read_text(encoding="utf-8")
+    assert log.count("blocks.9.hook_resid_post") == 1
+
+
+@pytest.mark.slow
+def test_a_job_array_gives_the_same_bytes_though_a_node_dies(
+    whole: tuple[list[object], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for SLURM runs the script's tasks, last one first; it kills the second and starts it again."""
+    command, acts = whole
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        "#!/bin/bash\nset -e\nscript=$(mktemp)\ncat > $script\n"
+        "for i in 3 2 1; do\n"
+        "  export SLURM_ARRAY_TASK_ID=$i\n"
+        '  if [ $i = 2 ]; then timeout -s KILL 6 bash $script >> "$TASKS" 2>&1 || true; fi\n'
+        '  bash $script >> "$TASKS" 2>&1\n'
+        "done\necho Submitted batch job 1\n"
+    )
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TASKS", str(tmp_path / "tasks.log"))
+    run(*command, "--to", tmp_path / "acts", "--parts", 3, "--executor", "slurm")
+    assert "Submitted batch job 1" in capfd.readouterr().out
+    assert digests(tmp_path / "acts") == digests(acts)
+
+
+def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that the process may use; a part is stood for by a command that says what it sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    script = tmp_path / "part.sh"
+    script.write_text('echo "$CUDA_VISIBLE_DEVICES"; sleep 0.3\n')
+    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+    assert run_parts(["capture"], Spread(parts=4), tmp_path / "acts", "cuda")
+    logs = [(tmp_path / "acts.parts" / f"{i}-of-4.log").read_text().strip() for i in (1, 2, 3, 4)]
+    assert set(logs[:2]) == set(logs) == {"4", "6"}
+
+
+def test_a_part_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "part.sh"
+    script.write_text(f'echo "$@" >> {tmp_path}/said; [ $(grep -c 2/2 {tmp_path}/said) = 2 ] || [ "$3" = 1/2 ]\n')
+    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+    assert run_parts(["capture"], Spread(parts=2), tmp_path / "acts", "cpu")
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said == ["capture --part 1/2", "capture --part 2/2", "capture --part 2/2"]
+    with pytest.raises(TsaeError, match="1 of 2 parts failed; part 2 says: exit status 1"):
+        run_parts(["capture"], Spread(parts=2, retries=0), tmp_path / "other", "cpu")
