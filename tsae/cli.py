@@ -107,8 +107,10 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     options = getattr(options, "command", options)  # of a group, such as `tsae store`
     check_outputs(options)
     spread = getattr(options, "spread", None)
-    if spread is not None and spread.asked and not run_parts(words, spread, options.to, options.config.device):
-        return
+    if spread is not None and spread.asked:
+        device = options.config.device if hasattr(options, "config") else options.device
+        if not run_parts(words, spread, options.to, device):
+            return
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
 

@@ -91,6 +91,29 @@ def test_parts_here_give_the_same_bytes(whole: tuple[list[object], Path], tmp_pa
 
 
 @pytest.mark.slow
+def test_an_encoding_in_parts_is_joined(whole: tuple[list[object], Path], tmp_path: Path) -> None:
+    _, acts = whole
+    run(
+        "train",
+        "--store",
+        acts,
+        "--to",
+        tmp_path / "sae",
+        "--tokens",
+        400,
+        "--batch-tokens",
+        100,
+        "--d-sae",
+        32,
+        "--k",
+        4,
+    )
+    run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "one")
+    run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "two", "--parts", 2, "--workers", 2)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+@pytest.mark.slow
 def test_what_a_part_says_is_told(whole: tuple[list[object], Path], tmp_path: Path) -> None:
     command, _ = whole
     command = [*command[:-1], "blocks.9.hook_resid_post"]

@@ -1,7 +1,13 @@
-"""Encoding: the SAE's codes of every stored token, and its reconstruction of every reader."""
+"""Encoding: the SAE's codes of every stored token, and its reconstruction of every reader.
+
+A shard of the store is encoded at a time, and kept on disk (`tsae.features.pieces`), so that an interrupted encoding
+goes on, and parts of it may run anywhere. When all pieces are there, they are joined. What comes out does not depend on
+parts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,12 @@ from tsae.activations.catalogue import READER_INFO
 from tsae.activations.shards.shard import Shard
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
+from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.features.pieces import Piece, Pieces
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
 
@@ -29,6 +37,7 @@ def encode(
     *,
     to: str | Path | None = None,
     batch_tokens: int = 8192,
+    device: str | None = None,
     progress: bool = True,
 ) -> FeatureTable:
     """Compute sparse codes of every token in a store, or in a subset of it.
@@ -40,50 +49,136 @@ def encode(
     Args:
         sae: the SAE or its folder; the folder's stability.json, if there is one, becomes part of the table.
         store: the store or its folder.
-        to: folder to save the table in; None keeps it in memory.
+        to: folder to save the table in; None keeps it in memory. An interrupted encoding is completed.
         batch_tokens: tokens encoded at once.
+        device: torch device; by default the SAE's.
         progress: show a bar.
 
     Raises:
-        TsaeError: where the SAE was made for another site or d_model, or stability.json for another SAE.
+        TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, or the folder
+            holds pieces of another encoding.
     """
     stability = None
-    if not isinstance(sae, TemporalSAE):
-        folder, sae = sae, TemporalSAE.load(sae)
+    folder, sae = sae, TemporalSAE.of(sae, device=device)
+    if not isinstance(folder, TemporalSAE):
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    codes: list[sp.csr_array] = []
-    token_ids, lengths, readers, trajectories, outliers = [], [], [], [], []
-    records: list[dict[str, Any]] = []
-    total = sum(int(np.diff(shard.offsets)[store.rows[shard.trajectory]].sum()) for shard in store.shards())
-    if total == 0:
+    if to is None:
+        total = sum(_n_tokens(store, shard) for shard in store.shards())
+        with progress_bar("encode", "token", total, shown=progress) as bar:
+            found = (_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards())
+            return _joined(sae, store, found, stability)
+    pieces = Pieces(to, _inputs(sae, store) | {"batch_tokens": batch_tokens})
+    _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
+    table = _joined(sae, store, pieces, stability)
+    table.save(to)
+    write_run(to, "encode", sae.config, _inputs(sae, store))
+    pieces.remove()
+    return table
+
+
+def encode_part(
+    sae: TemporalSAE | str | Path,
+    store: ActivationStore | str | Path,
+    *,
+    to: str | Path,
+    part: Part,
+    batch_tokens: int = 8192,
+    device: str | None = None,
+    progress: bool = True,
+) -> int:
+    """Encode one part of the store's shards; start the others wherever the folders can be reached, then `encode`.
+
+    Args:
+        sae, store, to, batch_tokens, device, progress: as for `encode`, the same in all parts.
+        part: which shards.
+
+    Returns:
+        number of shards that other parts have still to encode.
+
+    Raises:
+        TsaeError: as `encode`.
+    """
+    sae = TemporalSAE.of(sae, device=device)
+    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    check_fits(sae, store)
+    pieces = Pieces(to, _inputs(sae, store) | {"batch_tokens": batch_tokens})
+    n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
+    return sum(number not in pieces for number in range(n))
+
+
+def _inputs(sae: TemporalSAE, store: ActivationStore) -> dict[str, Any]:
+    labels = store.rollouts.labels_fingerprint
+    inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
+    return inputs | ({"subset": store.selection.as_dict()} if store.selection.as_dict() else {})
+
+
+def _n_tokens(store: ActivationStore, shard: Shard) -> int:
+    return int(np.diff(shard.offsets)[store.rows[shard.trajectory]].sum())
+
+
+def _encode_missing(
+    sae: TemporalSAE, store: ActivationStore, pieces: Pieces, part: Part, batch_tokens: int, progress: bool
+) -> int:
+    """Encode the shards of a part that have no piece yet; gives the number of all shards."""
+    shards = list(store.shards())
+    mine = [(number, shard) for number, shard in enumerate(shards) if number % part.n == part.index]
+    sizes = [_n_tokens(store, shard) for _, shard in mine]
+    with progress_bar("encode", "token", sum(sizes), shown=progress) as bar:
+        for (number, shard), size in zip(mine, sizes, strict=True):
+            if number in pieces:
+                bar.update(size)
+            else:
+                pieces.add(number, _encode_shard(sae, store, shard, batch_tokens, bar))
+    return len(shards)
+
+
+def _encode_shard(sae: TemporalSAE, store: ActivationStore, shard: Shard, batch_tokens: int, bar: Any) -> Piece:
+    quality, codes, outliers = _Reconstruction(sae.d_model), list[sp.csr_array](), [np.zeros(0, dtype=bool)]
+    kept = store.rows[shard.trajectory]
+    tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
+    counted = shard.token_span(store.rollouts, "all", store.special_ids)
+    for low in range(0, len(tokens), batch_tokens):
+        index = tokens[low : low + batch_tokens]
+        found, beyond = _encode_batch(sae, shard, index, counted[index], quality)
+        codes.append(found)
+        outliers.append(beyond)
+        bar.update(len(index))
+    nothing = np.zeros((0, sae.config.d_sae), dtype=np.float32)
+    return Piece(
+        codes=sp.csr_array(sp.vstack(codes, format="csr") if codes else nothing),
+        token_ids=shard.token_ids[tokens],
+        lengths=np.diff(shard.offsets)[kept],
+        trajectory=shard.trajectory[kept],
+        outlier=np.concatenate(outliers),
+        quality=quality.sums(),
+    )
+
+
+def _joined(
+    sae: TemporalSAE, store: ActivationStore, pieces: Iterable[Piece], stability: Stability | None
+) -> FeatureTable:
+    """The table of all pieces, which come in the order of the store's shards."""
+    owners = [store.readers.index(shard.reader) for shard in store.shards()]
+    quality = [_Reconstruction(sae.d_model) for _ in store.readers]
+    every, reader = [], []
+    for owner, piece in zip(owners, pieces, strict=True):
+        every.append(piece)
+        quality[owner].add_sums(piece.quality)
+        reader.append(np.full(len(piece.trajectory), owner, dtype=np.int32))
+    if not sum(len(piece.token_ids) for piece in every):
         raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
-    with progress_bar("encode", "token", total, shown=progress) as bar:
-        for number, reader in enumerate(store.readers):
-            quality = _Reconstruction(sae.d_model)
-            for shard in store.shards(reader):
-                kept = store.rows[shard.trajectory]
-                tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
-                counted = shard.token_span(store.rollouts, "all", store.special_ids)
-                for low in range(0, len(tokens), batch_tokens):
-                    index = tokens[low : low + batch_tokens]
-                    found, beyond = _encode_batch(sae, shard, index, counted[index], quality)
-                    codes.append(found)
-                    outliers.append(beyond)
-                    bar.update(len(index))
-                token_ids.append(shard.token_ids[tokens])
-                lengths.append(np.diff(shard.offsets)[kept])
-                readers.append(np.full(kept.sum(), number, dtype=np.int32))
-                trajectories.append(shard.trajectory[kept])
-            info = store.reader_info(reader)
-            records.append({**{name: info[name] for name in READER_INFO}, **quality.summary()})
-    table = FeatureTable(
-        codes=sp.csr_array(sp.vstack(codes, format="csr")),
-        token_ids=np.concatenate(token_ids),
-        row_offsets=np.concatenate([[0], np.concatenate(lengths).cumsum()]),
-        reader=np.concatenate(readers),
-        trajectory=np.concatenate(trajectories),
+    records = []
+    for id, found in zip(store.readers, quality, strict=True):
+        info = store.reader_info(id)
+        records.append({**{name: info[name] for name in READER_INFO}, **found.summary()})
+    return FeatureTable(
+        codes=sp.csr_array(sp.vstack([piece.codes for piece in every if piece.codes.shape[0]], format="csr")),
+        token_ids=np.concatenate([piece.token_ids for piece in every]),
+        row_offsets=np.concatenate([[0], np.concatenate([piece.lengths for piece in every]).cumsum()]),
+        reader=np.concatenate(reader),
+        trajectory=np.concatenate([piece.trajectory for piece in every]),
         rollouts=with_entropy(store),
         info={
             "sae": {
@@ -96,17 +191,9 @@ def encode(
             "readers": records,
             "special_ids": sorted(store.special_ids),
         },
-        outlier=np.concatenate(outliers),
+        outlier=np.concatenate([piece.outlier for piece in every]),
         stability=stability,
     )
-    if to is not None:
-        table.save(to)
-        labels = table.rollouts.labels_fingerprint
-        inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
-        if store.selection.as_dict():
-            inputs["subset"] = store.selection.as_dict()
-        write_run(to, "encode", sae.config, inputs)
-    return table
 
 
 class _Reconstruction:
@@ -125,6 +212,19 @@ class _Reconstruction:
         self.error += (x - x_hat).pow(2).sum().item()
         self.square += x.pow(2).sum().item()
         self.total += reduce(x, "token d_model -> d_model", "sum")
+
+    def sums(self) -> np.ndarray:
+        """(5 + d_model,) float64: what `add_sums` takes."""
+        return np.array([self.n, self.n_beyond, self.active, self.error, self.square, *self.total.tolist()])
+
+    def add_sums(self, sums: np.ndarray) -> None:
+        """Add what another has summed up."""
+        self.n, self.n_beyond, self.active = (
+            mine + int(more) for mine, more in zip((self.n, self.n_beyond, self.active), sums, strict=False)
+        )
+        self.error += float(sums[3])
+        self.square += float(sums[4])
+        self.total += torch.from_numpy(sums[5:])
 
     def summary(self) -> dict[str, float | int | None]:
         share = self.n_beyond / max(self.n + self.n_beyond, 1)

@@ -12,12 +12,14 @@ import tyro
 
 import tsae
 from tsae.activations.source import Source
+from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.sae import Encode, Evaluate, Export, Live, Train
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
+from tsae.features.encode import encode_part
 from tsae.sae.config import TrainingConfig
 from tsae.sae.fitting.finetuning import starting_config
 from tsae.sae.fitting.train_many import run_name
@@ -139,5 +141,11 @@ def run_export(options: Export) -> None:
 
 
 def run_encode(options: Encode) -> None:
-    sae, store = tsae.TemporalSAE.load(options.sae), tsae.ActivationStore(options.store).subset(options.subset)
-    say_wrote(options.to, tsae.encode(sae, store, to=options.to))
+    store = tsae.ActivationStore(options.store).subset(options.subset)
+    if options.part is not None:
+        part = Part.of(options.part)
+        missing = encode_part(options.sae, store, to=options.to, part=part, device=options.device)
+        rest = f"other parts have {missing} shards still to encode" if missing else "so are all others"
+        print(f"part {part} is done; {rest}. The same command without --part joins them.")
+        return
+    say_wrote(options.to, tsae.encode(options.sae, store, to=options.to, device=options.device))

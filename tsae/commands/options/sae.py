@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from tsae.activations.config import LiveConfig, Subset
+from tsae.commands.options.spread import Spread
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 
@@ -103,7 +104,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Encode:
-    """Turn a store into sparse feature codes."""
+    """Turn a store into sparse feature codes. Resumes an unfinished encoding.
+
+    In parts that know nothing of each other: --parts 8 --workers 2 on this machine, --parts 8 --executor slurm on a
+    cluster, or --part 2/8 wherever you start it.
+    """
 
     sae: Path
     """Folder that `tsae train` wrote."""
@@ -111,4 +116,10 @@ class Encode:
     """Folder that `tsae capture` wrote."""
     to: Path
     """Folder of the feature table."""
+    device: str = "cpu"
+    """Torch device: cpu, cuda, cuda:1, …"""
+    part: str | None = None
+    """Encode only a part of the store's shards, such as 2/7. When all parts are done, the same command without this
+    joins them."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
+    spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)

@@ -1,0 +1,107 @@
+"""Encoding shard by shard: parts, interruptions and orders give the same bytes as one process does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tsae
+from tsae.activations.store import ActivationStore
+from tsae.base.part import Part
+from tsae.errors import TsaeError
+from tsae.features import encode as encoding
+from tsae.features.encode import encode, encode_part
+from tsae.sae.model import TemporalSAE
+
+
+@pytest.fixture(scope="module")
+def shards(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """A store of many small shards, read by two readers."""
+    from support.builders import make_rollouts, save_perturbed
+
+    folder = tmp_path_factory.mktemp("shards")
+    save_perturbed(llama, folder / "run" / "checkpoint-1")
+    series = tsae.CheckpointSeries.load(llama, folder / "run")
+    rollouts = make_rollouts(n_problems=6, n_samples=4, tokenizer=fingerprint)
+    config = tsae.CaptureConfig(shard_tokens=60)
+    return tsae.capture(
+        series, rollouts, ["blocks.1.hook_resid_post"], to=folder / "acts", config=config, progress=False
+    )
+
+
+@pytest.fixture(scope="module")
+def sae(shards: ActivationStore) -> TemporalSAE:
+    training = tsae.TrainingConfig(tokens=2000, batch_tokens=100)
+    return tsae.train(shards, tsae.SAEConfig(d_sae=32, k=4), training=training, progress=False)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_bytes_do_not_depend_on_parts(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
+    n = sum(1 for _ in shards.shards())
+    assert n > 7
+    encode(sae, shards, to=tmp_path / "one", progress=False)
+    left = []
+    for index in (6, 0, 3, 1, 5, 4, 2):
+        left.append(encode_part(sae, shards, to=tmp_path / "seven", part=Part(index, 7), progress=False))
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+    # A part that was started twice does nothing.
+    assert encode_part(sae, shards, to=tmp_path / "seven", part=Part(2, 7), progress=False) == 0
+    encode(sae, shards, to=tmp_path / "seven", progress=False)
+    assert digests(tmp_path / "seven") == digests(tmp_path / "one")
+    in_memory = encode(sae, shards, progress=False)
+    saved = tsae.FeatureTable.load(tmp_path / "seven")
+    assert (in_memory.codes != saved.codes).nnz == 0
+    assert json.loads(json.dumps(in_memory.info)) == saved.info
+    for name in ("token_ids", "row_offsets", "reader", "trajectory", "outlier"):
+        np.testing.assert_array_equal(getattr(in_memory, name), getattr(saved, name))
+
+
+def test_what_was_finished_is_not_encoded_again(
+    sae: TemporalSAE, shards: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = encoding._encode_shard, []
+
+    def dies(sae: Any, store: Any, shard: Any, *rest: Any) -> Any:
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append(shard.path)
+        return real(sae, store, shard, *rest)
+
+    monkeypatch.setattr(encoding, "_encode_shard", dies)
+    with pytest.raises(KeyboardInterrupt):
+        encode(sae, shards, to=tmp_path / "features", progress=False)
+    assert not (tmp_path / "features" / "features.json").exists()
+    again = []
+    monkeypatch.setattr(encoding, "_encode_shard", lambda *a: again.append(a[2].path) or real(*a))
+    encode(sae, shards, to=tmp_path / "features", progress=False)
+    assert len(again) == sum(1 for _ in shards.shards()) - 3
+    assert not set(again) & set(seen)
+    assert not (tmp_path / "features" / "pieces").exists()
+
+
+def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
+    sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
+) -> None:
+    encode_part(sae, shards, to=tmp_path, part=Part(0, 2), progress=False)
+    with pytest.raises(TsaeError, match="pieces of another encoding: batch_tokens differ"):
+        encode_part(sae, shards, to=tmp_path, part=Part(1, 2), batch_tokens=100, progress=False)
+    other = TemporalSAE(sae.d_model, sae.config, site=sae.site)
+    with pytest.raises(TsaeError, match="pieces of another encoding: sae differ"):
+        encode(other, shards, to=tmp_path, progress=False)
+    piece = tmp_path / "pieces" / "000002.npz"
+    piece.write_bytes(piece.read_bytes()[:-40])
+    with pytest.raises(TsaeError, match=r"000002\.npz: is damaged"):
+        encode(sae, shards, to=tmp_path, progress=False)

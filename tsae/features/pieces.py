@@ -1,0 +1,106 @@
+"""Pieces of an encoding on disk: the codes of one shard of the store each, until all are there and joined.
+
+In the folder of the feature table to come::
+
+    pieces/
+      encoding.json      what is encoded, and with what; pieces of another encoding are refused
+      000000.npz         of the store's first shard
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from tsae.base.files import replacing, write_json
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one shard gives to a feature table."""
+
+    codes: sp.csr_array
+    """(n_tokens, d_sae) float32."""
+    token_ids: np.ndarray
+    """(n_tokens,) int32."""
+    lengths: np.ndarray
+    """(n_rows,) tokens of each row."""
+    trajectory: np.ndarray
+    """(n_rows,) row ids into the rollouts."""
+    outlier: np.ndarray
+    """(n_tokens,) bool."""
+    quality: np.ndarray
+    """Sums over tokens, for the reconstruction of the reader."""
+
+
+class Pieces:
+    """The pieces in a folder.
+
+    Args:
+        folder: of the feature table to come.
+        identity: what is encoded, and with what.
+
+    Raises:
+        TsaeError: where the folder holds pieces of another encoding.
+    """
+
+    def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
+        self.path = Path(folder) / "pieces"
+        file = self.path / "encoding.json"
+        if not file.is_file():
+            write_json(file, identity)
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TsaeError(f"is not JSON ({error})", where=file, fix=f"Remove {self.path}.") from error
+        if found != json.loads(json.dumps(identity)):
+            different = sorted(key for key in {*found, *identity} if found.get(key) != identity.get(key))
+            raise TsaeError(
+                f"holds pieces of another encoding: {', '.join(different)} differ",
+                where=self.path,
+                fix="Give another folder, or remove these.",
+            )
+
+    def __contains__(self, number: int) -> bool:
+        return self._file(number).is_file()
+
+    def __iter__(self) -> Iterator[Piece]:
+        """In the order of the shards."""
+        for file in sorted(self.path.glob("*.npz")):
+            try:
+                with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+                    arrays = dict(found)
+                parts = (arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets"))
+                yield Piece(codes=sp.csr_array(parts, shape=tuple(arrays.pop("shape"))), **arrays)
+            except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+                raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error
+
+    def add(self, number: int, piece: Piece) -> None:
+        """Write the piece of a shard, whole or not at all."""
+        codes = piece.codes
+        arrays = {name: getattr(piece, name) for name in ("token_ids", "lengths", "trajectory", "outlier", "quality")}
+        with replacing(self._file(number)) as partial, partial.open("wb") as stream:
+            np.savez(
+                stream,
+                values=codes.data,
+                indices=codes.indices.astype(np.int32),
+                offsets=codes.indptr,
+                shape=np.array(codes.shape),
+                **arrays,
+            )
+
+    def remove(self) -> None:
+        """When they are joined."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:06d}.npz"
