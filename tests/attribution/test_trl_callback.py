@@ -75,7 +75,10 @@ def run(to: Path, options: dict[str, Any] | None = None, **recording: Any) -> At
     return callback
 
 
-@pytest.mark.parametrize("options", [{}, {"optim": "adamw_torch_fused", "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"optim": "adamw_torch_fused", "gradient_checkpointing": True}, marks=pytest.mark.slow)],
+)
 def test_recording_changes_no_weight(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = make_trainer(tmp_path, **options)
     before = [p.detach().clone() for p in plain.model.parameters()]
@@ -88,7 +91,7 @@ def test_recording_changes_no_weight(tmp_path: Path, options: dict[str, Any]) ->
     assert np.abs(watched.recorder.frame["now: direct (one)"]).max() > 0
 
 
-@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss", ["dapo", pytest.param("dr_grpo", marks=pytest.mark.slow)])
 def test_shares_are_those_of_attribution_after_the_run(tmp_path: Path, loss: str) -> None:
     callback = run(tmp_path, {"loss_type": loss}, refresh=1, folder=tmp_path / "recording", every=1)
     frame = callback.recorder.frame
