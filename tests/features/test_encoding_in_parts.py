@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,4 +105,16 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
     piece = tmp_path / "pieces" / "000002.npz"
     piece.write_bytes(piece.read_bytes()[:-40])
     with pytest.raises(TsaeError, match=r"000002\.npz: is damaged"):
+        encode(sae, shards, to=tmp_path, progress=False)
+
+
+def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
+    """Of the same rollouts, read by other checkpoints or cut elsewhere; and pieces that nothing says are of what."""
+    encode_part(sae, shards, to=tmp_path, part=Part(0, 2), progress=False)
+    other = ActivationStore(shutil.copytree(shards.path, tmp_path / "other"))
+    other.manifest["readers"][1]["shards"][0]["sha256"] = "0" * 64
+    with pytest.raises(TsaeError, match="pieces of another encoding: shards differ"):
+        encode(sae, other, to=tmp_path, progress=False)
+    (tmp_path / "pieces" / "encoding.json").unlink()
+    with pytest.raises(TsaeError, match=r"holds pieces, but no encoding\.json"):
         encode(sae, shards, to=tmp_path, progress=False)

@@ -7,6 +7,8 @@ parts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -69,7 +71,7 @@ def encode(
         with progress_bar("encode", "token", total, shown=progress) as bar:
             found = (_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards())
             return _joined(sae, store, found, stability)
-    pieces = Pieces(to, _inputs(sae, store) | {"batch_tokens": batch_tokens})
+    pieces = Pieces(to, _identity(sae, store, batch_tokens))
     _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
     table = _joined(sae, store, pieces, stability)
     table.save(to)
@@ -103,7 +105,7 @@ def encode_part(
     sae = TemporalSAE.of(sae, device=device)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
-    pieces = Pieces(to, _inputs(sae, store) | {"batch_tokens": batch_tokens})
+    pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
     return sum(number not in pieces for number in range(n))
 
@@ -112,6 +114,14 @@ def _inputs(sae: TemporalSAE, store: ActivationStore) -> dict[str, Any]:
     labels = store.rollouts.labels_fingerprint
     inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
     return inputs | ({"subset": store.selection.as_dict()} if store.selection.as_dict() else {})
+
+
+def _identity(sae: TemporalSAE, store: ActivationStore, batch_tokens: int) -> dict[str, Any]:
+    """What a piece depends on: other checkpoints, shards or kinds of device may give other codes."""
+    shards = [[record["id"], record["shards"]] for record in store.manifest["readers"]]
+    digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+    device = sae.W_dec.device.type
+    return _inputs(sae, store) | {"shards": digest, "batch_tokens": batch_tokens, "device": device}
 
 
 def _n_tokens(store: ActivationStore, shard: Shard) -> int:

@@ -50,13 +50,17 @@ class Pieces:
         identity: what is encoded, and with what.
 
     Raises:
-        TsaeError: where the folder holds pieces of another encoding.
+        TsaeError: where the folder holds pieces of another encoding, or of one that is not known.
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         self.path = Path(folder) / "pieces"
         file = self.path / "encoding.json"
         if not file.is_file():
+            if any(self.path.glob("*.npz")) and not file.is_file():  # looked at again: another part may begin now
+                raise TsaeError(
+                    "holds pieces, but no encoding.json that says of what", where=self.path, fix="Remove them."
+                )
             write_json(file, identity)
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
