@@ -7,6 +7,7 @@ import os
 import shlex
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,32 @@ def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert run_parts(["capture"], Spread(parts=4), tmp_path / "acts", "cuda")
     logs = [(tmp_path / "acts.parts" / f"{i}-of-4.log").read_text().strip() for i in (1, 2, 3, 4)]
     assert set(logs[:2]) == set(logs) == {"4", "6"}
+
+
+def test_what_the_user_stops_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part is done, and the interruption comes while the second runs."""
+    script = tmp_path / "part.sh"
+    script.write_text(f'echo "$3" >> {tmp_path}/said; [ "$3" = 1/3 ] || exec sleep 60\n')
+    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+
+    class Interrupted:
+        def __enter__(self) -> Interrupted:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def update(self) -> None:
+            while "2/3" not in (tmp_path / "said").read_text():
+                time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tsae.commands.spreading.progress_bar", lambda *_: Interrupted())
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_parts(["capture"], Spread(parts=3, workers=2), tmp_path / "acts", "cpu")
+    assert time.monotonic() - began < 30
+    said = (tmp_path / "said").read_text().split()
+    assert len(said) == len(set(said))
 
 
 def test_a_part_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

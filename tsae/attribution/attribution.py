@@ -95,7 +95,7 @@ class Attribution:
     def of_target(self, target: str, n: int = 10) -> pd.DataFrame:
         """The samples with the largest shares for and against a target, n each, with what is known of them.
 
-        Without the log, texts are there for the first samples of a target only; see `facts`.
+        Texts come from the log. Without it, only the samples with the largest shares have texts (see `facts`).
 
         Raises:
             TsaeError: for an unknown target.

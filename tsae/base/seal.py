@@ -22,12 +22,12 @@ _THREADS = 4
 
 
 def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, Path] | None = None) -> None:
-    """Note the checksums of files of a folder; those of others that were noted before are kept while these exist.
+    """Write down the checksums of files in a folder. Earlier entries stay if their files still exist.
 
     Args:
         folder: that holds the files.
-        names: of the files; one that does not exist is taken out of the seal.
-        coming: where files lie that get these names only after this.
+        names: of the files. A file that does not exist is taken out of the seal.
+        coming: files that will be renamed after this call: the new name, and where the file is now.
     """
     folder = Path(folder)
     file = folder / SEAL
@@ -67,7 +67,7 @@ def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None)
 
 
 def unchanged(file: Path, digest: str) -> bool:
-    """Whether a file has this SHA-256. It is read once by a process, as long as its size and times stay the same."""
+    """Whether a file has this SHA-256. A process reads the file again only if its size or times have changed."""
     found = os.stat(file)
     return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) == digest
 

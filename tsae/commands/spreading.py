@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event, Lock
 
 from tsae.base.progress import progress_bar
 from tsae.commands.options.spread import Spread
@@ -116,6 +117,7 @@ def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> 
     for worker in range(workers):
         free.put(worker)
     running: set[subprocess.Popen[bytes]] = set()
+    stopped, starting = Event(), Lock()
 
     def run_one(number: int) -> str | None:
         """The last line of what a part said, if it failed."""
@@ -129,10 +131,13 @@ def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> 
                 environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
             for _ in range(spread.retries + 1):
                 with log.open("ab") as said:
-                    process = subprocess.Popen(
-                        [*command, "--part", f"{number}/{spread.parts}"], stdout=said, stderr=said, env=environment
-                    )
-                    running.add(process)
+                    with starting:
+                        if stopped.is_set():  # A part that died because the user stopped is not started again.
+                            return "stopped"
+                        process = subprocess.Popen(
+                            [*command, "--part", f"{number}/{spread.parts}"], stdout=said, stderr=said, env=environment
+                        )
+                        running.add(process)
                     status = process.wait()
                     running.discard(process)
                 if status in (0, 2):  # What a user has to put right does not go away by itself.
@@ -151,9 +156,11 @@ def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> 
                     failed[tasks[task]] = said
                 bar.update()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.terminate()
+            with starting:
+                stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(running):
+                    process.terminate()
             raise
     if failed:
         number = min(failed)

@@ -72,8 +72,8 @@ def encode(
             found = (_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards())
             return _joined(sae, store, found, stability)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
-    _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
-    table = _joined(sae, store, pieces, stability)
+    n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
+    table = _joined(sae, store, pieces.first(n), stability)
     table.save(to)
     write_run(to, "encode", sae.config, _inputs(sae, store))
     pieces.remove()
@@ -117,7 +117,7 @@ def _inputs(sae: TemporalSAE, store: ActivationStore) -> dict[str, Any]:
 
 
 def _identity(sae: TemporalSAE, store: ActivationStore, batch_tokens: int) -> dict[str, Any]:
-    """What a piece depends on: other checkpoints, shards or kinds of device may give other codes."""
+    """What the codes of a piece depend on. If any of it differs, the piece belongs to another encoding."""
     shards = [[record["id"], record["shards"]] for record in store.manifest["readers"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     device = sae.W_dec.device.type

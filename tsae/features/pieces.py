@@ -64,6 +64,8 @@ class Pieces:
             write_json(file, identity)
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("no object")
         except ValueError as error:
             raise TsaeError(f"is not JSON ({error})", where=file, fix=f"Remove {self.path}.") from error
         if found != json.loads(json.dumps(identity)):
@@ -77,15 +79,19 @@ class Pieces:
     def __contains__(self, number: int) -> bool:
         return self._file(number).is_file()
 
-    def __iter__(self) -> Iterator[Piece]:
-        """In the order of the shards."""
-        for file in sorted(self.path.glob("*.npz")):
+    def first(self, n: int) -> Iterator[Piece]:
+        """Those of the first n shards, in order.
+
+        Raises:
+            TsaeError: where one is missing or damaged.
+        """
+        for file in map(self._file, range(n)):
             try:
                 with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                     arrays = dict(found)
                 parts = (arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets"))
                 yield Piece(codes=sp.csr_array(parts, shape=tuple(arrays.pop("shape"))), **arrays)
-            except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
                 raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error
 
     def add(self, number: int, piece: Piece) -> None:

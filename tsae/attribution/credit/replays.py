@@ -62,7 +62,7 @@ class Agreement:
 
 @torch.no_grad()
 def logged_probabilities(path: TrainingPath, logs: Logs) -> Logged:
-    """Read every response with the weights that its step began with."""
+    """Compute the log-probabilities of every response, with the weights at the start of its step."""
     found: Logged = {}
     for step in range(path.steps[0] + 1, path.last + 1):
         path.put(step - 1)
@@ -135,7 +135,7 @@ def validate(
 def _replayed(
     path: TrainingPath, logs: Logs, targets: Targets, kept: np.ndarray, to: Path, mark: Any, progress: bool
 ) -> np.ndarray:
-    """(K, n_targets) changes by replayed trainings; what a file has is not replayed again."""
+    """(K, n_targets) changes of the targets in the replayed trainings. Replays that are on disk are read from there."""
     path.put(path.steps[0])
     before, logged, found = targets.values(path.trained), None, []
     for mask in progress_bar("replayed trainings", "training", over=list(kept), shown=progress):

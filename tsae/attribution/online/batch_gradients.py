@@ -152,7 +152,7 @@ class BatchGradients:
         part.rest.clear()
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to the last micro-batch what no module's hook has seen: gradients, (B, …), of a weight."""
+        """Add gradients that no hook has seen to the last micro-batch: (B, …), those of one weight."""
         self._parts[-1].add_gradient(name, gradient)
 
     @torch.no_grad()
@@ -196,8 +196,10 @@ class BatchGradients:
 
 
 def _scale_of_norm(module: torch.nn.Module) -> torch.Tensor | None:
-    """(d,) what an RMS norm multiplies the normed vector by: its weight, or 1 + it; None for other modules, and where
-    it is too near 0 to divide by."""
+    """(d,) the factor of an RMS norm: its weight, or 1 + its weight.
+
+    None for other modules, and where the factor is too near 0 to divide by.
+    """
     if not type(module).__name__.endswith("RMSNorm") or [n for n, _ in module.named_parameters()] != ["weight"]:
         return None
     weight = module.weight

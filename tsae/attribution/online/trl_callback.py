@@ -1,4 +1,4 @@
-"""Attribution in TRL's GRPOTrainer: the recorder, and a guard if wanted, as a callback.
+"""A callback for TRL's GRPOTrainer that records attribution, and guards a target if you want it to.
 
     trainer = GRPOTrainer(…)
     callback = AttributionCallback(trainer, targets, folder="recording")

@@ -137,7 +137,7 @@ def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | N
 
 
 def _sections(diff: FeatureDiff, attribution: Attribution | None) -> Iterator[tuple[str, str]]:
-    """Id and heading of the sections for which there is something; their templates are named after the ids."""
+    """Id and heading of each section that has something to show. A template is named after its section's id."""
     runs = facts.final_checkpoints(diff)
     yield "gates", "Before you believe it"
     yield "behaviours", "Behaviour by band"

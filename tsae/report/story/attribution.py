@@ -45,13 +45,13 @@ class Moved:
     simulated: float
     """The change with all samples, by simulation."""
     validated: str
-    """How simulation predicted replayed trainings; empty where none was replayed."""
+    """How well the simulation predicted the replayed trainings. Empty if none was replayed."""
     groups: pd.DataFrame
     """Rows of `Attribution.groups`, the largest effects first."""
     problems: pd.DataFrame
     """Rows of `Attribution.problems`: some with the largest effects for, and some against."""
     about_problems: str
-    """How far effects of problems describe the run, or why there are none; empty where they were not asked for."""
+    """How well the effects of problems describe the run, or why there are none. Empty if nobody asked for them."""
     samples: pd.DataFrame
     """Rows of `Attribution.of_target`."""
 
@@ -158,7 +158,7 @@ def statement(found: Attribution) -> Statement:
 
 
 def belief(found: Attribution) -> list[Said]:
-    """How far to believe shares and effects: of this run, and by retraining."""
+    """How far to believe shares and effects: what this run shows, and what retraining has shown."""
     targets, error = found.targets, float(found.info["path_error"])
     said = [
         Said(
