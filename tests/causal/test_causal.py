@@ -551,7 +551,7 @@ def test_what_does_not_fit_together(
     refused(r"blocks\.7\.hook_resid_post does not exist", coordinates(site="blocks.7.hook_resid_post"))
     wide = tsae.Checkpoint("wide", str(save_model(tmp_path / "wide", d_model=24)))
     refused("has d_model 24, the SAE expects 16", checkpoint=wide)
-    silent = decided_features.codes.tolil()
+    silent = decided_features.codes[:].tolil()
     silent[:, OTHER] = 0
     refused("fires on no response token", table=replace(decided_features, codes=silent.tocsr()))
     rollouts = decided_features.rollouts

@@ -179,7 +179,7 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
     )
     for limit in (64_000_000, 1):
         monkeypatch.setattr("tsae.diff.contrast.problem_means._AUROC_BYTES", limit)
-        found = within_problem_auroc(sp.csc_array(values), a, b, problem, problems)
+        found = within_problem_auroc(sp.csc_array(values), np.arange(values.shape[1]), a, b, problem, problems)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_auroc_counts_as_many_wins_as_there_are() -> None:
     """More than a byte holds."""
     values = np.concatenate([np.ones(3), np.zeros(300)])[:, None]
     found = within_problem_auroc(
-        sp.csc_array(values), np.arange(3), np.arange(3, 303), np.zeros(303, dtype=int), np.array([0])
+        sp.csc_array(values), np.array([0]), np.arange(3), np.arange(3, 303), np.zeros(303, dtype=int), np.array([0])
     )
     assert found.tolist() == [1.0]
 

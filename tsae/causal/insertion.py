@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from einops import reduce
 
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
@@ -184,7 +183,7 @@ class _Tokens:
 
 def _top_tokens(features: FeatureTable, learnt: np.ndarray, feature: int, config: InsertionConfig) -> _Tokens:
     ids, code = np.unique(features.token_ids[learnt], return_inverse=True)
-    activation = sp.csc_array(features.codes[:, [feature]]).toarray().ravel()[learnt]
+    activation = features.columns[:, [feature]].toarray().ravel()[learnt]
     count = np.bincount(code)
     total = np.bincount(code, weights=activation)
     fired = np.bincount(code, weights=activation > 0)
@@ -269,9 +268,9 @@ def _silent_places(features: FeatureTable, rows: np.ndarray, feature: int, rng: 
     What fires on special tokens does not count: the first token of a text fires many features.
     """
     counted = features.span_mask("all")
-    fires = sp.csc_array(features.codes[:, [feature]])
+    tokens, values = features.column(feature)
     firing = np.zeros(len(counted), dtype=bool)
-    firing[fires.indices[fires.data > 0]] = True
+    firing[tokens[values > 0]] = True
     firing &= counted
     places = []
     for row in rows:

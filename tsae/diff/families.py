@@ -33,6 +33,7 @@ from tsae.diff.significance.inference import paired_inference, q_values
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import row_blocks
 
 Families = Mapping[str, Sequence[str]]
 NO_FAMILY = "none"
@@ -189,7 +190,7 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
         deviation = rows.scales[of.checkpoint].deviation
         unit = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         weights = np.stack([np.where(family == name, unit, 0) / n for name, n in zip(names, counts, strict=True)], 1)
-        scores = sp.csr_array(rows.values @ weights)
+        scores = sp.csr_array(np.concatenate([block @ weights for _, block in row_blocks(rows.values)]))
         keys = {"checkpoint": of.checkpoint, "band": of.band, "n_problems": len(of.problems)}
         table = pd.DataFrame({**keys, "family": names, "n_features": counts, "note": of.note})
         table[list(_NUMBERS)] = np.nan

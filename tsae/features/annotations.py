@@ -15,7 +15,7 @@ from einops import reduce
 from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import active_counts, grouped_sums
+from tsae.features.sums import active_counts, sums_by_code
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""
@@ -28,7 +28,6 @@ def find_annotator(name: str) -> Annotator:
 
 
 PROMPT_CLASS, SPECIAL_CLASS, RARE = "prompt", "special", "rare tokens"
-_IDS = 128  # token ids whose sums are made at once
 _MIN_TOKENS = 20  # A class with fewer tokens cannot be what a feature responds to.
 
 
@@ -85,10 +84,12 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
         on smaller classes responds to "rare tokens".
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
-    tokens = np.flatnonzero(counted)
-    n_classes, ones = len(classes.names), np.ones(len(tokens))
-    sums = grouped_sums(features.codes, tokens, classes.code[tokens], ones, n_classes)
-    sizes = np.bincount(classes.code[tokens], minlength=n_classes).astype(float)
+    n_classes = len(classes.names)
+    code = np.where(counted, classes.code, np.int32(-1))
+    sums = np.empty((n_classes, features.n_features))
+    for some, found in sums_by_code(features.columns, code, n_classes):
+        sums[:, some] = found
+    sizes = np.bincount(classes.code[counted], minlength=n_classes).astype(float)
     total = reduce(sums, "token_class feature -> feature", "sum")
     shares = sums / np.where(total > 0, total, 1)
     lifts = shares / np.maximum(sizes / sizes.sum(), 1e-12)[:, None]
@@ -104,7 +105,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
             ),
             "lift": np.where(rare, 0.0, lifts[best, column]),
             "share": np.where(rare, 0.0, shares[best, column]),
-            "n_tokens": active_counts(features.codes, tokens),
+            "n_tokens": active_counts(features, counted),
         },
         index=pd.RangeIndex(features.n_features, name="feature"),
     )
@@ -117,30 +118,30 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
         indexed by feature: top_tokens (the strings, most activation first), top_token_share (share of the feature's
         summed activation on the first one; near 1 means that the feature may be lexical).
     """
-    tokens = np.flatnonzero(features.span_mask("all"))
-    ids, code = np.unique(features.token_ids[tokens], return_inverse=True)
-    order = np.argsort(code, kind="stable")
-    tokens, code = tokens[order], code[order]
-    # The n largest sums so far and their ids: sums of all tokens would need too much memory.
-    best, of_id = np.zeros((n, features.n_features)), np.zeros((n, features.n_features), dtype=int)
-    total = np.zeros(features.n_features)
-    for first in range(0, len(ids), _IDS):
-        size = min(_IDS, len(ids) - first)
-        some = slice(*np.searchsorted(code, [first, first + size]))
-        sums = grouped_sums(features.codes, tokens[some], code[some] - first, np.ones(len(tokens[some])), size)
-        total += sums.sum(0)
-        new = np.flatnonzero(sums.max(0) > best[-1])  # features whose best tokens change
-        candidates = np.concatenate([best[:, new], sums[:, new]])
-        ids_here = np.broadcast_to(np.arange(first, first + size)[:, None], (size, len(new)))
-        largest = np.argsort(-candidates, axis=0, kind="stable")[:n]
-        best[:, new] = np.take_along_axis(candidates, largest, 0)
-        of_id[:, new] = np.take_along_axis(np.concatenate([of_id[:, new], ids_here]), largest, 0)
+    ids, code = id_codes(features.token_ids, features.span_mask("all"))
     strings = [token_strings[i] for i in ids]
-    names = [
-        [strings[i] for i, value in zip(of_id[:, feature], best[:, feature], strict=True) if value > 0]
-        for feature in range(features.n_features)
-    ]
-    share = np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0)
+    names, share = [], []
+    for _, sums in sums_by_code(features.columns, code, max(len(ids), 1)):
+        total = sums.sum(0)
+        limit = np.partition(sums, -min(n, len(sums)), axis=0)[-min(n, len(sums))]
+        for column, least, every in zip(sums.T, limit, total, strict=True):
+            found = np.flatnonzero((column >= least) & (column > 0))
+            found = found[np.argsort(-column[found], kind="stable")][:n]
+            names.append([strings[i] for i in found])
+            share.append(column[found[0]] / every if len(found) else 0.0)
     return pd.DataFrame(
         {"top_tokens": names, "top_token_share": share}, index=pd.RangeIndex(features.n_features, name="feature")
     )
+
+
+def id_codes(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The (n,) ids that occur on tokens of a mask, and the (n_tokens,) int32 index of each token's among them.
+
+    Tokens beyond the mask have −1.
+    """
+    occurs = np.zeros(int(token_ids.max(initial=0)) + 1, dtype=bool)
+    occurs[token_ids[mask]] = True
+    ids = np.flatnonzero(occurs)
+    number = np.full(len(occurs), -1, dtype=np.int32)
+    number[ids] = np.arange(len(ids))
+    return ids, np.where(mask, number[token_ids], np.int32(-1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,16 @@ def encode(
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
-            found = (_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards())
-            return _joined(sae, store, found, stability)
+            found = [_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards()]
+        table = _joined(sae, store, (piece for piece, _ in found), stability)
+        return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
-    table = _joined(sae, store, pieces.first(n), stability)
-    table.save(to)
+    nnz = sum(piece.nnz for piece in pieces.first(n))
+    _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
     write_run(to, "encode", sae.config, _inputs(sae, store))
     pieces.remove()
-    return table
+    return FeatureTable.load(to)
 
 
 def encode_part(
@@ -140,11 +141,13 @@ def _encode_missing(
             if number in pieces:
                 bar.update(size)
             else:
-                pieces.add(number, _encode_shard(sae, store, shard, batch_tokens, bar))
+                pieces.add(number, *_encode_shard(sae, store, shard, batch_tokens, bar))
     return len(shards)
 
 
-def _encode_shard(sae: TemporalSAE, store: ActivationStore, shard: Shard, batch_tokens: int, bar: Any) -> Piece:
+def _encode_shard(
+    sae: TemporalSAE, store: ActivationStore, shard: Shard, batch_tokens: int, bar: Any
+) -> tuple[Piece, sp.csr_array]:
     quality, codes, outliers = _Reconstruction(sae.d_model), list[sp.csr_array](), [np.zeros(0, dtype=bool)]
     kept = store.rows[shard.trajectory]
     tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
@@ -156,20 +159,22 @@ def _encode_shard(sae: TemporalSAE, store: ActivationStore, shard: Shard, batch_
         outliers.append(beyond)
         bar.update(len(index))
     nothing = np.zeros((0, sae.config.d_sae), dtype=np.float32)
-    return Piece(
-        codes=sp.csr_array(sp.vstack(codes, format="csr") if codes else nothing),
+    whole = sp.csr_array(sp.vstack(codes, format="csr") if codes else nothing)
+    piece = Piece(
         token_ids=shard.token_ids[tokens],
         lengths=np.diff(shard.offsets)[kept],
         trajectory=shard.trajectory[kept],
         outlier=np.concatenate(outliers),
         quality=quality.sums(),
+        nnz=whole.nnz,
     )
+    return piece, whole
 
 
 def _joined(
     sae: TemporalSAE, store: ActivationStore, pieces: Iterable[Piece], stability: Stability | None
 ) -> FeatureTable:
-    """The table of all pieces, which come in the order of the store's shards."""
+    """The table of all pieces, which come in the order of the store's shards; without their codes."""
     owners = [store.readers.index(shard.reader) for shard in store.shards()]
     quality = [_Reconstruction(sae.d_model) for _ in store.readers]
     every, reader = [], []
@@ -183,9 +188,11 @@ def _joined(
     for id, found in zip(store.readers, quality, strict=True):
         info = store.reader_info(id)
         records.append({**{name: info[name] for name in READER_INFO}, **found.summary()})
+    token_ids = np.concatenate([piece.token_ids for piece in every])
+    nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32), np.zeros(len(token_ids) + 1, dtype=np.int32)
     return FeatureTable(
-        codes=sp.csr_array(sp.vstack([piece.codes for piece in every if piece.codes.shape[0]], format="csr")),
-        token_ids=np.concatenate([piece.token_ids for piece in every]),
+        codes=sp.csr_array(nothing, shape=(len(token_ids), sae.config.d_sae)),
+        token_ids=token_ids,
         row_offsets=np.concatenate([[0], np.concatenate([piece.lengths for piece in every]).cumsum()]),
         reader=np.concatenate(reader),
         trajectory=np.concatenate([piece.trajectory for piece in every]),

@@ -3,23 +3,24 @@
 One folder::
 
     features/
-      features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
-                         /token_ids, /outlier (n_tokens,), /row_offsets (n_rows + 1,), /reader, /trajectory (n_rows,)
+      features.h5        codes by tokens, and the tokens (`tsae.features.table_files`)
+      columns.h5         codes by features
+      means.h5           mean activations of every row over the response; over thinking and answer where there are any
       features.json      SAE, readers with their reconstruction, special ids
       stability.json     which features other seeds find again, where that was known of the SAE
-      rollouts.parquet   the Rollouts table that /trajectory refers to
+      rollouts.parquet   the Rollouts table that the codes refer to
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
@@ -31,20 +32,23 @@ from tsae.base.seal import check_seal, seal
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
+from tsae.features.stored import Columns, Rows, StoredRows, columns_of, row_blocks
+from tsae.features.table_files import ARRAYS, CODES, COLUMNS, MEANS, read_codes, write_codes, write_means
 from tsae.rollouts.table import Rollouts
 from tsae.sae.quality.stability import FILE as STABILITY
 from tsae.sae.quality.stability import Stability
 
-_FILES = ("features.json", "features.h5", "rollouts.parquet")
-_ARRAYS = ("indices", "values", "offsets", "token_ids", "row_offsets", "reader", "trajectory", "outlier")
+_FILES = ("features.json", CODES, "rollouts.parquet")
+_AT_ONCE = 200_000  # tokens
 
 
 @dataclass(frozen=True)
 class FeatureTable:
     """Sparse codes of every token that every reader read."""
 
-    codes: sp.csr_array
-    """(n_tokens, d_sae) float32, non-negative."""
+    codes: Rows
+    """(n_tokens, d_sae) float32, non-negative. Those of a table that was loaded stay on disk: ``codes[tokens]`` reads
+    some of them as a `scipy.sparse.csr_array`, ``codes[:]`` all."""
     token_ids: np.ndarray
     """(n_tokens,) int32."""
     row_offsets: np.ndarray
@@ -137,26 +141,78 @@ class FeatureTable:
         """(n_tokens,) row of each token."""
         return np.repeat(np.arange(self.n_rows), np.diff(self.row_offsets))
 
+    def rows_of(self, tokens: np.ndarray) -> np.ndarray:
+        """The row of each of some tokens, which are indices into all tokens of the table."""
+        return np.searchsorted(self.row_offsets, tokens, side="right") - 1
+
+    def counts(self, mask: np.ndarray) -> np.ndarray:
+        """(n_rows,) how many tokens of a (n_tokens,) mask each row has."""
+        found = np.zeros(self.n_rows, dtype=np.int64)
+        for first, last in self.row_blocks():
+            ends = self.row_offsets[first : last + 1]
+            so_far = np.r_[0, mask[int(ends[0]) : int(ends[-1])].cumsum()]
+            found[first:last] = np.diff(so_far[ends - ends[0]])
+        return found
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The codes by features: ``columns[:, features]`` is a (n_tokens, …) `scipy.sparse.csc_array`."""
+        return columns_of(self.codes)
+
+    def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, activations) where a feature is active, in the order of the tokens."""
+        found = self.columns[:, [feature]]
+        return found.indices, found.data
+
+    def row_blocks(self, n_tokens: int = _AT_ONCE) -> Iterator[tuple[int, int]]:
+        """(first row, last row + 1) of rows with about so many tokens together, at least one."""
+        first = 0
+        while first < self.n_rows:
+            limit = int(self.row_offsets[first]) + n_tokens
+            last = max(first + 1, int(np.searchsorted(self.row_offsets, limit, side="right")) - 1)
+            yield first, last
+            first = last
+
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
         """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`. Outliers never count.
 
         Raises:
             TsaeError: for thinking, where no response has any.
         """
-        special = self.info["special_ids"]
-        mask = rows_mask(self.token_ids, self.row_offsets, self.rollouts, self.trajectory, span, special)
-        return mask & ~self.outlier if len(self.outlier) else mask
+        special, mask = self.info["special_ids"], np.zeros(len(self.token_ids), dtype=bool)
+        for first, last in self.row_blocks():
+            ends = self.row_offsets[first : last + 1]
+            tokens = slice(int(ends[0]), int(ends[-1]))
+            ids, trajectory = self.token_ids[tokens], self.trajectory[first:last]
+            mask[tokens] = rows_mask(ids, ends - ends[0], self.rollouts, trajectory, span, special)
+        if len(self.outlier):
+            mask &= ~self.outlier
+        return mask
 
-    def row_means(self, span: TokenSpan = "response") -> sp.csr_array:
-        """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any."""
+    def row_means(self, span: TokenSpan = "response") -> Rows:
+        """(n_rows, n_features): mean activation over a row's tokens of the span; 0 for a row without any.
+
+        They are read from disk where `encode` wrote them.
+        """
         mask = self.span_mask(span)
-        index = self.codes.indices.dtype  # with another one, the product would copy all codes' indices
-        tokens, rows = np.flatnonzero(mask).astype(index), self.row_of_token[mask].astype(index)
-        counts = np.bincount(rows, minlength=self.n_rows)
-        weights = sp.csr_array(
-            ((1 / counts[rows]).astype(np.float32), (rows, tokens)), shape=(self.n_rows, len(self.token_ids))
-        )
-        return sp.csr_array(weights @ self.codes)
+        if isinstance(self.codes, StoredRows) and span in self.codes.means:
+            digest, means = self.codes.means[span]
+            if digest == _digest(mask):
+                return means
+        return sp.csr_array(sp.vstack(list(self._means(mask)), format="csr"))
+
+    def _means(self, mask: np.ndarray) -> Iterator[sp.csr_array]:
+        """Means over the tokens of a mask, in blocks of rows."""
+        for first, last in self.row_blocks():
+            ends = self.row_offsets[first : last + 1]
+            codes = self.codes[int(ends[0]) : int(ends[-1])]
+            index = codes.indices.dtype  # with another one, the product would copy all codes' indices
+            counted = mask[int(ends[0]) : int(ends[-1])]
+            tokens = np.flatnonzero(counted).astype(index)
+            rows = np.repeat(np.arange(last - first, dtype=index), np.diff(ends))[counted]
+            counts = np.bincount(rows, minlength=last - first)
+            weight = (1 / counts[rows]).astype(np.float32)
+            yield sp.csr_array(sp.csr_array((weight, (rows, tokens)), shape=(last - first, codes.shape[0])) @ codes)
 
     def rows(self, *, reader: str | Sequence[str], policy: str | Sequence[str] | None = None) -> np.ndarray:
         """Rows of a reader or several, over the trajectories of one policy, of several or of all."""
@@ -168,6 +224,16 @@ class FeatureTable:
 
     def save(self, folder: str | Path) -> Path:
         """Write the folder; features.json comes last, so that a half-written table is not loaded."""
+        return self.save_with((block for _, block in row_blocks(self.codes)), self.codes.nnz, folder)
+
+    def save_with(self, codes: Iterable[sp.csr_array], nnz: int, folder: str | Path) -> Path:
+        """Write the folder with codes that come in blocks of tokens, instead of the table's own.
+
+        Args:
+            codes: the blocks; each is held in memory only until it is written.
+            nnz: non-zeros of all blocks.
+            folder: for the files.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "features.json").unlink(missing_ok=True)
@@ -176,23 +242,21 @@ class FeatureTable:
             (folder / "stability.json").unlink(missing_ok=True)
         else:
             self.stability.save(folder)
-        arrays = {
-            "indices": self.codes.indices.astype(np.int32),
-            "values": self.codes.data.astype(np.float32),
-            "offsets": self.codes.indptr.astype(np.int64),
-            **{name: getattr(self, name) for name in _ARRAYS[3:]},
-            "outlier": self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool),
-        }
-        with h5py.File(folder / "features.h5", "w", libver="latest") as file:
-            for name, array in arrays.items():
-                file.create_dataset(name, data=array)
+        outlier = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
+        arrays = {name: getattr(self, name) for name in ARRAYS} | {"outlier": outlier}
+        stored = write_codes(folder, arrays, codes, (len(self.token_ids), self.n_features), nnz)
+        written, means = replace(self, codes=stored), {}
+        for span in ("response", "thinking", "answer") if self.rollouts.has_thinking else ("response",):
+            mask = self.span_mask(span)
+            means[span] = _digest(mask), written._means(mask)
+        write_means(folder, means, (self.n_rows, self.n_features))
         write_json(folder / "features.json", {**self.info, "n_features": self.n_features})
-        seal(folder, (*_FILES, STABILITY))
+        seal(folder, (*_FILES, COLUMNS, MEANS, STABILITY))
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:
-        """Load a folder that `save` wrote."""
+        """Load a folder that `save` wrote; codes and means are read from it when they are needed."""
         folder = Path(folder)
         for name in _FILES:
             if not (folder / name).is_file():
@@ -204,17 +268,7 @@ class FeatureTable:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             found = f"features.json is not a feature table's ({error})"
             raise TsaeError(found, where=folder, fix="Encode again.") from error
-        try:
-            with h5py.File(folder / "features.h5", "r") as file:
-                arrays = {name: file[name][()] for name in _ARRAYS}
-        except (OSError, KeyError) as error:
-            found = f"features.h5 cannot be read ({str(error).splitlines()[0]})"
-            raise TsaeError(found, where=folder, fix="Encode again.") from error
-        shape = (len(arrays["token_ids"]), n_features)
-        if len(arrays["values"]) <= np.iinfo(np.int32).max:
-            # Otherwise scipy would widen the indices of all codes, and of what is computed from them, to 64 bits.
-            arrays["offsets"] = arrays["offsets"].astype(np.int32)
-        codes = sp.csr_array((arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets")), shape=shape)
+        codes, arrays = read_codes(folder, n_features)
         return cls(
             codes=codes,
             rollouts=Rollouts.read(folder / "rollouts.parquet"),
@@ -223,3 +277,7 @@ class FeatureTable:
             stability=Stability.beside(folder, (info.get("sae") or {}).get("weights")),
             **arrays,
         )
+
+
+def _digest(mask: np.ndarray) -> str:
+    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()

@@ -13,6 +13,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ import scipy.sparse as sp
 from tsae.base.files import replacing, write_json
 from tsae.errors import TsaeError
 
+_OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
+
 
 @dataclass(frozen=True)
 class Piece:
-    """What one shard gives to a feature table."""
+    """What one shard gives to a feature table, besides its codes."""
 
-    codes: sp.csr_array
-    """(n_tokens, d_sae) float32."""
     token_ids: np.ndarray
     """(n_tokens,) int32."""
     lengths: np.ndarray
@@ -40,6 +41,8 @@ class Piece:
     """(n_tokens,) bool."""
     quality: np.ndarray
     """Sums over tokens, for the reconstruction of the reader."""
+    nnz: int
+    """Non-zeros of its codes."""
 
 
 class Pieces:
@@ -85,19 +88,25 @@ class Pieces:
         Raises:
             TsaeError: where one is missing or damaged.
         """
-        for file in map(self._file, range(n)):
-            try:
-                with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-                    arrays = dict(found)
-                parts = (arrays.pop("values"), arrays.pop("indices"), arrays.pop("offsets"))
-                yield Piece(codes=sp.csr_array(parts, shape=tuple(arrays.pop("shape"))), **arrays)
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-                raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error
+        for number in range(n):
+            with self._opened(number) as found:
+                piece = Piece(**{name: found[name] for name in _OF_PIECE}, nnz=int(found["offsets"][-1]))
+            yield piece
 
-    def add(self, number: int, piece: Piece) -> None:
+    def codes(self, n: int) -> Iterator[sp.csr_array]:
+        """(n_tokens, d_sae) float32 codes of the first n shards, in order.
+
+        Raises:
+            TsaeError: where one is missing or damaged.
+        """
+        for number in range(n):
+            with self._opened(number) as found:
+                parts = (found["values"], found["indices"], found["offsets"])
+                codes = sp.csr_array(parts, shape=tuple(found["shape"]))
+            yield codes
+
+    def add(self, number: int, piece: Piece, codes: sp.csr_array) -> None:
         """Write the piece of a shard, whole or not at all."""
-        codes = piece.codes
-        arrays = {name: getattr(piece, name) for name in ("token_ids", "lengths", "trajectory", "outlier", "quality")}
         with replacing(self._file(number)) as partial, partial.open("wb") as stream:
             np.savez(
                 stream,
@@ -105,8 +114,17 @@ class Pieces:
                 indices=codes.indices.astype(np.int32),
                 offsets=codes.indptr,
                 shape=np.array(codes.shape),
-                **arrays,
+                **{name: getattr(piece, name) for name in _OF_PIECE},
             )
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[Any]:
+        file = self._file(number)
+        try:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+                yield found
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+            raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error
 
     def remove(self) -> None:
         """When they are joined."""

@@ -5,16 +5,20 @@ A product of two sparse matrices does the same in five times the time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import scipy.sparse as sp
 
+from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import Columns, Rows, column_blocks
+
 _VALUES = 250_000  # non-zeros gathered at once, roughly
 _GROUPS = 16  # groups summed at once: sums that stay in a core's cache
+_CELLS = 4_000_000  # sums of all codes, made at once
 
 
-def grouped_sums(
-    values: sp.csr_array, rows: np.ndarray, group: np.ndarray, weight: np.ndarray, n_groups: int
-) -> np.ndarray:
+def grouped_sums(values: Rows, rows: np.ndarray, group: np.ndarray, weight: np.ndarray, n_groups: int) -> np.ndarray:
     """(n_groups, n_features) weighted sums of rows.
 
     Args:
@@ -42,14 +46,42 @@ def grouped_sums(
     return sums
 
 
-def active_counts(values: sp.csr_array, rows: np.ndarray) -> np.ndarray:
-    """(n_features,) in how many of the rows each feature is active."""
-    counts = np.zeros(values.shape[1], dtype=np.int64)
-    size = _rows_at_once(values)
-    for start in range(0, len(rows), size):
-        counts += np.bincount(values[rows[start : start + size]].indices, minlength=len(counts))
+def sums_by_code(columns: Columns, code: np.ndarray, n_codes: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Sums of every feature over the rows of each code, some features at a time.
+
+    Args:
+        columns: (n_rows, n_features).
+        code: (n_rows,) 0 … n_codes − 1 of each row; −1 for those that do not count.
+        n_codes: how many there are.
+
+    Yields:
+        (features, (n_codes, features) float64 sums), features in order.
+    """
+    for first, block in column_blocks(columns, max(1, _CELLS // n_codes)):
+        width = block.shape[1]
+        of = code[block.indices].astype(np.int64)
+        of *= width
+        of += np.repeat(np.arange(width), np.diff(block.indptr))
+        inside = of >= 0  # −1 · width + column is negative
+        sums = np.bincount(of[inside], weights=block.data[inside], minlength=n_codes * width)
+        yield slice(first, first + width), sums.reshape(n_codes, width)
+
+
+def active_counts(features: FeatureTable, mask: np.ndarray) -> np.ndarray:
+    """(n_features,) on how many of the tokens of a (n_tokens,) mask each feature is active."""
+    counts = np.zeros(features.n_features, dtype=np.int64)
+    for codes, counted in masked_blocks(features, mask):
+        counts += np.bincount(codes[np.flatnonzero(counted)].indices, minlength=len(counts))
     return counts
 
 
-def _rows_at_once(values: sp.csr_array) -> int:
+def masked_blocks(features: FeatureTable, mask: np.ndarray) -> Iterator[tuple[sp.csr_array, np.ndarray]]:
+    """(codes, mask) of the table's tokens, a block of rows at a time; blocks that the mask leaves out are not read."""
+    for first, last in features.row_blocks():
+        tokens = slice(int(features.row_offsets[first]), int(features.row_offsets[last]))
+        if mask[tokens].any():
+            yield features.codes[tokens], mask[tokens]
+
+
+def _rows_at_once(values: Rows) -> int:
     return max(1, _VALUES * values.shape[0] // max(values.nnz, 1))

@@ -39,17 +39,16 @@ def top_contexts(features: FeatureTable, feature: int, n: int = 8, *, reader: st
         reader: only what this reader read.
     """
     counted = features.span_mask("all")
-    column = features.codes[:, [feature]].tocoo()
-    tokens, values = column.coords[0], column.data
+    tokens, values = features.column(feature)
     keep = counted[tokens]
     if reader is not None:
-        keep &= features.reader[features.row_of_token[tokens]] == features.readers.index(reader)
+        keep &= features.reader[features.rows_of(tokens)] == features.readers.index(reader)
     tokens, values = tokens[keep], values[keep]
     problems = features.rollouts.table["problem_id"].to_pylist()
     found: list[Context] = []
     seen: set[str] = set()
     for token in tokens[np.lexsort((tokens, -values))]:
-        row = int(features.row_of_token[token])
+        row = int(features.rows_of(token))
         problem = problems[features.trajectory[row]]
         if problem not in seen:
             seen.add(problem)

@@ -76,7 +76,7 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
     if of.bands is None:
         reference = effects[0].b.mean(0)[feature]
         mean = reference + inference.difference
-        auroc = within_problem_auroc(_columns(rows.columns, feature), of.a, of.b, rows.problem, of.problems)
+        auroc = within_problem_auroc(rows.columns, feature, of.a, of.b, rows.problem, of.problems)
     else:
         a, b = ((effect.a - effect.b)[:, feature] for effect in effects)
         mean, reference, auroc = a.mean(0), b.mean(0), _auroc_between(a, b)

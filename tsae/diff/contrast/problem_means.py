@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
+from tsae.features.stored import Columns, Rows
 from tsae.features.sums import grouped_sums
 
 _AUROC_BYTES = 2_000_000  # of dense values at once, to stay in a core's cache
 
 
 def group_difference(
-    values: sp.csr_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
+    values: Rows, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
     """(n_problems, n_features) mean over the problem's rows in a − mean over those in b; see `side_means`."""
     return side_means(values, a, problem, problems) - side_means(values, b, problem, problems)
 
 
-def side_means(values: sp.csr_array, rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
+def side_means(values: Rows, rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
     """(n_problems, n_features) mean over the given rows of every problem.
 
     Args:
@@ -40,12 +41,11 @@ def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) ->
 
 
 def within_problem_auroc(
-    values: sp.csc_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
+    columns: Columns, feature: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
-    """(n_features,) mean over problems of `problem_aurocs`."""
-    n_rows, n_features = values.shape
-    block = max(1, _AUROC_BYTES // (4 * n_rows))
-    blocks = [values[:, start : start + block] for start in range(0, n_features, block)]
+    """(n_features,) mean over problems of `problem_aurocs`, of some columns."""
+    block = max(1, _AUROC_BYTES // (4 * columns.shape[0]))
+    blocks = (columns[:, feature[start : start + block]] for start in range(0, len(feature), block))
     return np.concatenate([problem_aurocs(part, a, b, problem, problems).mean(0) for part in blocks])
 
 

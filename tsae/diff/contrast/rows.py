@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import side_means
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import Columns, columns_of
+from tsae.features.stored import Rows as Matrix
+
+_ROWS = 512  # whose squares are summed at once
 
 
 class Scale(NamedTuple):
@@ -29,9 +32,9 @@ class Scale(NamedTuple):
 class Rows:
     """What contrasts need of every row of a FeatureTable."""
 
-    values: sp.csr_array
+    values: Matrix
     """(n_rows, n_features) mean activation over the span; 0 for a row without a token of it."""
-    columns: sp.csc_array
+    columns: Columns
     """The same by columns."""
     problem: np.ndarray
     """(n_rows,) problem codes."""
@@ -52,8 +55,7 @@ class Rows:
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
         frame = features.rollouts.frame.iloc[features.trajectory]
-        counted = features.row_of_token[features.span_mask(config.span)]
-        n_tokens = np.bincount(counted, minlength=features.n_rows)
+        n_tokens = features.counts(features.span_mask(config.span))
         by_reader: dict[tuple[str, str | None], np.ndarray] = {}
         for reader in features.readers:
             by_reader[reader, None] = features.rows(reader=reader)
@@ -64,7 +66,7 @@ class Rows:
         values = features.row_means(config.span)
         rows = cls(
             values=values,
-            columns=sp.csc_array(values),
+            columns=columns_of(values),
             problem=problem,
             band=frame.band.to_numpy(dtype=object),
             outcome=frame.outcome.to_numpy(dtype=object),
@@ -98,24 +100,29 @@ def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: D
     """The deviation over the base's rows, for each of the others; of a silent feature, pooled with the other's rows."""
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
-    of_base = _variance(rows.values[base])
+    of_base = _variance(rows.values, base)
     silent = (active < config.min_problems) | (of_base == 0)
     found = []
     for other in others:
-        of_other = of_base if np.array_equal(other, base) else _variance(rows.values[other])
+        of_other = of_base if np.array_equal(other, base) else _variance(rows.values, other)
         freedom = [max(len(side) - 1, 0) for side in (base, other)]
         pooled = (freedom[0] * of_base + freedom[1] * of_other) / max(sum(freedom), 1)
         found.append(Scale(np.sqrt(np.where(silent, pooled, of_base)), silent))
     return found
 
 
-def _variance(values: sp.csr_array) -> np.ndarray:
-    """(n_features,) variance over rows, by n − 1; 0 where it is only rounding."""
-    n = values.shape[0]
+def _variance(values: Matrix, rows: np.ndarray) -> np.ndarray:
+    """(n_features,) variance over some rows, by n − 1; 0 where it is only rounding."""
+    n = len(rows)
+    total, square = np.zeros((2, values.shape[1]))
     if n < 2:
-        return np.zeros(values.shape[1])
-    exact = values.astype(np.float64)
-    mean, square = np.asarray(exact.mean(0)).ravel(), np.asarray(exact.multiply(exact).mean(0)).ravel()
+        return total
+    for start in range(0, n, _ROWS):
+        block = values[rows[start : start + _ROWS]]
+        data = block.data.astype(np.float64)
+        total += np.bincount(block.indices, weights=data, minlength=len(total))
+        square += np.bincount(block.indices, weights=data * data, minlength=len(total))
+    mean, square = total / n, square / n
     variance = (square - mean**2) * n / (n - 1)
     return np.where(variance > 1e-9 * square, variance, 0.0)
 

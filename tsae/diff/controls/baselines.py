@@ -132,7 +132,7 @@ def _feature_scores(rows: Rows, a: np.ndarray, b: np.ndarray, fit: np.ndarray) -
 
     def score(best: np.ndarray) -> Score:
         weight = np.divide(np.sign(d[best]), deviation[best], out=np.zeros(len(best)), where=deviation[best] > 0)
-        columns = sp.csr_array(rows.values[:, best])
+        columns = sp.csr_array(rows.columns[:, best])
         return lambda which: np.asarray(columns[which] @ weight)
 
     return {"best feature": score(order[:1]), "ten best features": score(order[:10])}

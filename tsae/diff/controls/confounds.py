@@ -17,7 +17,7 @@ the control, they cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,15 +33,17 @@ from tsae.diff.contrast.draw_contrast import Contrast
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
+from tsae.features.annotations import id_codes
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import grouped_sums
+from tsae.features.sums import grouped_sums, sums_by_code
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
 _NUMBERS = ("difference", "low", "high", "n_problems", "plain", "kept", "verdict")
 _KEPT = 0.5
 _SHOWN = 0.5  # of the effect, that the comparable problems show without the control
-_IDS = 256  # token ids whose means are made at once
+_IDS = 4096  # token ids whose frequencies are made dense at once
+_TOKENS = 100_000  # that are gathered at once
 _CONTROLLED = ("total", "success_minus_failure")
 
 
@@ -68,22 +70,32 @@ def confound_table(
 class _Tokens:
     """The tokens that count."""
 
-    index: np.ndarray
-    row: np.ndarray
-    position: np.ndarray
-    """Half-octave of the place among the row's counted tokens."""
+    mask: np.ndarray
+    """(n_tokens,) bool."""
     length: np.ndarray
     """(n_rows,) how many tokens of a row count."""
     id_code: np.ndarray
+    """(n_tokens,) int32 number of the token's id, 0 … n_ids − 1."""
+    n_ids: int
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> _Tokens:
-        index = np.flatnonzero(features.span_mask(config.span))
-        row = features.row_of_token[index]
-        length = np.bincount(row, minlength=features.n_rows)
-        place = np.arange(len(row)) - (length.cumsum() - length)[row]
-        codes = np.unique(features.token_ids[index], return_inverse=True)[1]
-        return cls(index, row, _half_octave(place + 1), length, codes)
+        mask = features.span_mask(config.span)
+        ids, code = id_codes(features.token_ids, mask)
+        return cls(mask, features.counts(mask), code, len(ids))
+
+    def of_rows(self, features: FeatureTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, place among `rows` of each) of the rows' counted tokens, some rows at a time."""
+        ends = self.length[rows].cumsum()
+        low = 0
+        while low < len(rows):
+            limit = (ends[low - 1] if low else 0) + _TOKENS
+            high = max(low + 1, int(np.searchsorted(ends, limit, side="right")))
+            starts, stops = features.row_offsets[rows[low:high]], features.row_offsets[rows[low:high] + 1]
+            bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+            found = np.concatenate([start + np.flatnonzero(self.mask[start:stop]) for start, stop in bounds])
+            yield found, np.repeat(np.arange(low, high), self.length[rows[low:high]])
+            low = high
 
 
 def _half_octave(n: np.ndarray) -> np.ndarray:
@@ -121,95 +133,118 @@ def _controlled(
     """Codes of the problems in which the two sides are comparable, and (n_problems, n_features) differences."""
     a, b = of.a, of.b
     if control == "length":
-        return _matched(rows.values, np.arange(len(rows.problem)), a, b, rows.problem, _half_octave(tokens.length))
-    on_a, on_b = (np.flatnonzero(np.isin(tokens.row, side)) for side in (a, b))
-    problem = rows.problem[tokens.row]
+        problems, row, weight = _matched(a, b, rows.problem, _half_octave(tokens.length)[:, None], None)
+        where = np.searchsorted(problems, rows.problem[row])
+        return problems, grouped_sums(rows.values, row, where, weight[:, 0], len(problems))
     if control == "position":
-        return _matched(features.codes, tokens.index, on_a, on_b, problem, tokens.position)
+        return _by_position(features, rows, tokens, a, b)
     a, b = (side[tokens.length[side] > 0] for side in (a, b))
     problems = np.intersect1d(rows.problem[a], rows.problem[b])
     plain = group_difference(rows.values, a, b, rows.problem, problems)
-    return problems, plain - _expected(features.codes, tokens, (on_a, on_b), problem, problems, seed)
+    return problems, plain - _expected(features, tokens, (a, b), rows.problem, problems, seed)
 
 
 def _matched(
-    values: sp.csr_array, index: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of the problems with a common cell, and (n_problems, n_features) a's mean − b's there.
+    a: np.ndarray, b: np.ndarray, problem: np.ndarray, stratum: np.ndarray, count: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights that make a's mean − b's within every cell (problem, stratum) a sum over both sides.
 
     A problem's cells count by the smaller of their two sides.
 
     Args:
-        values: (…, n_features).
-        index: (n_units,) row of the values of each unit.
-        a: units of one side.
-        b: units of the other.
-        problem: (n_units,) problem code.
-        stratum: (n_units,) what makes units comparable.
+        a: rows of one side.
+        b: rows of the other.
+        problem: (n_rows,) problem codes.
+        stratum: (n_rows, n) or (1, n) strata that a row's units are in.
+        count: (n_rows, n) how many units of a row are in each; None for one.
+
+    Returns:
+        codes of the problems with a common cell; the rows of both sides that are in them, problem by problem; and
+        (rows, n) the weight of a unit of each, 0 in cells with one side only.
     """
     strata = int(stratum.max(initial=0)) + 1
-    cell = problem * strata + stratum
-    size = (int(problem.max()) + 1) * strata
-    n_a, n_b = np.bincount(cell[a], minlength=size), np.bincount(cell[b], minlength=size)
-    common = np.minimum(n_a, n_b)
+    n_problems = int(problem.max()) + 1
+    sides = []
+    for side in (a, b):
+        cell = rearrange(problem[side], "row -> row 1") * strata + (stratum if len(stratum) == 1 else stratum[side])
+        units = np.ones(cell.shape) if count is None else count[side].astype(float)
+        sides.append((side, cell, np.bincount(cell.ravel(), units.ravel(), minlength=n_problems * strata)))
+    common = np.minimum(sides[0][2], sides[1][2])
     total = reduce(common, "(problem stratum) -> problem", "sum", stratum=strata)
     problems = np.flatnonzero(total)
-    units, weights = [], []
-    for sign, side, n in ((1.0, a, n_a), (-1.0, b, n_b)):
-        side = side[common[cell[side]] > 0]
-        units.append(side)
-        weights.append(sign * common[cell[side]] / n[cell[side]] / total[problem[side]])
-    unit = np.concatenate(units)
-    where = np.searchsorted(problems, problem[unit])
-    return problems, grouped_sums(values, index[unit], where, np.concatenate(weights), len(problems))
+    weights = []
+    for sign, (side, cell, n) in zip((1.0, -1.0), sides, strict=True):
+        share = np.divide(common, n, out=np.zeros(len(n)), where=n > 0)
+        of = total[problem[side], None]
+        weights.append(sign * np.divide(share[cell], of, out=np.zeros(cell.shape), where=of > 0))
+    row, weight = np.concatenate([a, b]), np.concatenate(weights)
+    order = np.argsort(problem[row], kind="stable")
+    order = order[total[problem[row[order]]] > 0]
+    return problems, row[order], weight[order]
+
+
+def _by_position(
+    features: FeatureTable, rows: Rows, tokens: _Tokens, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the problems, and (n_problems, n_features) differences, between tokens at similar places of the rows."""
+    octave = _half_octave(np.arange(1, int(tokens.length.max(initial=1)) + 1))
+    bounds = np.searchsorted(octave, np.arange(octave[-1] + 2))
+    inside = np.diff(np.minimum(tokens.length[:, None], bounds))  # (n_rows, octaves) tokens of a row in each
+    strata = np.arange(octave[-1] + 1)[None]
+    problems, row, weight = _matched(a, b, rows.problem, strata, inside)
+    sums = np.zeros((len(problems), features.n_features))
+    for index, at in tokens.of_rows(features, row):
+        if not len(index):
+            continue
+        where = np.searchsorted(problems, rows.problem[row[at]])
+        place = np.arange(len(at)) - np.searchsorted(at, at)
+        each = weight[at, octave[place]]
+        used, first, last = each != 0, where[0], where[-1] + 1
+        sums[first:last] += grouped_sums(features.codes, index[used], where[used] - first, each[used], last - first)
+    return problems, sums
 
 
 def _expected(
-    codes: sp.csr_array,
+    features: FeatureTable,
     tokens: _Tokens,
-    places: tuple[np.ndarray, np.ndarray],
+    sides: tuple[np.ndarray, np.ndarray],
     problem: np.ndarray,
     problems: np.ndarray,
     seed: int,
 ) -> np.ndarray:
     """(n_problems, n_features) differences that follow from token ids alone, by means on the other half of problems."""
-    n_ids, n = int(tokens.id_code.max()) + 1, len(problems)
-    frequency = sp.csc_array((n, n_ids))  # how much more often one side has the token
-    for sign, side in zip((1.0, -1.0), places, strict=True):
+    n_ids, n = tokens.n_ids, len(problems)
+    half = np.random.default_rng([seed, 6]).permutation(n) % 2
+    code = np.full(len(tokens.mask), -1, dtype=np.int32)  # (half, id) of every token that is used
+    count = np.zeros(2 * n_ids)
+    frequency = sp.csr_array((n, n_ids))  # how much more often one side has the token
+    for sign, side in zip((1.0, -1.0), sides, strict=True):
         side = side[np.isin(problem[side], problems)]
         where = np.searchsorted(problems, problem[side])
-        share = 1 / tokens.length[tokens.row[side]]
-        weight = sign * share / np.bincount(where, weights=share, minlength=n)[where]
-        frequency = frequency + sp.csc_array((weight, (where, tokens.id_code[side])), shape=frequency.shape)
-    half = np.random.default_rng([seed, 6]).permutation(n) % 2
-    of_half = np.full(int(problem.max()) + 1, -1)
-    of_half[problems] = half
-    used = np.concatenate(places)
-    used = used[of_half[problem[used]] >= 0]
-    used = used[np.argsort(tokens.id_code[used], kind="stable")]
-    code, other = tokens.id_code[used], of_half[problem[used]]
+        weight = sign / np.bincount(where, minlength=n)[where] / tokens.length[side]
+        for index, at in tokens.of_rows(features, side):
+            ids = tokens.id_code[index]
+            code[index] = half[where[at]] * n_ids + ids
+            count += np.bincount(code[index], minlength=2 * n_ids)
+            frequency = frequency + sp.csr_array((weight[at], (where[at], ids)), shape=frequency.shape)
     # Problems that use the means of half 0 come first, so that each half is a slice.
     by_half = np.argsort(1 - half, kind="stable")
-    frequency, first_half = frequency.tocsr()[by_half].tocsc(), int((half == 1).sum())
+    often, first_half = sp.csc_array(frequency[by_half], dtype=np.float32), int((half == 1).sum())
+    count = rearrange(count, "(half id) -> half id", half=2)
     mine = [slice(0, first_half), slice(first_half, n)]
-    count, overall = np.zeros((2, n_ids)), np.zeros((2, codes.shape[1]))
-    expected = np.zeros((n, codes.shape[1]))
-    for first in range(0, n_ids, _IDS):
-        size = min(_IDS, n_ids - first)
-        some = slice(*np.searchsorted(code, [first, first + size]))
-        group = other[some] * size + code[some] - first
-        sums = grouped_sums(codes, tokens.index[used[some]], group, np.ones(len(group)), 2 * size)
-        counts = np.bincount(group, minlength=2 * size)
-        overall += reduce(sums, "(half id) feature -> half feature", "sum", half=2)
-        sums /= np.maximum(counts, 1)[:, None]
-        means = rearrange(sums.astype(np.float32), "(half id) feature -> half id feature", half=2)
-        often = frequency[:, first : first + size].toarray().astype(np.float32)
+    unseen = [frequency[by_half[mine[number]]] @ (count[number] == 0).astype(float) for number in (0, 1)]
+    expected = np.zeros((n, features.n_features))
+    for some, sums in sums_by_code(features.columns, code, 2 * n_ids):
+        sums = rearrange(sums, "(half id) feature -> half id feature", half=2)
+        overall = reduce(sums, "half id feature -> half feature", "sum")
+        means = (sums / np.maximum(count, 1)[:, :, None]).astype(np.float32)
+        for first in range(0, n_ids, _IDS):
+            ids = slice(first, min(first + _IDS, n_ids))
+            dense = often[:, ids].toarray()
+            for number in (0, 1):
+                expected[mine[number], some] += dense[mine[number]] @ means[number, ids]
         for number in (0, 1):
-            expected[mine[number]] += often[mine[number]] @ means[number]
-        count[:, first : first + size] = rearrange(counts, "(half id) -> half id", half=2)
-    for number in (0, 1):
-        unseen = frequency[mine[number]] @ (count[number] == 0).astype(float)
-        expected[mine[number]] += unseen[:, None] * (overall[number] / max(count[number].sum(), 1))
+            expected[mine[number], some] += np.outer(unseen[number], overall[number] / max(count[number].sum(), 1))
     return expected[np.argsort(by_half)]
 
 

@@ -58,7 +58,7 @@ def agreements(
     tested = np.intersect1d(active, features)
     realised = np.zeros((0, len(tested)))
     if len(both) and len(tested):
-        realised = group_difference(sp.csr_array(rows.values[:, tested]), run, own, rows.problem, both)
+        realised = group_difference(sp.csr_array(rows.columns[:, tested]), run, own, rows.problem, both)
     values = rows.values[picked][:, tested].toarray().astype(np.float64)
     codes, weight, group = pd.unique(problem), samples.weight, samples.group
     for gradient in samples.relative:

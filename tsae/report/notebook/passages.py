@@ -13,6 +13,7 @@ from tsae.checkpoints.loading import token_strings
 from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import row_blocks
 from tsae.features.top_contexts import context
 from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.text import count, number, visible
@@ -138,7 +139,8 @@ def _strongest(features: FeatureTable, row: int, n: int = 4) -> list[int]:
     """The features that are most above their mean over the table on a row's response."""
     means = features.row_means()
     mine = means[[row]].toarray()[0]
-    spread = np.sqrt(np.asarray((means**2).mean(axis=0)).reshape(-1))
+    squares = sum(np.bincount(block.indices, block.data**2, len(mine)) for _, block in row_blocks(means))
+    spread = np.sqrt(squares / features.n_rows)
     ratio = np.divide(mine, spread, out=np.zeros_like(mine), where=spread > 0)
     order = np.argsort(-ratio, kind="stable")[:n]
     return [int(feature) for feature in order if mine[feature] > 0]

@@ -7,19 +7,20 @@ A card shows, of the rows (reader, trajectory) of the feature table,
 2. *quantiles*: rows ordered by their strongest token: the strongest, then from the top tenth, the upper and the lower
    half of those where the feature is active at all; at most one a problem.
 
-Of every row a window around the strongest token is kept. Codes are read twice, a part of the rows at a time.
+Of every row a window around the strongest token is kept. Codes are read a feature, or a part of the rows, at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
 
 from tsae.features.feature_table import FeatureTable
+from tsae.features.sums import masked_blocks
 from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128
@@ -32,7 +33,6 @@ BINS = (("90–100 %", 0.9, 1.0), ("50–90 %", 0.5, 0.9), ("0–50 %", 0.0, 0.5
 LEVELS = 99
 """Steps in which activations are kept, relative to the feature's maximum."""
 _STRONGEST, _PER_BIN, _PAIRS = 3, 2, 2
-_TOKENS_AT_ONCE = 200_000
 _HISTOGRAM = 24
 
 
@@ -51,19 +51,12 @@ class Contexts:
     """Active features without room."""
 
 
-@dataclass(frozen=True)
-class Peaks:
-    """The strongest token of every feature in every row, ordered by feature and row."""
+class _Peaks(NamedTuple):
+    """The strongest token of a feature in every row where it is active, in the order of the rows."""
 
-    feature: np.ndarray
     row: np.ndarray
     token: np.ndarray
     value: np.ndarray
-    offsets: np.ndarray
-    """(n_features + 1,): entries of each feature."""
-
-    def of(self, feature: int) -> slice:
-        return slice(int(self.offsets[feature]), int(self.offsets[feature + 1]))
 
 
 @dataclass
@@ -94,15 +87,18 @@ def contexts(
         strings: text of token ids, by id as text; ids stand where it is missing.
         max_tokens: see `MAX_TOKENS`.
     """
-    peaks = find_peaks(source)
-    chooser = _Chooser(source, peaks)
+    counted = source.span_mask("all")
+    chooser = _Chooser(source)
     cards: list[_Card] = []
     left_out, budget = 0, max_tokens
     for feature in order:
-        mine = peaks.of(int(feature))
-        if mine.start == mine.stop:
+        peaks = _peaks(source, counted, int(feature))
+        if not len(peaks.row):
             continue
-        card = chooser.card(int(feature))
+        if budget < 0:
+            left_out += 1
+            continue
+        card = chooser.card(int(feature), peaks)
         # A guess: windows overlap, and few tokens of a window are active.
         budget -= sum(1 + _length(source, one) // 4 for _, group in card.groups for one in group)
         if budget < 0:
@@ -112,64 +108,47 @@ def contexts(
     return _collected(source, cards, strings, left_out)
 
 
-def find_peaks(source: FeatureTable) -> Peaks:
-    """Over all tokens but special ones."""
-    parts = []
-    counted = source.span_mask("all")
-    for first, _, codes in _row_blocks(source):
-        columns = sp.csc_array(codes)
-        token = columns.indices.astype(np.int64) + int(source.row_offsets[first])
-        feature = np.repeat(np.arange(source.n_features), np.diff(columns.indptr))
-        row = source.row_of_token[token]
-        keep = counted[token] & (columns.data > 0)
-        token, feature, row, value = token[keep], feature[keep], row[keep], columns.data[keep]
-        if not len(token):
-            continue
-        starts = np.flatnonzero(np.r_[True, (np.diff(feature) != 0) | (np.diff(row) != 0)])
-        best = np.maximum.reduceat(value, starts)
-        run = np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, len(token)]))
-        # The first token that reaches the maximum.
-        at = np.flatnonzero(value == best[run])
-        at = at[np.unique(run[at], return_index=True)[1]]
-        parts.append((feature[starts], row[starts], token[at], best))
-    empty = (np.zeros(0, dtype=np.int64),) * 3 + (np.zeros(0, dtype=np.float32),)
-    feature, row, token, value = (np.concatenate(list(column)) for column in zip(*parts or [empty], strict=True))
-    order = np.lexsort((row, feature))
-    counts = np.bincount(feature, minlength=source.n_features)
-    return Peaks(feature[order], row[order], token[order], value[order], np.r_[0, counts.cumsum()])
+def _peaks(source: FeatureTable, counted: np.ndarray, feature: int) -> _Peaks:
+    """Over the counted tokens."""
+    token, value = source.column(feature)
+    keep = counted[token] & (value > 0)
+    token, value = token[keep].astype(np.int64), value[keep]
+    row = source.rows_of(token)
+    starts = np.flatnonzero(np.r_[True, np.diff(row) != 0][: len(row)])
+    if not len(starts):
+        return _Peaks(row, token, value)
+    best = np.maximum.reduceat(value, starts)
+    run = np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, len(row)]))
+    # The first token that reaches the maximum.
+    at = np.flatnonzero(value == best[run])
+    at = at[np.unique(run[at], return_index=True)[1]]
+    return _Peaks(row[starts], token[at], best)
 
 
 def histograms(source: FeatureTable, span: Any) -> tuple[np.ndarray, np.ndarray]:
     """(n_features, 24) numbers of active tokens of a span in equal steps from 0 to the (n_features,) maximum."""
     counted = source.span_mask(span)
     top = np.zeros(source.n_features, dtype=np.float32)
-    for first, last, codes in _row_blocks(source):
-        mine = codes[counted[source.row_offsets[first] : source.row_offsets[last]]]
-        top = np.maximum(top, np.asarray(mine.max(axis=0).todense()).ravel() if mine.shape[0] else 0)
+    for mine in _counted_codes(source, counted):
+        np.maximum.at(top, mine.indices, mine.data)
     counts = np.zeros(source.n_features * _HISTOGRAM, dtype=np.int64)
-    for first, last, codes in _row_blocks(source):
-        mine = codes[counted[source.row_offsets[first] : source.row_offsets[last]]]
+    for mine in _counted_codes(source, counted):
         step = np.minimum((mine.data / np.maximum(top[mine.indices], 1e-30) * _HISTOGRAM).astype(int), _HISTOGRAM - 1)
         key = mine.indices.astype(np.int64) * _HISTOGRAM + step
         counts += np.bincount(key[mine.data > 0], minlength=len(counts))
     return counts.reshape(source.n_features, _HISTOGRAM), top
 
 
-def _row_blocks(source: FeatureTable) -> Iterator[tuple[int, int, sp.csr_array]]:
-    """(first row, last row + 1, their codes), about as many tokens at a time."""
-    first = 0
-    while first < source.n_rows:
-        limit = int(source.row_offsets[first]) + _TOKENS_AT_ONCE
-        last = max(first + 1, int(np.searchsorted(source.row_offsets, limit, side="right")) - 1)
-        yield first, last, source.codes[int(source.row_offsets[first]) : int(source.row_offsets[last])]
-        first = last
+def _counted_codes(source: FeatureTable, counted: np.ndarray) -> Iterator[sp.csr_array]:
+    for codes, mine in masked_blocks(source, counted):
+        yield codes[np.flatnonzero(mine)]
 
 
 class _Chooser:
     """Which rows stand for a feature."""
 
-    def __init__(self, source: FeatureTable, peaks: Peaks) -> None:
-        self.source, self.peaks = source, peaks
+    def __init__(self, source: FeatureTable) -> None:
+        self.source = source
         self.prompts = source.rollouts.lengths("prompt_ids")[source.trajectory]
         table = source.rollouts.table
         problem = np.array(table["problem_id"].to_pylist(), dtype=object)[source.trajectory]
@@ -192,9 +171,8 @@ class _Chooser:
         mixed = (self.first[True] >= 0) & (self.first[False] >= 0)
         self.mixed = mixed[self.group] & (self.success | failure)
 
-    def card(self, feature: int) -> _Card:
-        mine = self.peaks.of(feature)
-        row, token, value = (a[mine] for a in (self.peaks.row, self.peaks.token, self.peaks.value))
+    def card(self, feature: int, peaks: _Peaks) -> _Card:
+        row, token, value = peaks
         order = np.lexsort((row, -value))
         row, token, value = row[order], token[order], value[order]
         card = _Card(feature, float(value[0]))
