@@ -32,13 +32,16 @@ from tsae.features.pieces import Piece, Pieces
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
 
+_DENSE = 1 << 22  # dense codes at once: larger arrays are given back to the system after every step
+_FEWEST = 64  # tokens at once
+
 
 def encode(
     sae: TemporalSAE | str | Path,
     store: ActivationStore | str | Path,
     *,
     to: str | Path | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     device: str | None = None,
     progress: bool = True,
 ) -> FeatureTable:
@@ -52,7 +55,7 @@ def encode(
         sae: the SAE or its folder; the folder's stability.json, if there is one, becomes part of the table.
         store: the store or its folder.
         to: folder to save the table in; None keeps it in memory. An interrupted encoding is completed.
-        batch_tokens: tokens encoded at once.
+        batch_tokens: tokens encoded at once; by default as many as make 4 million dense codes.
         device: torch device; by default the SAE's.
         progress: show a bar.
 
@@ -66,6 +69,7 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
+    batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
@@ -87,7 +91,7 @@ def encode_part(
     *,
     to: str | Path,
     part: Part,
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     device: str | None = None,
     progress: bool = True,
 ) -> int:
@@ -106,6 +110,7 @@ def encode_part(
     sae = TemporalSAE.of(sae, device=device)
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
+    batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
     return sum(number not in pieces for number in range(n))
@@ -220,12 +225,12 @@ class _Reconstruction:
         self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
         self.total = torch.zeros(d_model, dtype=torch.float64)
 
-    def add(self, x: torch.Tensor, x_hat: torch.Tensor, codes: torch.Tensor, beyond: int) -> None:
-        """Add (n, d_model) tokens, their reconstruction and (n, d_sae) codes, and a number of outliers."""
+    def add(self, x: torch.Tensor, x_hat: torch.Tensor, active: int, beyond: int) -> None:
+        """Add (n, d_model) tokens, their reconstruction and number of active codes, and a number of outliers."""
         x, x_hat = x.double(), x_hat.double()
         self.n += len(x)
         self.n_beyond += beyond
-        self.active += int((codes > 0).sum())
+        self.active += active
         self.error += (x - x_hat).pow(2).sum().item()
         self.square += x.pow(2).sum().item()
         self.total += reduce(x, "token d_model -> d_model", "sum")
@@ -262,10 +267,11 @@ def _encode_batch(
     codes = sae.encode(x.to(sae.W_dec.device))
     codes[beyond] = 0
     x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
+    row, column = codes.nonzero(as_tuple=True)
+    active = np.bincount(row.numpy(), minlength=len(codes))
     measured = torch.from_numpy(counted)
     inside = measured & ~beyond
-    quality.add(x[inside], x_hat[inside], codes[inside], int((beyond & measured).sum()))
-    row, column = codes.nonzero(as_tuple=True)
-    offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
+    quality.add(x[inside], x_hat[inside], int(active[inside.numpy()].sum()), int((beyond & measured).sum()))
+    offsets = np.concatenate([[0], active.cumsum()])
     values, indices = codes[row, column].numpy(), column.numpy().astype(np.int32)
     return sp.csr_array((values, indices, offsets), shape=(len(codes), sae.config.d_sae)), beyond.numpy()

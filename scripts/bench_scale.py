@@ -1,0 +1,203 @@
+"""Memory of encode, diff and report on ten times as many tokens, and parts of an encoding that are lost on the way.
+
+Each stage runs in a process of its own: as it is, and on ten times as many trajectories of the same problems. A stage's
+memory is the highest mark of its process (VmHWM), which counts the pages of mapped files too. The ratio is the largest
+over the stages. Activations are those of token ids, problems and noise; the SAE is random, with a threshold that lets k
+latents through.
+
+Then the small store is encoded in seven parts, in another order, one of them killed on the way; its bytes are compared
+with those of an encoding in one part.
+
+    python scripts/bench_scale.py
+
+Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+
+import tsae
+from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.writer import write_shard
+from tsae.base.files import sha256, write_json
+from tsae.base.part import Part
+from tsae.features.encode import encode, encode_part
+from tsae.sae.config import SAEConfig
+from tsae.sae.model import TemporalSAE
+
+_IDS, _READERS, _SITE = 2000, ("base", "run"), "blocks.0.hook_resid_post"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Sizes of the small store; the large one has `times` as many samples."""
+
+    problems: int = 128
+    samples: int = 8
+    """Of a problem and checkpoint."""
+    tokens: int = 320
+    """Of a trajectory."""
+    times: int = 10
+    d_model: int = 32
+    d_sae: int = 4096
+    k: int = 32
+    to: Path | None = None
+    """Folder that is kept; by default a temporary one."""
+
+
+def make_store(folder: Path, bench: Bench, samples: int) -> None:
+    """Two checkpoints, which read their own trajectories."""
+    rng, prompt = np.random.default_rng(0), bench.tokens // 16
+    chance = 1 / np.arange(5, _IDS + 5)
+    embedding = rng.normal(size=(_IDS, bench.d_model)).astype(np.float32)
+    of_problem = 0.5 * rng.normal(size=(bench.problems, bench.d_model)).astype(np.float32)
+    moved = 0.3 * rng.normal(size=bench.d_model).astype(np.float32)
+    records, readers = [], []
+    for side, policy in enumerate(_READERS):
+        shards = []
+        for sample in range(samples):  # a shard is one sample of every problem
+            ids = rng.choice(_IDS, size=(bench.problems, bench.tokens), p=chance / chance.sum()).astype(np.int32)
+            rows = np.arange(bench.problems) + len(records)
+            x = embedding[ids] + of_problem[:, None] + side * moved
+            x += 0.5 * rng.normal(size=x.shape).astype(np.float32)
+            right = rng.random(bench.problems) < np.linspace(0.2, 0.8, bench.problems)
+            records += [
+                {
+                    "problem_id": f"p{problem}", "policy": policy, "outcome": "success" if right[problem] else "failure",
+                    "prompt_ids": ids[problem, :prompt], "response_ids": ids[problem, prompt:],
+                }
+                for problem in range(bench.problems)
+            ]  # fmt: skip
+            file, offsets = f"{policy}/{sample:05d}.h5", np.arange(bench.problems + 1) * bench.tokens
+            values = torch.from_numpy(x.reshape(-1, bench.d_model))
+            digest = write_shard(folder / file, {_SITE: values}, "float16", ids.ravel(), offsets, rows)
+            shards.append(
+                {"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "sha256": digest}
+            )
+        run = None if policy == "base" else policy
+        readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "shards": shards})
+    rollouts = tsae.Rollouts.from_records(records)
+    rollouts.write(folder / "rollouts.parquet")
+    facts = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float16", "special_ids": []}
+    sites = {_SITE: {"d_model": bench.d_model}}
+    write_json(folder / "manifest.json", {**facts, "sites": sites, "rollouts": rollouts.fingerprint, "readers": readers})
+
+
+def make_sae(folder: Path, store: Path, bench: Bench) -> None:
+    """Random, with the threshold that k latents of a token exceed on average."""
+    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k), site=_SITE)
+    sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(0))
+    x = torch.from_numpy(next(tsae.ActivationStore(store).shards()).read(_SITE, np.arange(4096)))
+    with torch.no_grad():
+        active = sae.encode(x).flatten().sort(descending=True).values
+        sae.threshold.fill_(float(active[bench.k * len(x)]))
+    sae.save(folder)
+
+
+def stage(name: str, folder: Path) -> dict[str, Any]:
+    """Do one stage, in this process."""
+    start, facts = time.perf_counter(), {}
+    if name == "encode":
+        table = encode(folder.parent / "sae", folder / "acts", to=folder / "features", progress=False)
+        facts = {"codes": int(table.codes.nnz), "tokens": len(table.token_ids)}
+    elif name == "diff":
+        config = tsae.DiffConfig(n_bootstrap=200, n_permutations=1000)
+        found = tsae.feature_diff(folder / "features", config, progress=False)
+        found.save(folder / "diff")
+        facts = {"discoveries": int(found.contrasts.n_discoveries.sum())}
+    else:
+        found = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
+        facts = {"megabytes": round(Path(found.to_html(folder / "report.html")).stat().st_size / 1e6, 1)}
+    seconds = time.perf_counter() - start
+    status = Path("/proc/self/status").read_text()
+    return {"seconds": round(seconds, 1), "gb": int(status.partition("VmHWM:")[2].split()[0]) / 1e6, **facts}
+
+
+def part(number: int, folder: Path, to: Path) -> None:
+    """One of seven parts of an encoding, 0 to 6, in this process."""
+    encode_part(folder.parent / "sae", folder / "acts", to=to, part=Part(number, 7), progress=False)
+
+
+def in_process(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen([sys.executable, __file__, *words], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    """Seven parts, last first; the fourth is killed when it has written something, and started again."""
+    to, killed = folder / "in-parts", False
+    for number in range(6, -1, -1):
+        running = in_process("part", str(number), str(folder), str(to))
+        if number == 3:
+            before = len(list((to / "pieces").glob("*.npz")))
+            while running.poll() is None and len(list((to / "pieces").glob("*.npz"))) == before:
+                time.sleep(0.002)
+            killed = running.poll() is None
+            running.send_signal(signal.SIGKILL)
+            running.wait()
+            running = in_process("part", str(number), str(folder), str(to))
+        if running.wait():
+            raise SystemExit(f"part {number} ended with {running.returncode}")
+    encode(folder.parent / "sae", folder / "acts", to=to, progress=False)
+    names = ("features.h5", "columns.h5", "means.h5", "features.json", "rollouts.parquet")
+    equal = all(sha256(to / name) == sha256(folder / "features" / name) for name in names)
+    return {"parts": {"n": 7, "equal": equal}, "node_loss": {"killed": int(killed), "equal": equal}}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["part"]:
+        part(int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+        return
+    if sys.argv[1:2] == ["stage"]:
+        print(json.dumps(stage(sys.argv[2], Path(sys.argv[3]))))
+        return
+    bench = tyro.cli(Bench, description=__doc__)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = bench.to or Path(temporary)
+        found: dict[str, dict[str, Any]] = {}
+        for size, samples in (("1x", bench.samples), (f"{bench.times}x", bench.samples * bench.times)):
+            here = folder / size
+            shutil.rmtree(here, ignore_errors=True)
+            make_store(here / "acts", bench, samples)
+            if not found:
+                make_sae(folder / "sae", here / "acts", bench)
+            found[size] = {}
+            for name in ("encode", "diff", "report"):
+                output, _ = (running := in_process("stage", name, str(here))).communicate()
+                if running.returncode:
+                    raise SystemExit(f"{name} at {size} ended with {running.returncode}")
+                found[size][name] = json.loads(output.splitlines()[-1])
+                print(f"{size:>4} {name:7} {found[size][name]}", flush=True)
+        small, large = found.values()
+        ratios = {name: round(large[name]["gb"] / small[name]["gb"], 3) for name in small}
+        figures = {
+            "name": "bench_scale",
+            "ratio": max(ratios.values()),
+            "ratios": ratios,
+            "peak_gb": round(max(each["gb"] for each in large.values()), 2),
+            "codes": large["encode"]["codes"],
+            "rows_per_s": round(large["encode"]["tokens"] / large["encode"]["seconds"]),
+            **parts(folder / "1x"),
+            **found,
+            "size": {name: value for name, value in asdict(bench).items() if name != "to"},
+        }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
