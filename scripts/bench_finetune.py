@@ -72,7 +72,7 @@ def main() -> None:
         }
         for key, start in starts.items():
             rows[0, "start"]["fve"].append(tsae.evaluate(start, store, max_norm=training.max_norm).fve)
-            active = np.diff(tsae.encode(start, store, progress=False).codes.tocsc().indptr) > 0
+            active = np.diff(tsae.encode(start, store, progress=False).columns.indptr) > 0
             for n in bench.tokens:
                 found = {"scratch": scratch[n][key]}
                 for rate in bench.rates:

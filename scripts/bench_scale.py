@@ -67,7 +67,8 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     embedding = rng.normal(size=(_IDS, bench.d_model)).astype(np.float32)
     of_problem = 0.5 * rng.normal(size=(bench.problems, bench.d_model)).astype(np.float32)
     moved = 0.3 * rng.normal(size=bench.d_model).astype(np.float32)
-    records, readers = [], []
+    records: list[dict[str, Any]] = []
+    readers = []
     for side, policy in enumerate(_READERS):
         shards = []
         for sample in range(samples):  # a shard is one sample of every problem
@@ -76,9 +77,10 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
             x = embedding[ids] + of_problem[:, None] + side * moved
             x += 0.5 * rng.normal(size=x.shape).astype(np.float32)
             right = rng.random(bench.problems) < np.linspace(0.2, 0.8, bench.problems)
+            outcome = np.where(right, "success", "failure").tolist()
             records += [
                 {
-                    "problem_id": f"p{problem}", "policy": policy, "outcome": "success" if right[problem] else "failure",
+                    "problem_id": f"p{problem}", "policy": policy, "outcome": outcome[problem],
                     "prompt_ids": ids[problem, :prompt], "response_ids": ids[problem, prompt:],
                 }
                 for problem in range(bench.problems)
@@ -86,16 +88,15 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
             file, offsets = f"{policy}/{sample:05d}.h5", np.arange(bench.problems + 1) * bench.tokens
             values = torch.from_numpy(x.reshape(-1, bench.d_model))
             digest = write_shard(folder / file, {_SITE: values}, "float16", ids.ravel(), offsets, rows)
-            shards.append(
-                {"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "sha256": digest}
-            )
+            shards.append({"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "sha256": digest})
         run = None if policy == "base" else policy
         readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "shards": shards})
     rollouts = tsae.Rollouts.from_records(records)
     rollouts.write(folder / "rollouts.parquet")
-    facts = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float16", "special_ids": []}
-    sites = {_SITE: {"d_model": bench.d_model}}
-    write_json(folder / "manifest.json", {**facts, "sites": sites, "rollouts": rollouts.fingerprint, "readers": readers})
+    facts: dict[str, Any] = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float16"}
+    facts |= {"special_ids": [], "sites": {_SITE: {"d_model": bench.d_model}}}
+    facts |= {"rollouts": rollouts.fingerprint, "readers": readers}
+    write_json(folder / "manifest.json", facts)
 
 
 def make_sae(folder: Path, store: Path, bench: Bench) -> None:
@@ -111,7 +112,7 @@ def make_sae(folder: Path, store: Path, bench: Bench) -> None:
 
 def stage(name: str, folder: Path) -> dict[str, Any]:
     """Do one stage, in this process."""
-    start, facts = time.perf_counter(), {}
+    start, facts = time.perf_counter(), dict[str, Any]()
     if name == "encode":
         table = encode(folder.parent / "sae", folder / "acts", to=folder / "features", progress=False)
         facts = {"codes": int(table.codes.nnz), "tokens": len(table.token_ids)}

@@ -21,7 +21,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse as sp
 
 import tsae
 from tsae.diff.contrast.problem_means import group_difference
@@ -61,7 +60,7 @@ def main() -> None:
             both = np.intersect1d(rows.problem[run], codes)
             assert len(both) == len(codes)
             alive = scale > 0
-            change = group_difference(sp.csr_array(rows.values), run, own, rows.problem, codes)  # (n_problems, d_sae)
+            change = group_difference(rows.values, run, own, rows.problem, codes)  # (n_problems, d_sae)
             moved = np.flatnonzero(alive & (np.abs(change.mean(0)) > LEAST * scale))
             change = change[:, moved] / scale[moved]
             for gradient in samples.relative:

@@ -40,6 +40,7 @@ from tsae.diff.significance.permutations import sign_flips
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import PickedColumns
 from tsae.rollouts.table import Rollouts
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -122,7 +123,9 @@ def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.Monkey
     draws = 40_000
     monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)
     scale = rng.uniform(0.5, 2, size=10)
-    asked = outcomes(three, scale, sp.csr_array(values[shuffled]), success[shuffled], problem[shuffled], DRAWS.seed)
+    asked = outcomes(
+        three, scale, PickedColumns.of(sp.csr_array(values[shuffled])), success[shuffled], problem[shuffled], DRAWS.seed
+    )
     found = infer(asked, replace(DRAWS, n_permutations=draws))
     np.testing.assert_allclose(found.difference, statistic(success))
     assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)

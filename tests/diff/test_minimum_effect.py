@@ -23,6 +23,7 @@ from tsae.diff.significance.inference import (
     q_values,
 )
 from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, sign_flips
+from tsae.features.stored import PickedColumns
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 
@@ -97,7 +98,9 @@ def test_labels_at_the_boundary_approach_full_enumeration() -> None:
     assert len(arrangements) == 4 * 3 * 6
     exact = beyond(np.array(arrangements), np.abs(observed), least)
     shuffled, draws = rng.permutation(11), 40_000
-    count = label_permutations(sp.csr_array(values[shuffled]), success[shuffled], problem[shuffled], 0, least)
+    count = label_permutations(
+        PickedColumns.of(sp.csr_array(values[shuffled])), success[shuffled], problem[shuffled], 0, least
+    )
     assert np.abs(share(count, draws, 12) - exact).max() < 4.5 * np.sqrt(0.25 / draws)
 
 
@@ -138,7 +141,7 @@ def inferences(least: float, seed: int = 0) -> dict[str, Inference]:
     pairs, *bands = (scale * rng.normal(mean, sd, size=(n, 60)) for mean, sd in ((effect, 1), (effect, 1), (0, 0.5)))
     return {
         "paired": paired_inference(pairs, scale, draws),
-        "outcome": infer(outcomes(differences, scale, values, success, problem, draws.seed), draws),
+        "outcome": infer(outcomes(differences, scale, PickedColumns.of(values), success, problem, draws.seed), draws),
         "interaction": infer(interaction(*bands, scale, draws.seed), draws),
     }
 

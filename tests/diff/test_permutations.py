@@ -23,6 +23,7 @@ from tsae.diff.significance.inference import (
     sequential_p,
 )
 from tsae.diff.significance.permutations import Count, label_permutations, weight_permutations
+from tsae.features.stored import PickedColumns
 from tsae.features.sums import grouped_sums
 
 DRAWS = DiffConfig(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -107,9 +108,9 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
     draws = 30_000
     monkeypatch.setattr("tsae.diff.significance.permutations._DENSE_BYTES", 1)  # feature by feature
     observed = sp.csr_array(values[:, [i for i, a in enumerate(arrangements) if (a == success).all()]])
-    count = label_permutations(observed, success, problem, 0)(draws, np.arange(1))[0, 0]
+    count = label_permutations(PickedColumns.of(observed), success, problem, 0)(draws, np.arange(1))[0, 0]
     assert count / draws == pytest.approx(1 / 30, abs=4 * np.sqrt(1 / 30 / draws))
-    other = label_permutations(sp.csr_array(values), success, problem, 0)(2000, np.arange(30))[0]
+    other = label_permutations(PickedColumns.of(sp.csr_array(values)), success, problem, 0)(2000, np.arange(30))[0]
     exact = []
     for feature in range(30):
         statistics = [statistic(values[:, feature], labels, problem) for labels in arrangements]

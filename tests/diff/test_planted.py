@@ -23,6 +23,7 @@ from tsae.diff.significance.inference import (
     q_values,
 )
 from tsae.diff.significance.power import detectable_delta, power, power_text
+from tsae.features.stored import PickedColumns
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -130,7 +131,9 @@ def test_effects_that_average_to_nothing_are_no_discovery() -> None:
         values = sp.csr_array(rng.normal(size=effect.shape) + success[:, None] * effect)
         sides = np.flatnonzero(success), np.flatnonzero(~success)
         differences = group_difference(values, *sides, problem, np.arange(n_problems))
-        p.append(infer(outcomes(differences, np.ones(30), values, success, problem, DRAWS.seed), DRAWS).p)
+        p.append(
+            infer(outcomes(differences, np.ones(30), PickedColumns.of(values), success, problem, DRAWS.seed), DRAWS).p
+        )
     assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
 
 

@@ -79,9 +79,9 @@ def test_reconstruction_by_hand() -> None:
     assert quality.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 0.0}
     quality.add(
         torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([[1.0, 1.0], [3.0, 0.0]]),
-        torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]), 1,
+        3, 1,
     )  # fmt: skip
-    quality.add(torch.tensor([[2.0, 3.0]]), torch.tensor([[2.0, 1.0]]), torch.tensor([[0.0, 0.5, 0.0]]), 0)
+    quality.add(torch.tensor([[2.0, 3.0]]), torch.tensor([[2.0, 1.0]]), 1, 0)
     assert quality.summary() == pytest.approx({"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4})
     nothing = _Reconstruction(2)
     nothing.add(*(torch.zeros(0, n) for n in (2, 2, 3)), 2)

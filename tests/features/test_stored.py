@@ -1,22 +1,222 @@
-"""Sparse matrices on disk: what is read is what a matrix in memory gives, whatever is asked for and at once."""
+"""Sparse matrices on disk: what is read is what a matrix in memory gives, in memory that a block bounds."""
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tsae.features.stored as stored
-from support.planted import contrasts_of, feature_table, planted
+from support.planted import planted
+from tsae.causal.controls import FeatureScales
 from tsae.diff.config import DiffConfig
 from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
+from tsae.features.annotations import annotate_tokens, responds_to, top_tokens
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import MappedFile, StoredColumns, StoredRows, aligned, column_blocks, row_blocks
-from tsae.features.sums import active_counts, grouped_sums, sums_by_code
+from tsae.features.stored import PickedColumns, StoredRows, column_blocks, row_blocks
+from tsae.features.sums import grouped_sums, sums_by_code
+from tsae.features.table_files import read_codes, write_codes
+from tsae.features.top_contexts import top_contexts
+from tsae.report.pages.examples import contexts, histograms
+
+
+def random_matrix(shape: tuple[int, int], density: float, seed: int) -> sp.csr_array:
+    rng = np.random.default_rng(seed)
+    dense = rng.random(shape, dtype=np.float32) * (rng.random(shape) < density)
+    return sp.csr_array(dense)
+
+
+def on_disk(folder: Path, matrix: sp.csr_array, at_once: int) -> StoredRows:
+    folder.mkdir()
+    tokens = np.zeros(matrix.shape[0], dtype=np.int32)
+    arrays = dict.fromkeys(("token_ids", "row_offsets", "reader", "trajectory", "outlier"), tokens)
+    blocks = (block for _, block in row_blocks(matrix, at_once))
+    write_codes(folder, arrays, blocks, matrix.shape, matrix.nnz)
+    return read_codes(folder, matrix.shape[1])[0]
+
+
+def same(a: sp.csr_array, b: sp.csr_array) -> bool:
+    return bool(np.array_equal(a.toarray(), b.toarray()))
+
+
+def keys(n: int, rng: np.random.Generator) -> Iterator[Any]:
+    yield from (slice(None), slice(2, n - 1), slice(0, 0), slice(n, n + 5), slice(None, None, 3), slice(-3, None))
+    yield from (np.zeros(0, dtype=int), np.arange(n), rng.random(n) < 0.4, np.zeros(n, dtype=bool))
+    yield from (rng.integers(0, n, 12), np.sort(rng.integers(0, n, 12)), np.array([n - 1, 0]))
+
+
+@pytest.mark.parametrize(("shape", "density"), [((37, 11), 0.3), ((5, 40), 0.05), ((9, 6), 0.0), ((50, 1), 1.0)])
+@pytest.mark.parametrize("at_once", [1, 17, 10_000])
+def test_rows_and_columns_are_those_of_scipy(
+    shape: tuple[int, int], density: float, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_BLOCK", at_once)
+    monkeypatch.setattr(stored, "_READ", at_once)
+    matrix, rng = random_matrix(shape, density, at_once), np.random.default_rng(0)
+    found = on_disk(tmp_path / "one", matrix, at_once)
+    dense = matrix.toarray()
+    assert (found.shape, found.nnz) == (matrix.shape, matrix.nnz)
+    np.testing.assert_array_equal(found.toarray(), dense)
+    for key in keys(shape[0], rng):
+        np.testing.assert_array_equal(found[key].toarray(), dense[key])
+    assert found.columns is not None
+    for key in keys(shape[1], rng):
+        for columns in (found.columns[:, key], found[:, key], PickedColumns.of(matrix).columns[:, key]):
+            np.testing.assert_array_equal(columns.toarray(), dense[:, key])
+            assert columns.has_sorted_indices or columns.format == "csr"
+    for columns in (found.columns, sp.csc_array(matrix)):
+        parts = list(column_blocks(columns, 3, at_once))
+        assert [first for first, _ in parts] == np.cumsum([0, *(part.shape[1] for _, part in parts)])[:-1].tolist()
+        np.testing.assert_array_equal(np.concatenate([part.toarray() for _, part in parts], axis=1), dense)
+    picked, some = rng.permutation(shape[0])[:4], rng.permutation(shape[1])[:3]
+    chosen = PickedColumns(found.columns, picked, some)
+    np.testing.assert_array_equal(chosen.dense(np.arange(len(some))[::-1]), dense[picked][:, some[::-1]])
+    for wrong in ([-1], [0, shape[0]]):
+        with pytest.raises(IndexError):
+            found[wrong]
+    weight = rng.normal(size=len(picked))
+    np.testing.assert_allclose(chosen.weighted(weight), weight @ dense[picked][:, some], atol=1e-12)
+
+
+@pytest.mark.parametrize("n_codes", [1, 5, 70_000])
+def test_sums_by_code_against_a_loop(n_codes: int, tmp_path: Path) -> None:
+    matrix, rng = random_matrix((300, 7), 0.3, 1), np.random.default_rng(1)
+    code = rng.integers(0, min(n_codes, 6) + 1, 300)
+    code[code == min(n_codes, 6)] = n_codes
+    expected = np.zeros((n_codes + 1, 7))
+    np.add.at(expected, code, matrix.toarray())
+    for columns in (on_disk(tmp_path / "one", matrix, 50).columns, sp.csc_array(matrix)):
+        assert columns is not None
+        found = np.concatenate([sums for _, sums in sums_by_code(columns, code.astype(np.int32), n_codes)], axis=1)
+        np.testing.assert_allclose(found, expected[:n_codes], atol=1e-12)
+
+
+def test_a_pass_takes_no_more_memory_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_READ", 20_000)
+    matrix = random_matrix((60_000, 40), 0.5, 0)
+    found, whole = on_disk(tmp_path / "one", matrix, 50_000), 8 * matrix.nnz
+    group, ones = np.repeat(np.arange(600), 100), np.ones(60_000)
+
+    def passes() -> None:
+        for _ in row_blocks(found, 20_000):
+            pass
+        for _ in column_blocks(found.columns, 40, 20_000):  # type: ignore[arg-type]
+            pass
+        grouped_sums(found, np.arange(60_000), group, ones, 600)
+
+    tracemalloc.start()
+    try:
+        passes()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.9 * whole
+    assert whole > 9_000_000
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureTable, FeatureTable]:
+    """A table in memory, and the same on disk."""
+    table = planted(n_problems=24, n_samples=6).table
+    return table, FeatureTable.load(table.save(tmp_path_factory.mktemp("table") / "features"))
+
+
+QUICK = DiffConfig(n_bootstrap=100, n_permutations=200, threads=1)
+
+
+def test_a_diff_of_what_lies_on_disk_is_that_of_what_lies_in_memory(tables: tuple[FeatureTable, FeatureTable]) -> None:
+    """To the bit: both take the same steps."""
+    diffs = [feature_diff(table, QUICK, progress=False) for table in tables]
+    for name in ("shifts", "contrasts", "features", "confounds", "behaviours"):
+        pd.testing.assert_frame_equal(*(getattr(diff, name) for diff in diffs), check_exact=True)
+
+
+def test_all_that_reads_codes_finds_the_same(tables: tuple[FeatureTable, FeatureTable]) -> None:
+    memory, disk = tables
+    assert isinstance(disk.codes, StoredRows)
+    assert disk.codes.means
+    for span in ("response", "all"):  # means of the response lie on disk, others are made
+        assert same(memory.row_means(span)[:], disk.row_means(span)[:])
+    for feature in (0, 7):
+        for x, y in zip(memory.column(feature), disk.column(feature), strict=True):
+            np.testing.assert_array_equal(x, y)
+    found = [
+        (
+            histograms(table, "response")[0].tolist(),
+            contexts(table, range(5), {}),
+            [(c.trajectory, c.reader, c.activations.tolist()) for c in top_contexts(table, 3, reader="run")],
+            FeatureScales.of(table, "run").mean.tolist(),
+            top_tokens(table, [str(i) for i in range(50)]).to_dict(),
+            responds_to(table, annotate_tokens(table, lambda _, t: ["x" if s < "5" else "y" for s in t],
+                                               [str(i) for i in range(50)])).to_dict(),
+        )
+        for table in tables
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_tables_of_earlier_versions_are_read(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+    table, _ = tables
+    folder = table.save(tmp_path / "features")
+    for name in ("columns.h5", "means.h5", "checksums.json"):
+        (folder / name).unlink()
+    old = FeatureTable.load(folder)
+    assert isinstance(old.codes, StoredRows)
+    assert old.codes.columns is None
+    assert same(old.row_means()[:], table.row_means()[:])
+    np.testing.assert_array_equal(old.columns[:, [1, 4]].toarray(), table.columns[:, [1, 4]].toarray())
+
+
+def test_means_on_disk_are_not_those_of_other_tokens(tables: tuple[FeatureTable, FeatureTable]) -> None:
+    """With other outliers the tokens that count are others."""
+    memory, disk = tables
+    outlier = np.random.default_rng(0).random(len(memory.token_ids)) < 0.3
+    found, expected = (replace(table, outlier=outlier).row_means()[:] for table in (disk, memory))
+    assert same(found, expected)
+    assert not same(found, memory.row_means()[:])
+
+
+def test_a_table_is_saved_into_its_own_folder(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+    table, _ = tables
+    loaded = FeatureTable.load(table.save(tmp_path / "features"))
+    again = FeatureTable.load(loaded.save(tmp_path / "features"))
+    assert same(again.codes[:], table.codes[:])
+    assert same(loaded.codes[:], table.codes[:])  # the file that it reads is still there for it
+
+
+@pytest.mark.parametrize("name", ["features.h5", "columns.h5", "means.h5"])
+def test_damaged_files_are_refused_without_a_seal_too(
+    name: str, tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
+) -> None:
+    folder = tables[0].save(tmp_path / "features")
+    (folder / "checksums.json").unlink()
+    whole = (folder / name).read_bytes()
+    for content in (b"", whole[:100], b"no HDF5 at all"):
+        (folder / name).write_bytes(content)
+        with pytest.raises(TsaeError, match=f"{name} cannot be read"):
+            FeatureTable.load(folder)
+
+
+def test_columns_of_another_table_are_refused(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+    folder = tables[0].save(tmp_path / "features")
+    other = planted(n_problems=12, n_samples=6).table.save(tmp_path / "other")
+    (folder / "checksums.json").unlink()
+    (folder / "columns.h5").write_bytes((other / "columns.h5").read_bytes())
+    with pytest.raises(TsaeError, match=r"columns\.h5 is not that of features\.h5"):
+        FeatureTable.load(folder)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+    loaded = FeatureTable.load(tables[0].save(tmp_path / "features"))
+    with (tmp_path / "features" / "features.h5").open("r+b") as stream:
+        stream.truncate(2000)
+    with pytest.raises(TsaeError, match="has become shorter"):
+        loaded.codes[:]

@@ -15,7 +15,7 @@ from einops import reduce
 from tsae.base.plugins import find_function
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import active_counts, sums_by_code
+from tsae.features.sums import active_counts, no_code, sums_by_code
 
 Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 """(prompt text, response tokens as strings) -> class of each response token."""
@@ -85,7 +85,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
     n_classes = len(classes.names)
-    code = np.where(counted, classes.code, np.int32(-1))
+    code = np.where(counted, classes.code, np.int32(n_classes))
     sums = np.empty((n_classes, features.n_features))
     for some, found in sums_by_code(features.columns, code, n_classes):
         sums[:, some] = found
@@ -118,7 +118,12 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
         indexed by feature: top_tokens (the strings, most activation first), top_token_share (share of the feature's
         summed activation on the first one; near 1 means that the feature may be lexical).
     """
-    ids, code = id_codes(features.token_ids, features.span_mask("all"))
+    mask = features.span_mask("all")
+    ids, number = id_codes(features.token_ids, mask)
+    code = no_code(len(mask), max(len(ids), 1))
+    for first, last in features.row_blocks():
+        tokens = slice(int(features.row_offsets[first]), int(features.row_offsets[last]))
+        code[tokens][mask[tokens]] = number[features.token_ids[tokens][mask[tokens]]]
     strings = [token_strings[i] for i in ids]
     names, share = [], []
     for _, sums in sums_by_code(features.columns, code, max(len(ids), 1)):
@@ -135,13 +140,13 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
 
 
 def id_codes(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The (n,) ids that occur on tokens of a mask, and the (n_tokens,) int32 index of each token's among them.
+    """The (n,) ids that occur on tokens of a mask, and the int32 index of every id up to the largest among them.
 
-    Tokens beyond the mask have −1.
+    Other ids have −1.
     """
     occurs = np.zeros(int(token_ids.max(initial=0)) + 1, dtype=bool)
     occurs[token_ids[mask]] = True
     ids = np.flatnonzero(occurs)
     number = np.full(len(occurs), -1, dtype=np.int32)
     number[ids] = np.arange(len(ids))
-    return ids, np.where(mask, number[token_ids], np.int32(-1))
+    return ids, number

@@ -182,25 +182,29 @@ def _joined(
     """The table of all pieces, which come in the order of the store's shards; without their codes."""
     owners = [store.readers.index(shard.reader) for shard in store.shards()]
     quality = [_Reconstruction(sae.d_model) for _ in store.readers]
-    every, reader = [], []
+    n_tokens = sum(_n_tokens(store, shard) for shard in store.shards())
+    token_ids, outlier = np.empty(n_tokens, dtype=np.int32), np.empty(n_tokens, dtype=bool)
+    lengths, trajectory, reader, place = [np.zeros(1, dtype=np.int64)], [], [], 0
     for owner, piece in zip(owners, pieces, strict=True):
-        every.append(piece)
+        tokens = slice(place, place := place + len(piece.token_ids))
+        token_ids[tokens], outlier[tokens] = piece.token_ids, piece.outlier
+        lengths.append(piece.lengths)
+        trajectory.append(piece.trajectory)
         quality[owner].add_sums(piece.quality)
         reader.append(np.full(len(piece.trajectory), owner, dtype=np.int32))
-    if not sum(len(piece.token_ids) for piece in every):
+    if not n_tokens:
         raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
     records = []
     for id, found in zip(store.readers, quality, strict=True):
         info = store.reader_info(id)
         records.append({**{name: info[name] for name in READER_INFO}, **found.summary()})
-    token_ids = np.concatenate([piece.token_ids for piece in every])
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32), np.zeros(len(token_ids) + 1, dtype=np.int32)
     return FeatureTable(
         codes=sp.csr_array(nothing, shape=(len(token_ids), sae.config.d_sae)),
         token_ids=token_ids,
-        row_offsets=np.concatenate([[0], np.concatenate([piece.lengths for piece in every]).cumsum()]),
+        row_offsets=np.concatenate(lengths).cumsum(),
         reader=np.concatenate(reader),
-        trajectory=np.concatenate([piece.trajectory for piece in every]),
+        trajectory=np.concatenate(trajectory),
         rollouts=with_entropy(store),
         info={
             "sae": {
@@ -213,7 +217,7 @@ def _joined(
             "readers": records,
             "special_ids": sorted(store.special_ids),
         },
-        outlier=np.concatenate([piece.outlier for piece in every]),
+        outlier=outlier,
         stability=stability,
     )
 

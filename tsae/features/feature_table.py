@@ -39,7 +39,7 @@ from tsae.sae.quality.stability import FILE as STABILITY
 from tsae.sae.quality.stability import Stability
 
 _FILES = ("features.json", CODES, "rollouts.parquet")
-_AT_ONCE = 200_000  # tokens
+_AT_ONCE = 50_000  # tokens
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
 """Sparse matrices on disk, of which a stage reads the rows or columns that it needs.
 
 A matrix is a group of an HDF5 file with three contiguous datasets: `indices` and `values` (nnz,), and `offsets`, where
-each row begins (or each column, where the matrix lies by columns). The file is mapped into memory. Pages that were read
-are given back after `_RESIDENT` bytes, so that a pass over a matrix of any size takes no more than that.
+each row begins (or each column, where the matrix lies by columns). What is asked for is read from its place in the
+file, so that a pass over a matrix of any size takes no more memory than one block of it. Nothing is mapped: mapped
+pages count as memory of the process, and the kernel may map two megabytes around every place.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
+import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +21,16 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-_RESIDENT = 64 << 20  # bytes of a mapped file that stay in memory
-_RUNS = 256  # separate places that are read at once: each may bring in 64 KiB
-_BLOCK = 4_000_000  # non-zeros transposed, or copied, at once
-_COLUMNS = 8192  # columns that are written at once when a matrix is transposed: each touches a page
+from tsae.errors import TsaeError
+
+_BLOCK = 4_000_000  # non-zeros that are transposed at once
+_READ = 1_000_000  # non-zeros of columns that are read at once
 
 Key = slice | np.ndarray
 
 
-class MappedFile:
-    """The contiguous datasets of an HDF5 file as read-only arrays.
+class StoredFile:
+    """The datasets of an HDF5 file.
 
     Args:
         path: the file.
@@ -38,97 +43,89 @@ class MappedFile:
         """By "group/name"."""
         with h5py.File(self.path, "r") as file:
             file.visititems(self._add)
-        with self.path.open("rb") as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._touched = 0
+        self._file = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
         self.attributes |= {f"{name}/{key}": value for key, value in found.attrs.items()}
         if isinstance(found, h5py.Dataset):
             self._places[name] = (found.id.get_offset(), found.shape, found.dtype)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
-    def array(self, name: str) -> np.ndarray:
-        """A dataset, mapped; read into memory where it does not lie in one aligned piece.
+    def length(self, name: str) -> int:
+        """Entries of a dataset.
 
         Raises:
             KeyError: there is none of this name.
         """
-        offset, shape, dtype = self._places[name]
-        count = int(np.prod(shape))
-        if count == 0:
-            return np.zeros(shape, dtype=dtype)
-        if offset is None or offset % dtype.itemsize:
-            with h5py.File(self.path, "r") as file:
-                return np.asarray(file[name][()])
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset).reshape(shape)
+        return int(self._places[name][1][0])
 
-    def touched(self, n_bytes: int) -> None:
-        """Count what was read of mapped arrays, and give pages back when it is much."""
-        self._touched += n_bytes
-        if self._touched > _RESIDENT:
-            self._touched = 0
-            self._map.madvise(mmap.MADV_DONTNEED)
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Entries of a dataset from start up to stop.
+
+        Raises:
+            KeyError: there is none of this name.
+            TsaeError: where there are no such entries, or the file has become shorter.
+        """
+        offset, shape, dtype = self._places[name]
+        stop = shape[0] if stop is None else stop
+        if not 0 <= start <= stop <= shape[0]:
+            wanted = f"names entries {start} to {stop} of {name}, which has {shape[0]}"
+            raise TsaeError(f"is damaged: it {wanted}", where=self.path, fix="Make it anew.")
+        if offset is None:  # not in one piece, or empty
+            with h5py.File(self.path, "r") as file:
+                return np.asarray(file[name][start:stop])
+        found = np.empty(stop - start, dtype=dtype)
+        view, place = found.data.cast("B"), offset + start * dtype.itemsize
+        while len(view):  # one read gives two gigabytes at most
+            n = os.preadv(self._file, [view], place)
+            if not n:
+                raise TsaeError("has become shorter while it was read", where=self.path, fix="Make it anew.")
+            view, place = view[n:], place + n
+        return found
 
 
 class _Lines:
     """Rows or columns of a stored matrix."""
 
-    def __init__(self, file: MappedFile, group: str) -> None:
+    def __init__(self, file: StoredFile, group: str) -> None:
         prefix = f"{group}/" if group else ""
         self._file = file
-        self._indices, self._values = file.array(f"{prefix}indices"), file.array(f"{prefix}values")
-        self.offsets = file.array(f"{prefix}offsets")
+        self._indices, self._values, self._offsets = f"{prefix}indices", f"{prefix}values", f"{prefix}offsets"
+        self.n, self.nnz = file.length(self._offsets) - 1, file.length(self._values)
+        if file.length(self._indices) != self.nnz:
+            raise ValueError("indices and values are not equally many")
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def nnz(self) -> int:
-        return len(self._values)
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """(n + 1,) int64, all in memory."""
+        return self._file.read(self._offsets)
 
     def take(self, key: Key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(values, indices, offsets) of some lines, as copies."""
+        """(values, indices, offsets) of some lines."""
         if isinstance(key, slice):
-            start, stop, step = key.indices(len(self))
+            start, stop, step = key.indices(self.n)
             if step == 1:
                 return self._run(start, max(start, stop))
             key = np.arange(start, stop, step)
         key = np.flatnonzero(key) if key.dtype == bool else key.astype(np.int64, copy=False)
         if not len(key):
             return self._run(0, 0)
+        if key.min() < 0 or key.max() >= self.n:
+            raise IndexError(f"0 to {self.n - 1} can be read, not {key.min()} to {key.max()}")
         first = np.flatnonzero(np.r_[True, np.diff(key) != 1])  # where a run of neighbours begins
-        if len(first) == 1:
-            return self._run(int(key[0]), int(key[-1]) + 1)
-        parts = []
-        for low in range(0, len(first), _RUNS):
-            high = first[low + _RUNS] if low + _RUNS < len(first) else len(key)
-            parts.append(self._places(key[first[low] : high], first[low : low + _RUNS] - first[low]))
-        values, indices, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return values, indices, _ends(lengths)
+        last = np.r_[first[1:], len(key)] - 1
+        runs = [self._run(start, stop + 1) for start, stop in zip(key[first].tolist(), key[last].tolist(), strict=True)]
+        if len(runs) == 1:
+            return runs[0]
+        values, indices = (np.concatenate([run[i] for run in runs]) for i in (0, 1))
+        lengths = np.concatenate([np.diff(run[2]) for run in runs])
+        return values, indices, _narrow(np.r_[0, lengths.cumsum(dtype=np.int64)])
 
     def _run(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ends = self.offsets[start : stop + 1] - self.offsets[start]
-        place = slice(int(self.offsets[start]), int(self.offsets[stop]))
-        found = self._values[place].copy(), self._indices[place].copy(), _narrow(ends)
-        self._file.touched(8 * len(found[0]) + 8 * len(ends))
-        return found
-
-    def _places(self, key: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(values, indices, lengths) of lines that lie in few runs, of which each begins at an entry of `first`."""
-        starts, ends = self.offsets[key], self.offsets[key + 1]
-        last = np.r_[first[1:], len(key)] - 1
-        runs = [slice(int(a), int(b)) for a, b in zip(starts[first], ends[last], strict=True)]
-        values = np.concatenate([self._values[run] for run in runs])
-        indices = np.concatenate([self._indices[run] for run in runs])
-        self._file.touched(8 * len(values) + 3 * 65_536 * len(runs))
-        return values, indices, ends - starts
-
-
-def _ends(lengths: np.ndarray) -> np.ndarray:
-    return _narrow(np.r_[0, lengths.cumsum()])
+        ends = self._file.read(self._offsets, start, stop + 1)
+        low, high = int(ends[0]), int(ends[-1])
+        values, indices = self._file.read(self._values, low, high), self._file.read(self._indices, low, high)
+        return values, indices, _narrow(ends - low)
 
 
 def _narrow(ends: np.ndarray) -> np.ndarray:
@@ -139,9 +136,9 @@ def _narrow(ends: np.ndarray) -> np.ndarray:
 class StoredColumns:
     """A matrix on disk by columns; of `scipy.sparse.csc_array` it has what is read here: ``columns[:, some]``."""
 
-    def __init__(self, file: MappedFile, group: str, n_rows: int) -> None:
+    def __init__(self, file: StoredFile, group: str, n_rows: int) -> None:
         self._lines = _Lines(file, group)
-        self.shape = (n_rows, len(self._lines))
+        self.shape = (n_rows, self._lines.n)
 
     @property
     def nnz(self) -> int:
@@ -171,9 +168,9 @@ class StoredRows:
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, file: MappedFile, group: str, n_columns: int, columns: StoredColumns | None) -> None:
+    def __init__(self, file: StoredFile, group: str, n_columns: int, columns: StoredColumns | None) -> None:
         self._lines = _Lines(file, group)
-        self.shape = (len(self._lines), n_columns)
+        self.shape = (self._lines.n, n_columns)
         self.columns = columns
         self.means: dict[str, tuple[str, StoredRows]] = {}
         """Of a feature table's codes: by span, a digest of the mask of tokens that counted, and the means over them."""
@@ -199,6 +196,55 @@ Rows = sp.csr_array | StoredRows
 Columns = sp.csc_array | StoredColumns
 
 
+@dataclass(frozen=True)
+class PickedColumns:
+    """Some rows of a matrix, of which columns are read when they are asked for."""
+
+    columns: Columns
+    rows: np.ndarray
+    """(n_rows,) which rows, in any order."""
+    features: np.ndarray
+    """(n_features,) which columns."""
+
+    @classmethod
+    def of(cls, values: sp.csr_array | sp.csc_array) -> PickedColumns:
+        """All of a matrix in memory."""
+        return cls(sp.csc_array(values), np.arange(values.shape[0]), np.arange(values.shape[1]))
+
+    def in_order(self, order: np.ndarray) -> PickedColumns:
+        """The same, its rows in another order."""
+        return replace(self, rows=self.rows[order])
+
+    def dense(self, some: np.ndarray) -> np.ndarray:
+        """(n_rows, len(some)) float32 of the columns with these places among `features`."""
+        values, wanted = np.zeros((len(self.rows), len(some)), dtype=np.float32), self.features[some]
+        ends = (self.columns.indptr[wanted + 1] - self.columns.indptr[wanted]).cumsum()
+        low = 0
+        while low < len(wanted):
+            fitting = int(np.searchsorted(ends, (ends[low - 1] if low else 0) + _READ, side="right"))
+            high = max(low + 1, fitting)
+            found = self.columns[:, wanted[low:high]]
+            row = self._place[found.indices]
+            inside = row >= 0
+            column = np.repeat(np.arange(low, high, dtype=np.int32), np.diff(found.indptr))
+            values[row[inside], column[inside]] = found.data[inside]
+            low = high
+        return values
+
+    def weighted(self, weights: np.ndarray) -> np.ndarray:
+        """(n_features,) float64: the rows' sum, each times its weight."""
+        every = np.zeros(self.columns.shape[0])
+        every[self.rows] = weights
+        parts = [block.T @ every for _, block in column_blocks(self.columns, self.columns.shape[1])]
+        return np.asarray(np.concatenate(parts)[self.features])
+
+    @cached_property
+    def _place(self) -> np.ndarray:
+        place = np.full(self.columns.shape[0], -1, dtype=np.int32)
+        place[self.rows] = np.arange(len(self.rows))
+        return place
+
+
 def columns_of(rows: Rows) -> Columns:
     """The same matrix by columns: from the disk where it lies there, else transposed in memory."""
     if isinstance(rows, StoredRows):
@@ -215,11 +261,11 @@ def row_blocks(rows: Rows, at_once: int = _BLOCK) -> Iterator[tuple[int, sp.csr_
 
 
 def aligned(path: Path, mode: Literal["w", "a"] = "w") -> h5py.File:
-    """A file to write, whose datasets can be mapped."""
+    """A file to write, whose datasets begin at whole numbers of their entries."""
     return h5py.File(path, mode, libver="latest", alignment_threshold=1, alignment_interval=8)
 
 
-def column_blocks(columns: Columns, widest: int, at_once: int = _BLOCK) -> Iterator[tuple[int, sp.csc_array]]:
+def column_blocks(columns: Columns, widest: int, at_once: int = _READ) -> Iterator[tuple[int, sp.csc_array]]:
     """(first column, columns from there on): as many as have so many non-zeros, at least one and at most `widest`."""
     ends = columns.indptr
     first, n = 0, columns.shape[1]
@@ -263,23 +309,20 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
             return
         indices[-1:], values[-1:] = 0, 0  # the first write sets the whole dataset's place
         file.flush()
-        places = indices.id.get_offset(), values.id.get_offset()
-    with path.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
-        to_indices = np.frombuffer(mapped, dtype=np.int32, count=int(ends[-1]), offset=places[0])
-        to_values = np.frombuffer(mapped, dtype=np.float32, count=int(ends[-1]), offset=places[1])
-        filled = ends[:-1].copy()
+        to_indices, to_values = indices.id.get_offset(), values.id.get_offset()
+    target = os.open(path, os.O_WRONLY)
+    try:
+        filled = (4 * ends[:-1]).tolist()  # in bytes: both kinds of entries have four
         for first, block in row_blocks(rows):
             columns = block.tocsc()
-            for low in range(0, len(counts), _COLUMNS):
-                bounds = columns.indptr[low : low + _COLUMNS + 1].astype(np.int64)
-                size = np.diff(bounds)
-                shift = np.repeat(filled[low : low + _COLUMNS] - bounds[:-1], size)
-                to = shift + np.arange(bounds[0], bounds[-1])
-                to_indices[to] = columns.indices[bounds[0] : bounds[-1]] + first
-                to_values[to] = columns.data[bounds[0] : bounds[-1]]
-                filled[low : low + _COLUMNS] += size
-                mapped.madvise(mmap.MADV_DONTNEED)
-        del to_indices, to_values  # a map with views cannot be closed
+            row, data = (columns.indices + first).astype(np.int32), columns.data
+            for column, (start, stop) in enumerate(pairwise(columns.indptr.tolist())):
+                if stop > start:
+                    os.pwrite(target, row[start:stop].data, to_indices + filled[column])
+                    os.pwrite(target, data[start:stop].data, to_values + filled[column])
+                    filled[column] += 4 * (stop - start)
+    finally:
+        os.close(target)
 
 
 def _datasets(group: h5py.Group, n_lines: int, nnz: int) -> tuple[h5py.Dataset, h5py.Dataset, h5py.Dataset]:

@@ -51,20 +51,24 @@ def sums_by_code(columns: Columns, code: np.ndarray, n_codes: int) -> Iterator[t
 
     Args:
         columns: (n_rows, n_features).
-        code: (n_rows,) 0 … n_codes − 1 of each row; −1 for those that do not count.
+        code: (n_rows,) 0 … n_codes − 1 of each row; n_codes for those that do not count.
         n_codes: how many there are.
 
     Yields:
         (features, (n_codes, features) float64 sums), features in order.
     """
-    for first, block in column_blocks(columns, max(1, _CELLS // n_codes)):
+    for first, block in column_blocks(columns, max(1, _CELLS // (n_codes + 1))):
         width = block.shape[1]
-        of = code[block.indices].astype(np.int64)
-        of *= width
-        of += np.repeat(np.arange(width), np.diff(block.indptr))
-        inside = of >= 0  # −1 · width + column is negative
-        sums = np.bincount(of[inside], weights=block.data[inside], minlength=n_codes * width)
-        yield slice(first, first + width), sums.reshape(n_codes, width)
+        cell = code[block.indices].astype(np.int64)
+        cell *= width
+        cell += np.repeat(np.arange(width), np.diff(block.indptr))
+        sums = np.bincount(cell, weights=block.data, minlength=(n_codes + 1) * width)
+        yield slice(first, first + width), sums.reshape(n_codes + 1, width)[:n_codes]
+
+
+def no_code(n_tokens: int, n_codes: int) -> np.ndarray:
+    """(n_tokens,) n_codes, of the smallest type that holds it: for `sums_by_code`."""
+    return np.full(n_tokens, n_codes, dtype=np.uint16 if n_codes <= np.iinfo(np.uint16).max else np.int32)
 
 
 def active_counts(features: FeatureTable, mask: np.ndarray) -> np.ndarray:

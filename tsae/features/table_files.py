@@ -1,4 +1,4 @@
-"""The arrays of a FeatureTable on disk: written in one pass over its codes, of any size, and mapped when they are read.
+"""The arrays of a FeatureTable on disk: written in one pass over its codes, of any size, and read in parts.
 
     features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
                        /token_ids, /outlier (n_tokens,), /row_offsets (n_rows + 1,), /reader, /trajectory (n_rows,)
@@ -21,7 +21,7 @@ import scipy.sparse as sp
 
 from tsae.base.files import replacing
 from tsae.errors import TsaeError
-from tsae.features.stored import MappedFile, StoredColumns, StoredRows, aligned, write_columns, write_rows
+from tsae.features.stored import StoredColumns, StoredFile, StoredRows, aligned, write_columns, write_rows
 
 CODES, COLUMNS, MEANS = "features.h5", "columns.h5", "means.h5"
 ARRAYS = ("token_ids", "row_offsets", "reader", "trajectory", "outlier")
@@ -44,11 +44,11 @@ def write_codes(
         for name in ARRAYS:
             file.create_dataset(name, data=arrays[name])
         counts = write_rows(file, blocks, shape, nnz)
-    rows = StoredRows(MappedFile(folder / CODES), "", shape[1], None)
+    rows = StoredRows(StoredFile(folder / CODES), "", shape[1], None)
     with replacing(folder / COLUMNS) as partial:
         aligned(partial).close()
         write_columns(partial, "columns", rows, counts)
-    rows.columns = StoredColumns(MappedFile(folder / COLUMNS), "columns", shape[0])
+    rows.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", shape[0])
     return rows
 
 
@@ -75,7 +75,7 @@ def write_means(folder: Path, means: Mapping[str, tuple[str, Iterable[sp.csr_arr
                     group.attrs["mask"] = mask
                     nnz = sum(n for _, n in sizes)
                     counts = write_rows(group.create_group("rows"), _spooled(spool, sizes, shape[1]), shape, nnz)
-            rows = StoredRows(MappedFile(partial), f"{span}/rows", shape[1], None)
+            rows = StoredRows(StoredFile(partial), f"{span}/rows", shape[1], None)
             write_columns(partial, f"{span}/columns", rows, counts)
 
 
@@ -95,21 +95,21 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
         TsaeError: where a file cannot be read, or they do not fit each other.
     """
     try:
-        file = MappedFile(folder / CODES)
-        arrays = {name: file.array(name) for name in ARRAYS}
+        file = StoredFile(folder / CODES)
+        arrays = {name: file.read(name) for name in ARRAYS}
         codes = StoredRows(file, "", n_features, None)
     except (OSError, KeyError, ValueError) as error:
         raise _unreadable(folder, CODES, error) from error
     if (folder / COLUMNS).is_file():
         try:
-            codes.columns = StoredColumns(MappedFile(folder / COLUMNS), "columns", codes.shape[0])
+            codes.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", codes.shape[0])
         except (OSError, KeyError, ValueError) as error:
             raise _unreadable(folder, COLUMNS, error) from error
         if codes.columns.shape != codes.shape or codes.columns.nnz != codes.nnz:
             raise TsaeError(f"{COLUMNS} is not that of {CODES}", where=folder, fix=_FIX)
     if (folder / MEANS).is_file():
         try:
-            found = MappedFile(folder / MEANS)
+            found = StoredFile(folder / MEANS)
             n_rows = len(arrays["trajectory"])
             for name, mask in found.attributes.items():
                 span = name.removesuffix("/mask")

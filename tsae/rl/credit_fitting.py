@@ -34,6 +34,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import PickedColumns
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
 from tsae.rollouts.responses.token_parts import OTHER
@@ -288,7 +289,7 @@ def _judged(credit: Credit, tokens: ResponseTokens, learning: np.ndarray, testin
     asked = outcomes(
         differences,
         np.ones(1),
-        sp.csr_array(scored.score.to_numpy()[:, None]),
+        PickedColumns.of(sp.csc_array(scored.score.to_numpy()[:, None])),
         scored.success.to_numpy(),
         np.searchsorted(sides.index, scored.code),
         config.seed,

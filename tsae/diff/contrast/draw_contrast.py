@@ -27,10 +27,9 @@ problems, all contrasts are drawn on everything that was read, whoever sampled i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
@@ -39,8 +38,7 @@ from tsae.diff.contrast.problem_means import side_means, within_problem_auroc
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import Inference, Tested, infer, interaction, outcomes, paired
 from tsae.diff.significance.power import detectable_delta
-
-Sparse = TypeVar("Sparse", sp.csr_array, sp.csc_array)
+from tsae.features.stored import PickedColumns
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.nda
     picked = np.concatenate([of.a, of.b])
     code = np.searchsorted(of.problems, rows.problem[picked])
     success = np.arange(len(picked)) < len(of.a)
-    return outcomes(first, scale, _columns(rows.values[picked], feature), success, code, seed)
+    return outcomes(first, scale, PickedColumns(rows.columns, picked, feature), success, code, seed)
 
 
 def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -140,8 +138,3 @@ def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:
     """
     active = np.logical_or.reduce([side > 0 for side in means])
     return np.flatnonzero(active.sum(0) >= config.min_problems)
-
-
-def _columns(values: Sparse, feature: np.ndarray) -> Sparse:
-    """The features' columns, without a copy if these are all."""
-    return values if len(feature) == values.shape[1] else values[:, feature]

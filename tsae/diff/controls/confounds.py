@@ -35,7 +35,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
 from tsae.features.annotations import id_codes
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import grouped_sums, sums_by_code
+from tsae.features.sums import grouped_sums, no_code, sums_by_code
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
@@ -74,15 +74,15 @@ class _Tokens:
     """(n_tokens,) bool."""
     length: np.ndarray
     """(n_rows,) how many tokens of a row count."""
-    id_code: np.ndarray
-    """(n_tokens,) int32 number of the token's id, 0 … n_ids − 1."""
+    number: np.ndarray
+    """Of every token id its index among those that occur, 0 … n_ids − 1."""
     n_ids: int
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> _Tokens:
         mask = features.span_mask(config.span)
-        ids, code = id_codes(features.token_ids, mask)
-        return cls(mask, features.counts(mask), code, len(ids))
+        ids, number = id_codes(features.token_ids, mask)
+        return cls(mask, features.counts(mask), number, len(ids))
 
     def of_rows(self, features: FeatureTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, place among `rows` of each) of the rows' counted tokens, some rows at a time."""
@@ -215,7 +215,7 @@ def _expected(
     """(n_problems, n_features) differences that follow from token ids alone, by means on the other half of problems."""
     n_ids, n = tokens.n_ids, len(problems)
     half = np.random.default_rng([seed, 6]).permutation(n) % 2
-    code = np.full(len(tokens.mask), -1, dtype=np.int32)  # (half, id) of every token that is used
+    code = no_code(len(tokens.mask), 2 * n_ids)  # (half, id) of every token that is used
     count = np.zeros(2 * n_ids)
     frequency = sp.csr_array((n, n_ids))  # how much more often one side has the token
     for sign, side in zip((1.0, -1.0), sides, strict=True):
@@ -223,9 +223,10 @@ def _expected(
         where = np.searchsorted(problems, problem[side])
         weight = sign / np.bincount(where, minlength=n)[where] / tokens.length[side]
         for index, at in tokens.of_rows(features, side):
-            ids = tokens.id_code[index]
-            code[index] = half[where[at]] * n_ids + ids
-            count += np.bincount(code[index], minlength=2 * n_ids)
+            ids = tokens.number[features.token_ids[index]]
+            of_half = half[where[at]] * n_ids + ids
+            code[index] = of_half
+            count += np.bincount(of_half, minlength=2 * n_ids)
             frequency = frequency + sp.csr_array((weight[at], (where[at], ids)), shape=frequency.shape)
     # Problems that use the means of half 0 come first, so that each half is a slice.
     by_half = np.argsort(1 - half, kind="stable")

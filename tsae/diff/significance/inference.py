@@ -35,7 +35,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse as sp
 from scipy.stats import false_discovery_control
 
 from tsae.base.bootstrap import studentised
@@ -48,6 +47,7 @@ from tsae.diff.significance.permutations import (
     together,
     weight_permutations,
 )
+from tsae.features.stored import PickedColumns
 
 _FIRST = 250  # draws before features are settled for the first time
 _ENOUGH = 100  # draws as extreme that settle a feature
@@ -172,7 +172,7 @@ def paired(differences: np.ndarray, scale: np.ndarray, seed: int) -> Tested:
 def outcomes(
     differences: np.ndarray,
     scale: np.ndarray,
-    values: sp.csr_array,
+    values: PickedColumns,
     success: np.ndarray,
     problem: np.ndarray,
     seed: int,

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-import scipy.sparse as sp
+
+from tsae.features.stored import PickedColumns
 
 _BLOCK = 250  # draws at once
-_DENSE_BYTES = 64_000_000  # of sparse values made dense at once
+_DENSE_BYTES = 24_000_000  # of sparse values made dense at once, and of draws
 _ARRANGEMENTS = 10_000  # of labels within a problem that are written out, to be drawn by number
 
 Count = Callable[[int, np.ndarray], np.ndarray]
@@ -88,7 +89,7 @@ class _Edge:
 
 
 def label_permutations(
-    values: sp.csr_array, success: np.ndarray, problem: np.ndarray, seed: int, offset: np.ndarray | None = None
+    values: PickedColumns, success: np.ndarray, problem: np.ndarray, seed: int, offset: np.ndarray | None = None
 ) -> Count:
     """Count permutations of labels within problems whose success − failure is as extreme as the observed.
 
@@ -104,30 +105,37 @@ def label_permutations(
     n_success = np.bincount(problem, weights=success).astype(int)
     n_problems = len(size)
     positive, negative = 1.0 / (n_success * n_problems), -1.0 / ((size - n_success) * n_problems)
-    edge = _Edge.of(np.where(success, positive[problem], negative[problem]) @ values, offset)
+    edge = _Edge.of(values.weighted(np.where(success, positive[problem], negative[problem])), offset)
     # Problems of one size and number of successes lie together, and their rows problem by problem.
     order = np.lexsort((problem, n_success[problem], size[problem]))
-    columns = sp.csc_array(values[order], dtype=np.float32)
+    columns = values.in_order(order)
     right = success[order].astype(np.float32)
     alike = [
         _Alike.of(int(n), int(k), int(problems), n_problems)
         for (n, k), problems in zip(*np.unique(np.stack([size, n_success], 1), axis=0, return_counts=True), strict=True)
     ]
     wide = max(1, _DENSE_BYTES // (4 * len(problem)))  # features made dense at once
+    at_once = max(1, _DENSE_BYTES // (4 * _BLOCK * len(problem)))  # blocks of draws for which they are
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
         parts = [slice(start, start + wide) for start in range(0, len(features), wide)]
         extreme = np.zeros(len(features), dtype=np.int64)
-        dense = columns[:, features].toarray() if len(parts) == 1 else None
-        for block in _blocks(draws):
-            drawn = np.concatenate([some.draw(block, rng) for some in alike], axis=1)  # (draws, n_rows) weights
+        dense = columns.dense(features) if len(parts) == 1 else None
+        blocks = list(_blocks(draws))
+        for low in range(0, len(blocks), at_once):
+            # (draws, n_rows) weights
+            every = [
+                np.concatenate([some.draw(block, rng) for some in alike], axis=1)
+                for block in blocks[low : low + at_once]
+            ]
             for part in parts:
-                of_part = columns[:, features[part]].toarray() if dense is None else dense
-                statistic = drawn @ of_part
-                if offset is not None:
-                    statistic *= edge.sign[features[part]].astype(np.float32)
-                    statistic -= np.outer(drawn @ right, offset[features[part]].astype(np.float32))
-                extreme[part] += edge.as_extreme(statistic, features[part])
+                of_part = columns.dense(features[part]) if dense is None else dense
+                for drawn in every:
+                    statistic = drawn @ of_part
+                    if offset is not None:
+                        statistic *= edge.sign[features[part]].astype(np.float32)
+                        statistic -= np.outer(drawn @ right, offset[features[part]].astype(np.float32))
+                    extreme[part] += edge.as_extreme(statistic, features[part])
         return extreme[None]
 
     return count
