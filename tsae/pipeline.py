@@ -16,7 +16,7 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import write_json
+from tsae.base.files import reading, write_json
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
@@ -106,7 +106,8 @@ def analyse(
 
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
-        evaluation = Evaluation.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        with reading(file, "Remove it: it is made again."):
+            evaluation = Evaluation.from_dict(json.loads(file.read_text(encoding="utf-8")))
     else:
         evaluation = tsae.evaluate(sae, store)
         write_json(file, evaluation.as_dict())

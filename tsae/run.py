@@ -24,7 +24,7 @@ from tsae.activations.store import ActivationStore
 from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
-from tsae.base.files import write_json
+from tsae.base.files import read_object, write_json
 from tsae.base.provenance import versions
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of, weight_files
@@ -118,7 +118,7 @@ class _Stages:
 
     def __init__(self, file: Path, say: Callable[[str], None]) -> None:
         self.file, self.print = file, say
-        self.before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.before = read_object(file, "Remove it: it only holds what was printed.") if file.is_file() else {}
         self.lines: dict[str, str] = dict(self.before)
 
     def say(self, stage: str, line: str) -> None:

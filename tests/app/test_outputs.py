@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 import tsae.commands.options
@@ -19,6 +20,7 @@ from tsae.commands.options.causal import Influence
 from tsae.commands.options.diff import Report
 from tsae.commands.options.rollouts import Bands
 from tsae.commands.outputs import FILES, check_outputs
+from tsae.rollouts.parquet import write_table
 
 
 @pytest.fixture
@@ -42,6 +44,17 @@ def rollouts(tmp_path: Path) -> Path:
         ("export --sae sae --to notes.txt", "is a file, and a folder is to be written"),
         ("encode --sae sae --store folder --to folder", r"is an input too \(--store\)"),
         ("attribute folder --to out --json notes.txt", "no file with JSON results"),
+        ("rollouts difficulty --rollouts rollouts.parquet --json mine.json", "no file with JSON results of tsae"),
+        ("store statistics folder --to rollouts.parquet", "no file with token statistics of tsae"),
+        (
+            "credit weights --credit a --features b --store c --to other.parquet",
+            "no file with token weights of tsae",
+        ),
+        (
+            "credit weights --credit a --features b --store c --to rollouts.parquet",
+            "no file with token weights of tsae",
+        ),
+        ("rollouts bands --rollouts other.parquet --to statistics.parquet", "no file with rollouts of tsae"),
     ],
 )
 def test_what_others_wrote_is_left_alone(
@@ -54,6 +67,9 @@ def test_what_others_wrote_is_left_alone(
     (folder / "precious.html").write_text("<!DOCTYPE html><p>mine")
     (folder / "problems.jsonl").write_text('{"id": "1", "prompt": "1+1?", "answer": "2"}\n')
     pd.DataFrame({"a": [1]}).to_parquet(folder / "other.parquet")
+    table = pa.table({"a": [1]})
+    write_table(folder / "statistics.parquet", table.schema, [table], {"kind": "token statistics"})
+    (folder / "mine.json").write_text('{"mine": 1}')
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as stopped:
         main(command.split())

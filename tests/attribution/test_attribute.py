@@ -267,7 +267,7 @@ def test_the_command_prints_both_answers(run: Path, tmp_path: Path, capsys: pyte
     for part in ("Which of 54 samples of steps 1 to 3 moved", "How far to believe it", "meets the checkpoints to 0"):
         assert part in text
     written = json.loads(results.read_text())
-    assert set(written) == {"targets", "groups", "problems", "segments", "samples", "info"}
+    assert set(written) == {"written_by", "targets", "groups", "problems", "segments", "samples", "info"}
     assert written["samples"]["P (first token)"][0]["response"]
     with pytest.raises(SystemExit) as stopped:
         main([*asked, "--first-token", "##"])

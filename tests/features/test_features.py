@@ -14,9 +14,9 @@ import scipy.sparse as sp
 import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
+from support.damage import unsealed
 from tsae.activations.store import ActivationStore
 from tsae.base.files import write_json
-from tsae.base.seal import SEAL
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
 from tsae.features.encode import _Reconstruction, encode
@@ -171,7 +171,7 @@ def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None
         (folder / name).write_bytes((source / name).read_bytes()[:-1] + b"?")
         with pytest.raises(TsaeError, match=f"{re.escape(name)} is damaged: its bytes have changed"):
             FeatureTable.load(folder)
-    (source / SEAL).unlink()  # as in the folders of earlier versions
+    unsealed(source)
     folder = Path(shutil.copytree(source, tmp_path / "cut"))
     (folder / "features.h5").write_bytes((source / "features.h5").read_bytes()[:-10])
     with pytest.raises(TsaeError, match=r"features\.h5 cannot be read"):

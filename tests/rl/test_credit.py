@@ -256,7 +256,7 @@ def test_a_saved_credit_is_the_same(tmp_path: Path) -> None:
     assert loaded.config == credit.config
     for name in ("feature", "pair_keys", "pair_values", "token"):
         assert torch.equal(getattr(loaded, name), getattr(credit, name))
-    with pytest.raises(TsaeError, match="holds no credit that can be read"):
+    with pytest.raises(TsaeError, match=r"holds no credit\.json"):
         Credit.load(tmp_path)
 
 

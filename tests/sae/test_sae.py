@@ -16,10 +16,10 @@ import scipy.optimize
 import torch
 
 from support.builders import synthetic_store
+from support.damage import unsealed
 from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
-from tsae.base.seal import SEAL
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.initial_bias import geometric_median
@@ -430,7 +430,7 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         (folder / file).write_bytes((source / file).read_bytes()[:-1] + b"?")
         with pytest.raises(TsaeError, match=f"{re.escape(file)} is damaged: its bytes have changed"):
             TemporalSAE.load(folder)
-    (source / SEAL).unlink()  # as in the folders of earlier versions
+    unsealed(source)
     folder = copy("cut")
     (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
     with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):

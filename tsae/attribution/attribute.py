@@ -13,7 +13,6 @@ Memory holds the checkpoints, some vectors of the weights for each target, and t
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from tsae.attribution.trainer.log_fit import Batches, batches_between, check_set
 from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
-from tsae.base.files import write_json
+from tsae.base.files import read_object, write_json
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -295,7 +294,7 @@ def _begin(to: Path, inputs: dict[str, Any]) -> None:
     """Refuse a folder that holds what was computed from other inputs."""
     known = to / "inputs.json"
     if known.is_file():
-        before = json.loads(known.read_text(encoding="utf-8"))
+        before = read_object(known, f"Remove {to}, or give another folder.")
         other = [name for name, value in inputs.items() if before.get(name) != value]
         if other:
             raise TsaeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import pandas as pd
 from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.base.files import replacing, write_json
-from tsae.base.seal import check_seal, seal
+from tsae.base.files import read_object, reading, replacing
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -175,8 +174,7 @@ class Attribution:
         for name in _TABLES:
             with replacing(folder / f"{name}.parquet") as partial:
                 getattr(self, name).to_parquet(partial, index=False)
-        write_json(folder / "attribution.json", self.info)
-        seal(folder, ("attribution.json", *(f"{name}.parquet" for name in _TABLES)))
+        write_sealed(folder, "attribution.json", self.info, [f"{name}.parquet" for name in _TABLES])
         return replace(self, folder=folder)
 
     @classmethod
@@ -197,11 +195,11 @@ class Attribution:
         if missing:
             raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Give a folder that `tsae attribute` wrote.")
         check_seal(folder, "Attribute again.")
-        try:
+        info = read_object(folder / "attribution.json", "Attribute again.")
+        if info.pop("sealed", False):
+            need_seal(folder, (folder / f"{name}.parquet" for name in _TABLES), "Attribute again.")
+        with reading(folder, "Attribute again."):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
-            info = json.loads((folder / "attribution.json").read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise TsaeError(f"no attribution ({error})", where=folder, fix="Attribute again.") from error
         if rollouts is not None and rollouts.fingerprint != info["inputs"]["rollouts"]:
             raise TsaeError(
                 f"was made from other rollouts ({info['inputs']['rollouts']}) than these ({rollouts.fingerprint})",

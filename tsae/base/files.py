@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and their checksums."""
+"""Files that are written whole or not at all, their checksums, and reading what may be damaged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from tsae.errors import TsaeError
+
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError)
 
 
 @contextmanager
@@ -54,6 +60,42 @@ def sha256(path: str | Path) -> str:
     """Checksum of a file's bytes."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def reading(file: str | Path, fix: str) -> Iterator[None]:
+    """Turn what readers raise on a damaged file into a TsaeError that names it.
+
+    Args:
+        file: what is read in the block.
+        fix: what makes it anew.
+
+    Raises:
+        TsaeError: in place of errors of the system, JSON, pyarrow, pandas, h5py, safetensors, and of content that is
+            not as it was written.
+    """
+    try:
+        yield
+    except TsaeError:
+        raise
+    except (*_DAMAGED, SafetensorError) as error:
+        found = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if isinstance(error, KeyError):
+            found = f"it has no {found}"
+        raise TsaeError(f"cannot be read ({found})", where=file, fix=fix) from error
+
+
+def read_object(file: str | Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        TsaeError: where the file is missing or damaged, or holds something else.
+    """
+    with reading(file, fix):
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}, expected an object")
+    return content
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ memory.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from typing import Any
@@ -49,3 +50,13 @@ def _references(arrays: list[np.ndarray], i: int) -> int:
 
 _UNUSED = _references([np.empty(0)], 0)
 """References to an array that only a list holds."""
+
+
+def give_back() -> None:
+    """Return what the allocator keeps, but nobody uses, to the system; where it is glibc's.
+
+    Its heap is full of holes after many large arrays between small ones: an encoding grew by half a gigabyte.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from tsae.base.files import sha256, write_json
+from tsae.base.files import replacing, sha256, write_json
 from tsae.errors import TsaeError
 
 SEAL = "checksums.json"
@@ -36,6 +37,22 @@ def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, 
     found |= {name: sha256(folder / name) for name in names if (folder / name).is_file()}
     found |= {name: sha256(path) for name, path in (coming or {}).items()}
     write_json(file, {"sha256": dict(sorted(found.items()))})
+
+
+def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Write the JSON file that completes a folder, with the seal. The seal comes first: what is complete is sealed.
+
+    The file says that there is a seal, so that one that is lost is missed (`need_seal`).
+
+    Args:
+        folder: that holds the files.
+        name: of the JSON file.
+        content: of it.
+        others: the other files, which are there already or do not exist.
+    """
+    with replacing(Path(folder) / name) as partial:
+        write_json(partial, {**content, "sealed": True})
+        seal(folder, others, coming={name: partial})
 
 
 def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None) -> None:
@@ -64,6 +81,26 @@ def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None)
                 raise TsaeError(
                     f"{name} is damaged: its bytes have changed since it was written", where=folder, fix=fix
                 )
+
+
+def need_seal(folder: str | Path, files: Iterable[Path], fix: str) -> None:
+    """Refuse a folder that was sealed when it was written and is no longer, and files that its seal does not name.
+
+    Args:
+        folder: that holds the files.
+        files: that are going to be read.
+        fix: what makes them anew.
+
+    Raises:
+        TsaeError: where the seal is missing, or does not name one of the files.
+    """
+    seal_of = Path(folder) / SEAL
+    if not seal_of.is_file():
+        raise TsaeError(f"its {SEAL} is missing, so that nothing says whether it is whole", where=folder, fix=fix)
+    known = _read(seal_of)
+    strange = [file.name for file in files if file.name not in known]
+    if strange:
+        raise TsaeError(f"holds {strange[0]}, which was not written with the rest of it", where=folder, fix=fix)
 
 
 def unchanged(file: Path, digest: str) -> bool:

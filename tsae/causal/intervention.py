@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.filters import several
 from tsae.base.intervals import too_few
 from tsae.base.proportions import wilson_interval
+from tsae.base.seal import check_seal, seal
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
@@ -29,6 +29,7 @@ _SET = re.compile(r"_\d+$")
 _KEYS = ["condition", "band", "behaviour"]
 _BEYOND = ["beyond_random", "beyond_low", "beyond_high"]
 _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
+_FILES = ("causal.json", "outcomes.parquet", "rollouts.parquet")
 
 
 def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0) -> pd.DataFrame:
@@ -250,21 +251,22 @@ class Intervention:
         self.outcomes.to_parquet(folder / "outcomes.parquet", index=False)
         self.rollouts.write(folder / "rollouts.parquet")
         write_json(folder / "causal.json", {**self.info, "record": self.record()})
+        seal(folder, _FILES)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
         folder = Path(folder)
-        for name in ("causal.json", "outcomes.parquet", "rollouts.parquet"):
+        for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")
-        try:
-            info = json.loads((folder / "causal.json").read_text(encoding="utf-8"))
-            del info["record"]
+        check_seal(folder, "Run it again.")
+        info = read_object(folder / "causal.json", "Run it again.")
+        if info.pop("record", None) is None:
+            raise TsaeError("is no causal test's: it has no record", where=folder / "causal.json", fix="Run it again.")
+        with reading(folder / "outcomes.parquet", "Run it again."):
             outcomes = pd.read_parquet(folder / "outcomes.parquet")
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise TsaeError(f"not a causal test's ({error})", where=folder, fix="Run it again.") from error
         return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
 
 

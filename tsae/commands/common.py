@@ -12,6 +12,7 @@ from typing import Any
 
 import tsae
 from tsae.base.files import write_json
+from tsae.base.provenance import version_of
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -58,7 +59,8 @@ def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         if path == Path("-"):
             print(json.dumps(_plain(content), indent=2, allow_nan=False), file=out)
         elif path is not None:
-            say_wrote(write_json(path, _plain(content)))
+            # By this mark a command knows, later, that it may replace the file.
+            say_wrote(write_json(path, {"written_by": f"tsae {version_of('tsae')}", **_plain(content)}))
 
     if path == Path("-"):
         with redirect_stdout(sys.stderr):

@@ -6,6 +6,7 @@ The same command may write its own output again. What it would replace is known 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def check_outputs(options: Any) -> None:
     elif to is not None and to.exists() and not to.is_dir():
         raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
     if written is not None and written != Path("-"):
-        _check_file("--json", written, "JSON results", _is_json)
+        _check_file("--json", written, "JSON results of tsae", _is_json)
 
 
 def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path], bool]) -> None:
@@ -81,7 +82,7 @@ def _is_page(begin: bytes, _: Path) -> bool:
 
 
 def _is_json(begin: bytes, _: Path) -> bool:
-    return begin.lstrip().startswith(b"{")
+    return re.match(rb'\s*\{\s*"written_by": "tsae ', begin) is not None
 
 
 def _is_problems(begin: bytes, _: Path) -> bool:
@@ -91,25 +92,28 @@ def _is_problems(begin: bytes, _: Path) -> bool:
         return False
 
 
-def _is_parquet(begin: bytes, _: Path) -> bool:
-    return begin.startswith(b"PAR1")
+def _holds(kind: str) -> Callable[[bytes, Path], bool]:
+    """Whether a Parquet file is of this kind; rollouts have none."""
+
+    def known(begin: bytes, path: Path) -> bool:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            found = (pq.read_schema(path).metadata or {}).get(b"tsae") if begin.startswith(b"PAR1") else None
+            return found is not None and json.loads(found).get("kind", ROLLOUTS) == kind
+        except (OSError, ValueError, AttributeError, pa.ArrowException):
+            return True  # a damaged one of ours, or the beginning of one
+
+    return known
 
 
-def _is_rollouts(begin: bytes, path: Path) -> bool:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return begin.startswith(b"PAR1") and b"tsae" in (pq.read_schema(path).metadata or {})
-    except (OSError, pa.ArrowException):
-        return True  # a damaged one of ours, or the beginning of one
-
-
+ROLLOUTS = "rollouts"
 FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Report": ("a page of tsae", _is_page),
     "Reformulate": ("problems", _is_problems),
-    "Weights": ("a Parquet table", _is_parquet),
-    "Statistics": ("a Parquet table", _is_parquet),
-    **dict.fromkeys(("Sample", "Import", "Bands", "Behaviours"), ("rollouts of tsae", _is_rollouts)),
+    "Weights": ("token weights of tsae", _holds("token weights")),
+    "Statistics": ("token statistics of tsae", _holds("token statistics")),
+    **dict.fromkeys(("Sample", "Import", "Bands", "Behaviours"), ("rollouts of tsae", _holds(ROLLOUTS))),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import Plots, views
 from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
 from tsae.diff.controls.confounds import CONTROLS, survival
@@ -342,8 +341,7 @@ class FeatureDiff:
                 (folder / f"{name}.parquet").unlink(missing_ok=True)
             else:
                 table.to_parquet(folder / f"{name}.parquet", index=name == "features", compression="zstd")
-        write_json(folder / "diff.json", self.info)
-        seal(folder, ("diff.json", *(f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL))))
+        write_sealed(folder, "diff.json", self.info, [f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)])
         return folder
 
     @classmethod
@@ -354,13 +352,15 @@ class FeatureDiff:
         for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
             if not needed.is_file():
                 raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
-        check_seal(folder, "Draw it again with `tsae diff`.")
-        try:
-            tables = {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
-            info = json.loads((folder / "diff.json").read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TsaeError(f"no diff ({what})", where=folder, fix="Draw it again with `tsae diff`.") from error
+        fix = "Draw it again with `tsae diff`."
+        check_seal(folder, fix)
+        info, tables = read_object(folder / "diff.json", fix), {}
+        if info.pop("sealed", False):
+            need_seal(folder, (file for file in files.values() if file.is_file()), fix)
+        for name, file in files.items():
+            if file.is_file():
+                with reading(file, fix):
+                    tables[name] = pd.read_parquet(file)
         if not {"delta", "p_differs"} <= set(tables["shifts"]):
             raise TsaeError(
                 "its shifts have no sizes (column delta): an earlier version drew it",

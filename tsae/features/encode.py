@@ -23,6 +23,7 @@ from tsae.activations.catalogue import READER_INFO
 from tsae.activations.shards.shard import Shard
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
+from tsae.base.memory import give_back
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
@@ -147,6 +148,7 @@ def _encode_missing(
                 bar.update(size)
             else:
                 pieces.add(number, *_encode_shard(sae, store, shard, batch_tokens, bar))
+                give_back()
     return len(shards)
 
 

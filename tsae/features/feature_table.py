@@ -14,7 +14,6 @@ One folder::
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,9 +25,9 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
@@ -250,8 +249,8 @@ class FeatureTable:
             mask = self.span_mask(span)
             means[span] = _digest(mask), written._means(mask)
         write_means(folder, means, (self.n_rows, self.n_features))
-        write_json(folder / "features.json", {**self.info, "n_features": self.n_features})
-        seal(folder, (*_FILES, COLUMNS, MEANS, STABILITY))
+        others = (CODES, COLUMNS, MEANS, "rollouts.parquet", STABILITY)
+        write_sealed(folder, "features.json", {**self.info, "n_features": self.n_features}, others)
         return folder
 
     @classmethod
@@ -262,12 +261,12 @@ class FeatureTable:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
         check_seal(folder, "Encode again.")
-        try:
-            info = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+        info = read_object(folder / "features.json", "Encode again.")
+        with reading(folder / "features.json", "Encode again."):
             n_features = int(info.pop("n_features"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            found = f"features.json is not a feature table's ({error})"
-            raise TsaeError(found, where=folder, fix="Encode again.") from error
+        if info.pop("sealed", False):
+            written = (folder / name for name in (*_FILES, COLUMNS, MEANS))
+            need_seal(folder, written, "Encode again.")
         codes, arrays = read_codes(folder, n_features)
         return cls(
             codes=codes,

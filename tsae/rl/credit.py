@@ -33,7 +33,6 @@ A score says what goes with success, not what causes it: nothing here is causall
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
+from tsae.base.seal import check_seal, seal
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
@@ -161,6 +161,7 @@ class Credit:
         save_file({name: getattr(self, name).contiguous() for name in names}, folder / "credit.safetensors")
         content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
         write_json(folder / "credit.json", {**content, "info": self.info})
+        seal(folder, ("credit.json", "credit.safetensors"))
         return folder
 
     @classmethod
@@ -170,20 +171,19 @@ class Credit:
         Raises:
             TsaeError: where a file is missing or damaged.
         """
-        folder = Path(folder)
-        try:
-            content = json.loads((folder / "credit.json").read_text(encoding="utf-8"))
+        folder, fix = Path(folder), "Make it with `tsae credit fit`."
+        for name in ("credit.json", "credit.safetensors"):
+            if not (folder / name).is_file():
+                raise TsaeError(f"holds no {name}", where=folder, fix=fix)
+        check_seal(folder, fix)
+        content = read_object(folder / "credit.json", fix)
+        with reading(folder / "credit.json", fix):
             if content["format"] != FORMAT:
-                raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
+                raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")
             config = CreditConfig(**{**content["config"], "pass_rates": tuple(content["config"]["pass_rates"])})
-            tables = load_file(folder / "credit.safetensors")
-            return cls(config, **tables, **{name: content[name] for name in ("constant", "scale", "info")})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TsaeError(
-                f"holds no credit that can be read ({type(error).__name__}: {error})",
-                where=folder,
-                fix="Make it with `tsae credit fit`.",
-            ) from error
+            known = {name: content[name] for name in ("constant", "scale", "info")}
+        with reading(folder / "credit.safetensors", fix):
+            return cls(config, **load_file(folder / "credit.safetensors"), **known)
 
 
 def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:

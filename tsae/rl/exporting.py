@@ -82,7 +82,7 @@ def write_credit(
     # A group of one policy and problem stays in one table: its advantages must add up to 0.
     order = np.argsort(frame.groupby(["policy", "problem_id"]).ngroup().to_numpy(), kind="stable")
     tables = _tables(credit, features, rows[order], shaping, logprob)
-    return write_table(Path(path), SCHEMA, tables, {"credit": credit.info})
+    return write_table(Path(path), SCHEMA, tables, {"kind": "token weights", "credit": credit.info})
 
 
 def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore | str | Path) -> np.ndarray:

@@ -21,6 +21,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.files import reading
 from tsae.errors import TsaeError
 
 _PIECE_ROWS, _PIECE_VALUES = 1024, 1 << 18
@@ -86,7 +87,8 @@ def read_outline(path: str | Path) -> pd.DataFrame:
         response_length (tokens).
     """
     parts = []
-    names = pq.read_schema(path).names
+    with reading(path, "Give the Parquet file that `tsae rollouts` wrote."):
+        names = pq.read_schema(path).names
     columns = [*_OUTLINE, *(name for name in names if name == "step" or name.startswith("reward/"))]
     for table in read_pieces(path, [*columns, "prompt_ids", "response_ids"]):
         frame = table.select(columns).to_pandas()
@@ -96,9 +98,14 @@ def read_outline(path: str | Path) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def read_info(table: pa.Table) -> dict[str, Any]:
-    """The `info` in the metadata of a table."""
-    return dict(json.loads((table.schema.metadata or {}).get(b"tsae", b"{}")))
+def read_info(table: pa.Table, where: str | Path) -> dict[str, Any]:
+    """The `info` in the metadata of a table.
+
+    Raises:
+        TsaeError: where it is damaged.
+    """
+    with reading(where, "Give the Parquet file that `tsae rollouts` wrote."):
+        return dict(json.loads((table.schema.metadata or {}).get(b"tsae", b"{}")))
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:

@@ -91,7 +91,7 @@ class Rollouts(TokenParts):
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
         table = mapped(typed(piece, where) for piece in read_pieces(path))
-        return cls(table, read_info(table), where)
+        return cls(table, read_info(table, where), where)
 
     @classmethod
     def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
@@ -105,7 +105,7 @@ class Rollouts(TokenParts):
                 start = end
 
         table = mapped(wanted())
-        return cls(table, read_info(table), str(path))
+        return cls(table, read_info(table, path), str(path))
 
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""

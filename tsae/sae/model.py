@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tsae.activations.source import Source
 from tsae.base.files import write_json
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -143,11 +143,10 @@ class TemporalSAE(torch.nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "training.json", self.training_info)
         config = {"format": FORMAT, "d_model": self.d_model, "site": self.site, "sae": asdict(self.config)}
-        write_json(folder / "config.json", config)
         partial = folder / "sae.safetensors.tmp"
         save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, partial)
         partial.replace(folder / "sae.safetensors")
-        seal(folder, _FILES)
+        write_sealed(folder, "config.json", config, ("training.json", "sae.safetensors"))
         return folder
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
@@ -180,6 +179,8 @@ class TemporalSAE(torch.nn.Module):
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
+            if content.get("sealed"):
+                need_seal(folder, (folder / name for name in _FILES), "Train it again.")
             info = json.loads((folder / "training.json").read_text()) if (folder / "training.json").is_file() else {}
             sae = cls(content["d_model"], SAEConfig(**content["sae"]), site=content["site"], training=info)
         except (json.JSONDecodeError, KeyError, TypeError) as error:

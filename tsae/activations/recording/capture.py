@@ -20,7 +20,6 @@ what others left. Under torchrun each process is a part, and they meet once, at 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import join
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
@@ -228,8 +227,10 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
     written = to / "run.json"
     if found["complete"] and written.is_file():
-        run = json.loads(written.read_text(encoding="utf-8"))
-        write_json(written, {**run, "inputs": {**run["inputs"], "labels": rollouts.labels_fingerprint}})
+        run = read_object(written, "Remove it, and capture again; no model is read again.")
+        with reading(written, "Remove it, and capture again; no model is read again."):
+            inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
+        write_json(written, {**run, "inputs": inputs})
 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:

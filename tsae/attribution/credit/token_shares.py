@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
+from tsae.base.files import reading
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -52,7 +53,7 @@ class Directions:
                 where=self.folder,
                 fix="Attribute again, with a larger budget for the disk (budget_gb).",
             )
-        with safe_open(self._file(step), "pt") as file:
+        with reading(self._file(step), "Attribute again."), safe_open(self._file(step), "pt") as file:
             found: torch.Tensor = file.get_slice("vectors")[target].float()
         return found
 
@@ -74,7 +75,8 @@ def token_shares(
         step: that trained on it.
         j: the target.
     """
-    with safe_open(store.folder / f"step-{step:06d}.safetensors", "pt") as file:
+    of_step = store.folder / f"step-{step:06d}.safetensors"
+    with reading(of_step, "Attribute again."), safe_open(of_step, "pt") as file:
         place = file.get_tensor("rows").tolist().index(row)
         pull = float(file.get_tensor("pulls")[place])
     path.put(step - 1)

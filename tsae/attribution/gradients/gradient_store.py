@@ -25,13 +25,15 @@ from safetensors.torch import load_file, save_file
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import gradients_and_spread
 from tsae.attribution.trainer.policy_loss import PolicyLoss
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.progress import progress_bar
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+
+_FIX = "Remove the folder, and build the gradients again."
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class GradientStore:
         path = self.folder / "gradients.json"
         if not path.is_file():
             raise TsaeError("holds no gradients.json", where=self.folder, fix="Build the gradients first.")
-        self.info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        self.steps: list[int] = self.info["steps"]
+        self.info: dict[str, Any] = read_object(path, _FIX)
+        with reading(path, _FIX):
+            self.steps: list[int] = list(self.info["steps"])
 
     def step(self, number: int) -> tuple[np.ndarray, torch.Tensor]:
         """((n,) rows of the rollouts, (n, P) float32 gradients) of a step's samples."""
@@ -70,8 +73,9 @@ class GradientStore:
 
     def whole_step(self, number: int) -> StepGradients:
         """Everything about a step's samples."""
-        found = load_file(_file(self.folder, number))
-        return StepGradients(found["rows"].numpy(), found["gradients"].float(), found["pulls"], found["spread"])
+        with reading(_file(self.folder, number), _FIX):
+            found = load_file(_file(self.folder, number))
+            return StepGradients(found["rows"].numpy(), found["gradients"].float(), found["pulls"], found["spread"])
 
     @property
     def loss(self) -> PolicyLoss:
@@ -148,7 +152,7 @@ def check_budget(n: int, size: int, budget: int, where: str | Path, dtype: str =
 def _begin(to: Path, info: dict[str, Any]) -> None:
     to.mkdir(parents=True, exist_ok=True)
     known = to / "gradients.json"
-    if known.is_file() and json.loads(known.read_text(encoding="utf-8")) != json.loads(json.dumps(info)):
+    if known.is_file() and read_object(known, _FIX) != json.loads(json.dumps(info)):
         raise TsaeError("holds the gradients of another run or loss", where=to, fix="Give another folder.")
     write_json(known, info)
 

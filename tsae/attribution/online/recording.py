@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.base.files import write_json
+from tsae.base.files import reading, write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 SAMPLES, SETTINGS = "samples.jsonl", "training_args.json"
+_FIX = "Record the training again, or remove what is damaged."
 _NEEDED = ("problem_id", "advantage", "prompt_ids", "response_ids")
 
 
@@ -86,17 +87,16 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
         raise TsaeError(f"holds no {SAMPLES}", where=path, fix="Give the folder that a recorder wrote.")
     knots = {}
     for file in sorted(path.glob("weights-*.safetensors")):
-        found = load_file(file)
+        with reading(file, _FIX):
+            found = load_file(file)
         if found.keys() != trained.parameters.keys():
             odd = sorted(found.keys() ^ trained.parameters.keys())[0]
             raise TsaeError(f"{odd!r} is either not there or not among the trained weights", where=file)
         knots[int(file.stem.removeprefix("weights-"))] = trained.join(found)
-    with (path / SAMPLES).open(encoding="utf-8") as lines:
-        samples = [json.loads(line) for line in lines]
     records = []
-    for sample in samples:
-        # A down-weighted sample acted as one with a smaller advantage.
-        advantage = sample["advantage"] * sample["weight"]
-        told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}
-        records.append({**told, **sample, "advantage": advantage})
+    told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}
+    with reading(path / SAMPLES, _FIX), (path / SAMPLES).open(encoding="utf-8") as lines:
+        for sample in map(json.loads, lines):
+            # A down-weighted sample acted as one with a smaller advantage.
+            records.append({**told, **sample, "advantage": sample["advantage"] * sample["weight"]})
     return TrainingPath(trained, knots), Rollouts.from_records(records)

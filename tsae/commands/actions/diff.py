@@ -8,6 +8,8 @@ import pandas as pd
 
 import tsae
 from tsae.attribution.attribution import Attribution
+from tsae.base.files import reading
+from tsae.base.seal import check_seal, seal
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -107,6 +109,7 @@ def run_reinforcement(options: Reinforcement) -> None:
             options.to.mkdir(parents=True, exist_ok=True)
             for name, table in tables.items():
                 table.to_parquet(options.to / f"{name}.parquet", index=False)
+            seal(options.to, [f"{name}.parquet" for name in tables])
             say_wrote(options.to)
         write(tables)
 
@@ -120,7 +123,10 @@ def run_report(options: Report) -> None:
         folder = options.reinforcement
         if not (folder / "predicted.parquet").is_file():
             raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
-        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
+        fix = "Make it again with `tsae reinforcement --diff`."
+        check_seal(folder, fix)
+        with reading(folder, fix):
+            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)
     folder = options.attribution or options.diff.parent / "attribution"
     known = options.attribution is not None or (folder / "attribution.json").is_file()

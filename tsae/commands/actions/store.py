@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 import tsae
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
@@ -11,6 +13,7 @@ from tsae.commands.common import as_json, say_wrote
 from tsae.commands.options.store import Check, Statistics
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import statistics_text
+from tsae.rollouts.parquet import write_table
 
 
 def run_check(options: Check) -> None:
@@ -48,7 +51,7 @@ def run_check(options: Check) -> None:
 def run_statistics(options: Statistics) -> None:
     store = tsae.ActivationStore(options.store).subset(options.subset)
     table = tsae.trajectory_statistics(store, quantile=options.quantile)
-    options.to.parent.mkdir(parents=True, exist_ok=True)
-    table.to_parquet(options.to, index=False)
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    write_table(options.to, arrow.schema, [arrow], {"kind": "token statistics"})
     print(statistics_text(table))
     say_wrote(options.to, f"{len(table):,} rows")

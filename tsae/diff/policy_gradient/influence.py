@@ -15,7 +15,6 @@ fixed trajectories τ in which problems count alike. It depends on the weights i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,13 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.filters import several
+from tsae.base.seal import check_seal, seal
 from tsae.base.views import views
 from tsae.errors import TsaeError
+
+_FILES = ("influence.json", "influence.parquet")
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,18 @@ class Influence:
         folder.mkdir(parents=True, exist_ok=True)
         self.table.to_parquet(folder / "influence.parquet", index=False)
         write_json(folder / "influence.json", self.info)
+        seal(folder, _FILES)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
         folder = Path(folder)
-        for name in ("influence.json", "influence.parquet"):
+        for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae influence`.")
-        info = json.loads((folder / "influence.json").read_text(encoding="utf-8"))
-        return cls(pd.read_parquet(folder / "influence.parquet"), info)
+        fix = "Make it again with `tsae influence`."
+        check_seal(folder, fix)
+        info = read_object(folder / "influence.json", fix)
+        with reading(folder / "influence.parquet", fix):
+            return cls(pd.read_parquet(folder / "influence.parquet"), info)

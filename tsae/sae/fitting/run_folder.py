@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.files import write_json
+from tsae.base.files import reading, write_json
 from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -105,10 +105,8 @@ class RunFolder:
         latest = self._latest()
         if latest is None:
             return None
-        try:
+        with reading(latest, _ANEW):
             return load_file(latest / "state.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise TsaeError(f"cannot be read ({error})", where=latest, fix=_ANEW) from error
 
     def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the state after a number of steps. The checkpoint before stays until this one is whole.
@@ -144,8 +142,10 @@ class RunFolder:
     def last_row(self) -> dict[str, float]:
         """The last row of metrics.jsonl; empty where there is none."""
         file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return dict(json.loads(lines[-1])) if lines else {}
+        with reading(file, _ANEW):
+            lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        with reading(file, _ANEW):
+            return dict(json.loads(lines[-1])) if lines else {}
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl."""
@@ -174,10 +174,13 @@ class RunFolder:
         if not file.is_file():
             return
         kept = []
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        with reading(file, _ANEW):
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        for line in lines:
             # A kill may have cut the last line.
-            if not line.endswith("\n") or json.loads(line)["step"] >= steps:
-                break
+            with reading(file, _ANEW):
+                if not line.endswith("\n") or json.loads(line)["step"] >= steps:
+                    break
             kept.append(line)
         partial = file.with_suffix(".tmp")
         with self._writing():

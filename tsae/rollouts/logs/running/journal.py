@@ -94,7 +94,10 @@ class Journal:
         folder = self.folder / hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
         if not (folder / _STATE).is_file():
             return Job(part, folder, done=False)
-        done = self.skip >= _state(folder)["counts"].get("skipped", {}).keys()
+        try:
+            done = self.skip >= _state(folder)["counts"].get("skipped", {}).keys()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            done = False  # damaged: it is read again
         if not done:
             shutil.rmtree(folder)
         return Job(part, folder, done=done)

@@ -1,0 +1,186 @@
+"""Results on disk, damaged in every way that is known: each is refused by name, none is read as if it were whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from support.builders import make_rollouts
+from support.damage import unsealed
+from support.planted import planted
+from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.base.files import read_object, reading
+from tsae.base.seal import SEAL
+from tsae.causal.intervention import Intervention
+from tsae.commands.actions.diff import run_report
+from tsae.commands.options.diff import Report
+from tsae.diff.config import DiffConfig
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.diff.measure_diff import feature_diff
+from tsae.diff.policy_gradient.influence import Influence
+from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
+from tsae.rl.config import CreditConfig
+from tsae.rl.credit import Credit
+from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.table import Rollouts
+
+QUICK = DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of every kind."""
+    folder = tmp_path_factory.mktemp("results")
+    world = planted(n_problems=12, n_samples=4).table
+    world.save(folder / "features")
+    feature_diff(world, QUICK, progress=False).save(folder / "diff")
+    sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
+    Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
+    none, keys = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    Credit(CreditConfig(), torch.ones(4), keys, none, none, 0.0, 1.0, {"p": 0.01}).save(folder / "credit")
+    return folder
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "features": FeatureTable.load,
+    "diff": FeatureDiff.load,
+    "influence": Influence.load,
+    "credit": Credit.load,
+}
+FILES = [
+    ("features", "features.json"), ("features", "rollouts.parquet"), ("features", "means.h5"),
+    ("diff", "diff.json"), ("diff", "shifts.parquet"), ("diff", "confounds.parquet"),
+    ("influence", "influence.json"), ("influence", "influence.parquet"),
+    ("credit", "credit.json"), ("credit", "credit.safetensors"),
+]  # fmt: skip
+
+
+def damages(file: Path) -> dict[str, Callable[[], Any]]:
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+
+    def folder() -> None:
+        file.unlink()
+        file.mkdir()
+
+    return {
+        "empty": lambda: file.write_bytes(b""),
+        "cut": lambda: file.write_bytes(whole[:middle]),
+        "zeros": lambda: file.write_bytes(whole[:middle] + bytes(min(64, middle)) + whole[middle + min(64, middle) :]),
+        "no text": lambda: file.write_bytes(b"\xff\xfe\x00" + whole),
+        "a list": lambda: file.write_bytes(b"[1]"),
+        "other object": lambda: file.write_bytes(b'{"a": 1}'),
+        "a folder": folder,
+        "gone": file.unlink,
+    }
+
+
+DAMAGES = ("empty", "cut", "zeros", "no text", "a list", "other object", "a folder", "gone")
+CASES = [(*file, damage, True) for file in FILES for damage in DAMAGES]
+# Without a seal, as in folders of earlier versions, other bytes remain unseen, and means.h5 need not be there.
+CASES += [
+    (kind, name, damage, False)
+    for kind, name, damage, _ in CASES
+    if damage not in ("zeros", "other object") and not (name == "means.h5" and damage in ("a folder", "gone"))
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "damage", "sealed"), CASES)
+def test_what_is_damaged_is_refused(
+    kind: str, name: str, damage: str, sealed: bool, results: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(results / kind, folder := tmp_path / kind)
+    if not sealed:
+        unsealed(folder)
+    LOADERS[kind](folder)
+    damages(folder / name)[damage]()
+    with pytest.raises(TsaeError) as refused:
+        LOADERS[kind](folder)
+    assert name in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["features", "diff"])
+def test_a_seal_that_is_lost_is_missed(kind: str, results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results / kind, folder := tmp_path / kind)
+    (folder / SEAL).unlink()
+    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+        LOADERS[kind](folder)
+
+
+def test_a_table_that_came_later_is_no_part_of_a_diff(results: Path, tmp_path: Path) -> None:
+    """Another diff's table in the folder would become a section of the page."""
+    shutil.copytree(results / "diff", folder := tmp_path / "diff")
+    pd.DataFrame({"checkpoint": ["x"]}).to_parquet(folder / "dynamics.parquet")
+    with pytest.raises(TsaeError, match=r"holds dynamics\.parquet, which was not written with the rest"):
+        FeatureDiff.load(folder)
+
+
+def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    rollouts = make_rollouts(n_problems=2)
+    table = rollouts.table.replace_schema_metadata({b"tsae": b"{not JSON"})
+    pq.write_table(table, tmp_path / "rollouts.parquet")
+    with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
+        Rollouts.read(tmp_path / "rollouts.parquet")
+    (tmp_path / "rollouts.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
+        read_outline(tmp_path / "rollouts.parquet")
+
+
+def test_gradients(tmp_path: Path) -> None:
+    file = tmp_path / "gradients.json"
+    for content in ("", "[]", "{}", '{"steps": 3}'):
+        file.write_text(content)
+        with pytest.raises(TsaeError, match=r"gradients\.json: cannot be read"):
+            GradientStore(tmp_path)
+    file.write_text('{"steps": [1]}')
+    (tmp_path / "step-000001.safetensors").write_bytes(b"\x10")
+    with pytest.raises(TsaeError, match="cannot be read"):
+        GradientStore(tmp_path).step(1)
+
+
+def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
+    for name in ("reinforcement", "predicted"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
+    options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
+    with pytest.raises(TsaeError, match="cannot be read"):
+        run_report(options)
+
+
+def test_a_causal_test_of_nothing(tmp_path: Path) -> None:
+    make_rollouts(n_problems=2).write(tmp_path / "rollouts.parquet")
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "outcomes.parquet")
+    for content, said in (("[]", "expected an object"), ("{}", "no causal test's"), ("{", "cannot be read")):
+        (tmp_path / "causal.json").write_text(content)
+        with pytest.raises(TsaeError, match=said):
+            Intervention.load(tmp_path)
+    (tmp_path / "causal.json").write_text('{"record": {"a": 1}}')
+    (tmp_path / "outcomes.parquet").write_bytes(b"")
+    with pytest.raises(TsaeError, match=r"outcomes\.parquet: cannot be read"):
+        Intervention.load(tmp_path)
+
+
+@pytest.mark.parametrize("error", [ValueError("a\nb"), KeyError("x"), IndexError(), EOFError(), OSError(5, "I/O")])
+def test_one_line_says_which_file(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError) as refused, reading(tmp_path / "file", "Mend it."):
+        raise error
+    assert str(refused.value).startswith(f"{tmp_path / 'file'}: cannot be read (")
+    assert "\n" not in str(refused.value)
+
+
+def test_errors_that_are_no_damage_pass(tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="my own"), reading(tmp_path, "Mend it."):
+        raise TsaeError("my own", where="here")
+    with pytest.raises(KeyboardInterrupt), reading(tmp_path, "Mend it."):
+        raise KeyboardInterrupt
+    (tmp_path / "a.json").write_text('{"b": 1}')
+    assert read_object(tmp_path / "a.json", "Mend it.") == {"b": 1}
