@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 
 from threadpoolctl import threadpool_limits
 
+from tsae.base.memory import give_back
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ def in_threads(jobs: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
         try:
             for future in futures:
                 yield future.result()
+                give_back()
         finally:
             for future in futures:
                 future.cancel()
