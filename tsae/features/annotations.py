@@ -127,16 +127,19 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     strings = [token_strings[i] for i in ids]
     names, share = [], []
     for _, sums in sums_by_code(features.columns, code, max(len(ids), 1)):
-        total = sums.sum(0)
-        limit = np.partition(sums, -min(n, len(sums)), axis=0)[-min(n, len(sums))]
-        for column, least, every in zip(sums.T, limit, total, strict=True):
-            found = np.flatnonzero((column >= least) & (column > 0))
-            found = found[np.argsort(-column[found], kind="stable")][:n]
-            names.append([strings[i] for i in found])
-            share.append(column[found[0]] / every if len(found) else 0.0)
-    return pd.DataFrame(
-        {"top_tokens": names, "top_token_share": share}, index=pd.RangeIndex(features.n_features, name="feature")
-    )
+        column, total = np.arange(sums.shape[1]), sums.sum(0)
+        best, of_id = np.zeros((n, len(column))), np.zeros((n, len(column)), dtype=int)
+        for place in range(n):  # faster than a partition, and of equal sums the first id comes first
+            of_id[place] = sums.argmax(0)
+            best[place] = sums[of_id[place], column]
+            sums[of_id[place], column] = 0
+        names += [
+            [strings[i] for i, value in zip(*each, strict=True) if value > 0]
+            for each in zip(of_id.T.tolist(), best.T.tolist(), strict=True)
+        ]
+        share.append(np.divide(best[0], total, out=np.zeros(len(total)), where=total > 0))
+    table = {"top_tokens": names, "top_token_share": np.concatenate(share)}
+    return pd.DataFrame(table, index=pd.RangeIndex(features.n_features, name="feature"))
 
 
 def id_codes(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -44,6 +44,7 @@ _KEPT = 0.5
 _SHOWN = 0.5  # of the effect, that the comparable problems show without the control
 _IDS = 4096  # token ids whose frequencies are made dense at once
 _TOKENS = 100_000  # that are gathered at once
+_DENSE_BYTES = 64_000_000  # of all frequencies
 _CONTROLLED = ("total", "success_minus_failure")
 
 
@@ -234,19 +235,26 @@ def _expected(
     count = rearrange(count, "(half id) -> half id", half=2)
     mine = [slice(0, first_half), slice(first_half, n)]
     unseen = [frequency[by_half[mine[number]]] @ (count[number] == 0).astype(float) for number in (0, 1)]
+    # Made dense once where there is room, else for every block of features.
+    whole = list(_dense_parts(often)) if 4 * often.shape[0] * n_ids <= _DENSE_BYTES else None
     expected = np.zeros((n, features.n_features))
     for some, sums in sums_by_code(features.columns, code, 2 * n_ids):
         sums = rearrange(sums, "(half id) feature -> half id feature", half=2)
         overall = reduce(sums, "half id feature -> half feature", "sum")
         means = (sums / np.maximum(count, 1)[:, :, None]).astype(np.float32)
-        for first in range(0, n_ids, _IDS):
-            ids = slice(first, min(first + _IDS, n_ids))
-            dense = often[:, ids].toarray()
+        for ids, dense in whole or _dense_parts(often):
             for number in (0, 1):
                 expected[mine[number], some] += dense[mine[number]] @ means[number, ids]
         for number in (0, 1):
             expected[mine[number], some] += np.outer(unseen[number], overall[number] / max(count[number].sum(), 1))
     return expected[np.argsort(by_half)]
+
+
+def _dense_parts(often: sp.csc_array) -> Iterator[tuple[slice, np.ndarray]]:
+    """(ids, their columns), all of them in order."""
+    for first in range(0, often.shape[1], _IDS):
+        ids = slice(first, min(first + _IDS, often.shape[1]))
+        yield ids, often[:, ids].toarray()
 
 
 def survival(confounds: pd.DataFrame, shifts: pd.DataFrame) -> pd.DataFrame:
