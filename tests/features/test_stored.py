@@ -87,6 +87,13 @@ def test_rows_and_columns_are_those_of_scipy(
     np.testing.assert_allclose(chosen.weighted(weight), weight @ dense[picked][:, some], atol=1e-12)
 
 
+def test_what_scipy_has_and_a_matrix_on_disk_has_not(tmp_path: Path) -> None:
+    found = on_disk(tmp_path / "one", random_matrix((5, 4), 0.5, 0), 10)
+    with pytest.raises(AttributeError, match=r"no 'indices'.*those of \[:\], which reads all"):
+        found.indices  # noqa: B018
+    assert not hasattr(found, "sum")
+
+
 @pytest.mark.parametrize("n_codes", [1, 5, 70_000])
 def test_sums_by_code_against_a_loop(n_codes: int, tmp_path: Path) -> None:
     matrix, rng = random_matrix((300, 7), 0.3, 1), np.random.default_rng(1)

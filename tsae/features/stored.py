@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import h5py
 import numpy as np
@@ -186,6 +186,12 @@ class StoredRows:
         key = np.asarray(key, dtype=np.int64) if isinstance(key, list) else key
         values, indices, offsets = self._lines.take(key)
         return sp.csr_array((values, indices, offsets), shape=(len(offsets) - 1, self.shape[1]))
+
+    if not TYPE_CHECKING:  # type checkers know what it has
+
+        def __getattr__(self, name: str) -> Any:
+            known = "indices, data, sum and the rest of scipy's are those of [:], which reads all, or of [rows]"
+            raise AttributeError(f"a matrix on disk has no {name!r}; {known}")
 
     def toarray(self) -> np.ndarray:
         """Everything, dense."""
