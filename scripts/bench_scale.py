@@ -2,8 +2,8 @@
 
 Each stage runs in a process of its own: as it is, and on ten times as many trajectories of the same problems. A stage's
 memory is the highest mark of its process (VmHWM), which counts the pages of mapped files too. The ratio is that of the
-highest marks of the three stages; each stage's own stands beside it. Activations are those of token ids, problems and noise; the SAE is random, with a threshold that lets k
-latents through.
+highest marks of the three stages; each stage's own stands beside it. Activations are those of token ids, problems and
+noise; the SAE is random, with a threshold that lets k latents through.
 
 Then the small store is encoded in seven parts, in another order, one of them killed on the way; its bytes are compared
 with those of an encoding in one part.
