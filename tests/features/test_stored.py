@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,6 +95,16 @@ def test_what_scipy_has_and_a_matrix_on_disk_has_not(tmp_path: Path) -> None:
     assert not hasattr(found, "sum")
 
 
+def test_a_disk_that_writes_only_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a nearly full one may. Missing codes would read as zeros."""
+    whole_write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: whole_write(file, data[:7], place))
+    matrix = random_matrix((50, 6), 0.5, 0)
+    found = on_disk(tmp_path / "one", matrix, 100)
+    assert found.columns is not None
+    np.testing.assert_array_equal(found.columns[:, np.arange(6)].toarray(), matrix.toarray())
+
+
 @pytest.mark.parametrize("n_codes", [1, 5, 70_000])
 def test_sums_by_code_against_a_loop(n_codes: int, tmp_path: Path) -> None:
     matrix, rng = random_matrix((300, 7), 0.3, 1), np.random.default_rng(1)
@@ -109,6 +120,7 @@ def test_sums_by_code_against_a_loop(n_codes: int, tmp_path: Path) -> None:
 
 def test_a_pass_takes_no_more_memory_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "_READ", 20_000)
+    monkeypatch.setattr("tsae.features.sums._VALUES", 20_000)
     matrix = random_matrix((60_000, 40), 0.5, 0)
     found, whole = on_disk(tmp_path / "one", matrix, 50_000), 8 * matrix.nnz
     group, ones = np.repeat(np.arange(600), 100), np.ones(60_000)
@@ -126,7 +138,7 @@ def test_a_pass_takes_no_more_memory_than_a_block(tmp_path: Path, monkeypatch: p
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 0.9 * whole
+    assert peak < 0.4 * whole  # most of it is what is known of the rows, not of their codes
     assert whole > 9_000_000
 
 

@@ -94,7 +94,7 @@ class Attribution:
     def of_target(self, target: str, n: int = 10) -> pd.DataFrame:
         """The samples with the largest shares for and against a target, n each, with what is known of them.
 
-        Texts come from the log. Without it, only the samples with the largest shares have texts (see `facts`).
+        Texts come from the log. Without the log, only the samples with the largest shares have texts (see `facts`).
 
         Raises:
             TsaeError: for an unknown target.

@@ -36,6 +36,6 @@ def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any
     with replacing(file) as partial:
         write_json(partial, content)
         if (Path(folder) / SEAL).is_file():
-            # The seal comes first. A kill in between must not leave a folder that looks finished and has half a seal.
+            # The seal comes first. Otherwise a kill in between could leave a finished folder without a seal.
             seal(folder, coming={file.name: partial})
     return file

@@ -40,7 +40,7 @@ def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, 
 
 
 def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Write the JSON file that completes a folder, with the seal. The seal comes first: what is complete is sealed.
+    """Write the seal of a folder, and then the JSON file that completes it. So a complete folder always has a seal.
 
     The file says that there is a seal, so that one that is lost is missed (`need_seal`).
 

@@ -138,8 +138,10 @@ def _sample(
     """Counted tokens of at most _ROWS rows, their rows and labels."""
     rows = np.sort(rng.permutation(features.n_rows)[:_ROWS])
     counted = features.span_mask(config.span)
-    token = np.flatnonzero(counted & np.isin(features.row_of_token, rows))
-    return token, features.row_of_token[token], label[token]
+    chosen = np.zeros(features.n_rows, dtype=bool)
+    chosen[rows] = True
+    token = np.flatnonzero(counted & np.repeat(chosen, np.diff(features.row_offsets)))
+    return token, features.rows_of(token), label[token]
 
 
 class _Shuffle:

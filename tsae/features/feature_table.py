@@ -46,8 +46,8 @@ class FeatureTable:
     """Sparse codes of every token that every reader read."""
 
     codes: Rows
-    """(n_tokens, d_sae) float32, non-negative. Those of a table that was loaded stay on disk: ``codes[tokens]`` reads
-    some of them as a `scipy.sparse.csr_array`, ``codes[:]`` all."""
+    """(n_tokens, d_sae) float32, non-negative. After `load` they stay on disk. ``codes[tokens]`` then reads some of
+    them, and ``codes[:]`` all. Both give a `scipy.sparse.csr_array`."""
     token_ids: np.ndarray
     """(n_tokens,) int32."""
     row_offsets: np.ndarray
@@ -255,7 +255,7 @@ class FeatureTable:
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:
-        """Load a folder that `save` wrote; codes and means are read from it when they are needed."""
+        """Load a folder that `save` wrote. Codes and means stay there, and are read when they are needed."""
         folder = Path(folder)
         for name in _FILES:
             if not (folder / name).is_file():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -129,7 +129,7 @@ class _Lines:
 
 
 def _narrow(ends: np.ndarray) -> np.ndarray:
-    """As 32-bit numbers where they fit: scipy would otherwise widen the indices too."""
+    """Offsets as 32-bit numbers, where they fit. With 64-bit offsets scipy would make the indices 64-bit too."""
     return ends.astype(np.int32 if ends[-1] <= np.iinfo(np.int32).max else np.int64)
 
 
@@ -266,11 +266,6 @@ def row_blocks(rows: Rows, at_once: int = _BLOCK) -> Iterator[tuple[int, sp.csr_
         yield start, rows[start : min(start + size, n)]
 
 
-def aligned(path: Path, mode: Literal["w", "a"] = "w") -> h5py.File:
-    """A file to write, whose datasets begin at whole numbers of their entries."""
-    return h5py.File(path, mode, libver="latest", alignment_threshold=1, alignment_interval=8)
-
-
 def column_blocks(columns: Columns, widest: int, at_once: int = _READ) -> Iterator[tuple[int, sp.csc_array]]:
     """(first column, columns from there on): as many as have so many non-zeros, at least one and at most `widest`."""
     ends = columns.indptr
@@ -302,13 +297,13 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
     """Write a matrix by columns, in time and reading linear in the non-zeros.
 
     Args:
-        path: a file of `aligned` that is closed.
+        path: the file, which is closed; made where it is missing.
         group: where in the file.
         rows: the matrix.
         counts: (n_columns,) non-zeros of each column.
     """
     ends = np.r_[0, counts.cumsum()]
-    with aligned(path, "a") as file:
+    with h5py.File(path, "a", libver="latest") as file:
         indices, values, offsets = _datasets(file.require_group(group), len(counts), int(ends[-1]))
         offsets[:] = ends
         if not ends[-1]:
@@ -324,11 +319,19 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
             row, data = (columns.indices + first).astype(np.int32), columns.data
             for column, (start, stop) in enumerate(pairwise(columns.indptr.tolist())):
                 if stop > start:
-                    os.pwrite(target, row[start:stop].data, to_indices + filled[column])
-                    os.pwrite(target, data[start:stop].data, to_values + filled[column])
+                    _write(target, row[start:stop], to_indices + filled[column])
+                    _write(target, data[start:stop], to_values + filled[column])
                     filled[column] += 4 * (stop - start)
     finally:
         os.close(target)
+
+
+def _write(target: int, array: np.ndarray, place: int) -> None:
+    """Write all of an array: on a disk that is nearly full, one call may write a part without an error."""
+    view = array.data.cast("B")
+    while len(view):
+        n = os.pwrite(target, view, place)
+        view, place = view[n:], place + n
 
 
 def _datasets(group: h5py.Group, n_lines: int, nnz: int) -> tuple[h5py.Dataset, h5py.Dataset, h5py.Dataset]:

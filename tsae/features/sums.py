@@ -67,7 +67,10 @@ def sums_by_code(columns: Columns, code: np.ndarray, n_codes: int) -> Iterator[t
 
 
 def no_code(n_tokens: int, n_codes: int) -> np.ndarray:
-    """(n_tokens,) n_codes, of the smallest type that holds it: for `sums_by_code`."""
+    """(n_tokens,) codes for `sums_by_code`, to be filled in: all are n_codes, so that no token counts yet.
+
+    Large tables have one of these a thread, so its numbers are as small as they can be.
+    """
     return np.full(n_tokens, n_codes, dtype=np.uint16 if n_codes <= np.iinfo(np.uint16).max else np.int32)
 
 

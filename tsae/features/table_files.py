@@ -1,4 +1,4 @@
-"""The arrays of a FeatureTable on disk: written in one pass over its codes, of any size, and read in parts.
+"""The arrays of a FeatureTable on disk. They are written block by block, and read in parts.
 
     features.h5        /indices, /values (nnz,), /offsets (n_tokens + 1,): compressed sparse rows, a row a token
                        /token_ids, /outlier (n_tokens,), /row_offsets (n_rows + 1,), /reader, /trajectory (n_rows,)
@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+import h5py
 import numpy as np
 import scipy.sparse as sp
 
 from tsae.base.files import replacing
 from tsae.errors import TsaeError
-from tsae.features.stored import StoredColumns, StoredFile, StoredRows, aligned, write_columns, write_rows
+from tsae.features.stored import StoredColumns, StoredFile, StoredRows, write_columns, write_rows
 
 CODES, COLUMNS, MEANS = "features.h5", "columns.h5", "means.h5"
 ARRAYS = ("token_ids", "row_offsets", "reader", "trajectory", "outlier")
@@ -40,13 +41,12 @@ def write_codes(
         shape: (n_tokens, n_features).
         nnz: non-zeros of the codes.
     """
-    with replacing(folder / CODES) as partial, aligned(partial) as file:
+    with replacing(folder / CODES) as partial, h5py.File(partial, "w", libver="latest") as file:
         for name in ARRAYS:
             file.create_dataset(name, data=arrays[name])
         counts = write_rows(file, blocks, shape, nnz)
     rows = StoredRows(StoredFile(folder / CODES), "", shape[1], None)
     with replacing(folder / COLUMNS) as partial:
-        aligned(partial).close()
         write_columns(partial, "columns", rows, counts)
     rows.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", shape[0])
     return rows
@@ -61,7 +61,6 @@ def write_means(folder: Path, means: Mapping[str, tuple[str, Iterable[sp.csr_arr
         shape: (n_rows, n_features).
     """
     with replacing(folder / MEANS) as partial:
-        aligned(partial).close()
         for span, (mask, blocks) in means.items():
             with tempfile.TemporaryFile(dir=folder) as spool:
                 sizes = []
@@ -70,7 +69,7 @@ def write_means(folder: Path, means: Mapping[str, tuple[str, Iterable[sp.csr_arr
                     for array, kind in ((block.indptr, np.int64), (block.indices, np.int32), (block.data, np.float32)):
                         spool.write(array.astype(kind, copy=False).data)
                 spool.seek(0)
-                with aligned(partial, "a") as file:
+                with h5py.File(partial, "a", libver="latest") as file:
                     group = file.create_group(span)
                     group.attrs["mask"] = mask
                     nnz = sum(n for _, n in sizes)

@@ -198,7 +198,7 @@ class BatchGradients:
 def _scale_of_norm(module: torch.nn.Module) -> torch.Tensor | None:
     """(d,) the factor of an RMS norm: its weight, or 1 + its weight.
 
-    None for other modules, and where the factor is too near 0 to divide by.
+    The result is None for other modules. It is None too if the factor is so near 0 that one cannot divide by it.
     """
     if not type(module).__name__.endswith("RMSNorm") or [n for n, _ in module.named_parameters()] != ["weight"]:
         return None

@@ -86,7 +86,7 @@ class _Tokens:
         return cls(mask, features.counts(mask), number, len(ids))
 
     def of_rows(self, features: FeatureTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, place among `rows` of each) of the rows' counted tokens, some rows at a time."""
+        """Counted tokens, some rows at a time; beside each token, the place of its row in `rows`."""
         ends = self.length[rows].cumsum()
         low = 0
         while low < len(rows):
@@ -187,7 +187,11 @@ def _matched(
 def _by_position(
     features: FeatureTable, rows: Rows, tokens: _Tokens, a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of the problems, and (n_problems, n_features) differences, between tokens at similar places of the rows."""
+    """Compare tokens at similar places of their rows.
+
+    Returns:
+        codes of the problems, and (n_problems, n_features) differences.
+    """
     octave = _half_octave(np.arange(1, int(tokens.length.max(initial=1)) + 1))
     bounds = np.searchsorted(octave, np.arange(octave[-1] + 2))
     inside = np.diff(np.minimum(tokens.length[:, None], bounds))  # (n_rows, octaves) tokens of a row in each
