@@ -93,6 +93,24 @@ def test_what_was_finished_is_not_encoded_again(
     assert not (tmp_path / "features" / "pieces").exists()
 
 
+@pytest.mark.parametrize("full", ["numpy.savez", "os.pwrite", "tsae.features.table_files.write_rows"])
+def test_a_full_disk_is_said_and_the_same_command_goes_on(
+    full: str, sae: TemporalSAE, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    encode(sae, shards, to=tmp_path / "whole", progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(full, no_room)
+        with pytest.raises(TsaeError, match=r"cannot be written to \(.*No space left on device\). Make room") as said:
+            encode(sae, shards, to=tmp_path / "full", progress=False)
+    assert "\n" not in str(said.value)
+    assert not (tmp_path / "full" / "features.json").exists()
+    encode(sae, shards, to=tmp_path / "full", progress=False)
+    assert digests(tmp_path / "full") == digests(tmp_path / "whole")
+
+
 def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
     sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
 ) -> None:

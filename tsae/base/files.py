@@ -85,6 +85,24 @@ def reading(file: str | Path, fix: str) -> Iterator[None]:
         raise TsaeError(f"cannot be read ({found})", where=file, fix=fix) from error
 
 
+@contextmanager
+def writing(where: str | Path, fix: str) -> Iterator[None]:
+    """Turn what writers raise on a full or failing disk into a TsaeError.
+
+    Args:
+        where: the file or folder that is written.
+        fix: what to do, and what has been kept.
+
+    Raises:
+        TsaeError: in place of errors of the system and of h5py.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        found = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise TsaeError(f"cannot be written to ({found})", where=where, fix=fix) from error
+
+
 def read_object(file: str | Path, fix: str) -> dict[str, Any]:
     """The object in a JSON file.
 

@@ -25,7 +25,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
-from tsae.base.files import read_object, reading
+from tsae.base.files import read_object, reading, writing
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import views
@@ -243,14 +243,15 @@ class FeatureTable:
             self.stability.save(folder)
         outlier = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
         arrays = {name: getattr(self, name) for name in ARRAYS} | {"outlier": outlier}
-        stored = write_codes(folder, arrays, codes, (len(self.token_ids), self.n_features), nnz)
-        written, means = replace(self, codes=stored), {}
-        for span in ("response", "thinking", "answer") if self.rollouts.has_thinking else ("response",):
-            mask = self.span_mask(span)
-            means[span] = _digest(mask), written._means(mask)
-        write_means(folder, means, (self.n_rows, self.n_features))
-        others = (CODES, COLUMNS, MEANS, "rollouts.parquet", STABILITY)
-        write_sealed(folder, "features.json", {**self.info, "n_features": self.n_features}, others)
+        with writing(folder, "Make room, and give the same command again. What is encoded has been kept."):
+            stored = write_codes(folder, arrays, codes, (len(self.token_ids), self.n_features), nnz)
+            written, means = replace(self, codes=stored), {}
+            for span in ("response", "thinking", "answer") if self.rollouts.has_thinking else ("response",):
+                mask = self.span_mask(span)
+                means[span] = _digest(mask), written._means(mask)
+            write_means(folder, means, (self.n_rows, self.n_features))
+            others = (CODES, COLUMNS, MEANS, "rollouts.parquet", STABILITY)
+            write_sealed(folder, "features.json", {**self.info, "n_features": self.n_features}, others)
         return folder
 
     @classmethod

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.files import replacing, write_json
+from tsae.base.files import replacing, write_json, writing
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -106,8 +106,13 @@ class Pieces:
             yield codes
 
     def add(self, number: int, piece: Piece, codes: sp.csr_array) -> None:
-        """Write the piece of a shard, whole or not at all."""
-        with replacing(self._file(number)) as partial, partial.open("wb") as stream:
+        """Write the piece of a shard, whole or not at all.
+
+        Raises:
+            TsaeError: where it cannot be written, for instance on a full disk.
+        """
+        kept = writing(self.path, "Make room, and give the same command again: it goes on from here.")
+        with kept, replacing(self._file(number)) as partial, partial.open("wb") as stream:
             np.savez(
                 stream,
                 values=codes.data,
