@@ -1,4 +1,4 @@
-"""Parts of a command on several processes: here, or as a SLURM job array. Each is the command itself with --part i/n.
+"""Parts of a command: processes here, a SLURM job array, or tasks on Ray. Each is the command itself with --part i/n.
 
 Nothing is sent between parts, and nothing is kept here: what is finished lies in the command's own output folder. So a
 part that died is started again and goes on, and so does the whole command.
@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +19,7 @@ from threading import Event, Lock
 
 from tsae.base.progress import progress_bar
 from tsae.commands.options.spread import Spread
+from tsae.commands.ray_parts import last_line, run_on_ray
 from tsae.errors import TsaeError
 
 TSAE = (sys.executable, "-m", "tsae")
@@ -37,13 +38,15 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
         whether all parts are done now; False where they were only submitted, or printed.
 
     Raises:
-        TsaeError: where a part fails more often than `spread.retries`, SLURM takes no job, or the words name one part.
+        TsaeError: where a part fails more often than `spread.retries`, SLURM takes no job, Ray cannot be used, or the
+            words name one part.
     """
     if any(word.partition("=")[0] == "--part" for word in words):
         raise TsaeError(
             "is one part, and all are to be run", where="--part", fix="Give --part, or --parts and its options."
         )
-    command = [*TSAE, *without_spread(words)]
+    words = without_spread(words)
+    command = [*TSAE, *words]
     if spread.print_slurm:
         print(slurm_script(command, spread, to), end="")
         return False
@@ -51,7 +54,18 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
     if spread.executor == "slurm":
         print(_submit(slurm_script(command, spread, to)))
         return False
-    _run_here(command, spread, to, device)
+    with progress_bar("parts", "part", spread.parts) as bar:
+        if spread.executor == "ray":
+            failed = run_on_ray(words, spread, logs(to), device, bar.update)
+        else:
+            failed = _run_here(command, spread, to, device, bar.update)
+    if failed:
+        number = min(failed)
+        raise TsaeError(
+            f"{len(failed)} of {spread.parts} parts failed; part {number} says: {failed[number]}",
+            where=logs(to) / f"{number}-of-{spread.parts}.log",
+            fix="Put that right, and give the same command again; what is finished is kept.",
+        )
     return True
 
 
@@ -110,7 +124,10 @@ def _submit(script: str) -> str:
     return done.stdout.strip()
 
 
-def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> None:
+def _run_here(
+    command: Sequence[str], spread: Spread, to: Path, device: str, done: Callable[[], None]
+) -> dict[int, str]:
+    """Of each part that failed, the last line of what it said."""
     gpus = _gpus() if device == "cuda" else []
     workers = min(spread.workers or len(gpus) or 1, spread.parts)
     free: SimpleQueue[int] = SimpleQueue()
@@ -142,19 +159,19 @@ def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> 
                     running.discard(process)
                 if status in (0, 2):  # What a user has to put right does not go away by itself.
                     break
-            return None if status == 0 else _last_line(log) or f"exit status {status}"
+            return None if status == 0 else last_line(log) or f"exit status {status}"
         finally:
             free.put(worker)
 
     failed: dict[int, str] = {}
-    with ThreadPoolExecutor(workers) as pool, progress_bar("parts", "part", spread.parts) as bar:
+    with ThreadPoolExecutor(workers) as pool:
         tasks = {pool.submit(run_one, number): number for number in range(1, spread.parts + 1)}
         try:
             for task in as_completed(tasks):
                 said = task.result()
                 if said is not None:
                     failed[tasks[task]] = said
-                bar.update()
+                done()
         except BaseException:
             with starting:
                 stopped.set()
@@ -162,13 +179,7 @@ def _run_here(command: Sequence[str], spread: Spread, to: Path, device: str) -> 
                 for process in list(running):
                     process.terminate()
             raise
-    if failed:
-        number = min(failed)
-        raise TsaeError(
-            f"{len(failed)} of {spread.parts} parts failed; part {number} says: {failed[number]}",
-            where=logs(to) / f"{number}-of-{spread.parts}.log",
-            fix="Put that right, and give the same command again; what is finished is kept.",
-        )
+    return failed
 
 
 def _gpus() -> list[str]:
@@ -177,8 +188,3 @@ def _gpus() -> list[str]:
 
     known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [known[i] if i < len(known) and known[i] else str(i) for i in range(torch.cuda.device_count())]
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").strip().splitlines()
-    return lines[-1].removeprefix("tsae: ") if lines else ""

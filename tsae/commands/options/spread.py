@@ -15,14 +15,19 @@ class Spread:
     parts: int = 1
     """Divide the work into so many parts. The result does not depend on how many there are. If one fails, it is started
     again, and goes on from what it has finished."""
-    executor: Literal["local", "slurm"] = "local"
-    """Where parts run: local: processes on this machine; slurm: a job array."""
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """Where parts run: local: processes on this machine; slurm: a job array; ray: tasks of a Ray cluster (needs
+    tsae[ray]), the one at $RAY_ADDRESS, or one that runs on this machine, or a new one here. All nodes must see the
+    same files under the same paths."""
     workers: int = 0
     """Local parts at a time; 0: one for each GPU with --device cuda, else one."""
     retries: int = 2
     """How often a part is started again."""
     slurm: tuple[str, ...] = ()
     """Options of the job array, such as --slurm partition=gpu gres=gpu:1 time=4:00:00."""
+    ray: tuple[str, ...] = ()
+    """What a part takes of the Ray cluster, such as --ray num_cpus=8 num_gpus=1 memory=64e9; other names are resources
+    of your own. By default one CPU, and one GPU with --device cuda."""
     print_slurm: bool = False
     """Print the job array's script, and stop."""
 
@@ -34,4 +39,4 @@ class Spread:
     @property
     def asked(self) -> bool:
         """Whether the work is divided at all."""
-        return self.parts > 1 or self.print_slurm or self.executor == "slurm"
+        return self.parts > 1 or self.print_slurm or self.executor != "local"
