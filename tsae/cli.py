@@ -108,11 +108,18 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     check_outputs(options)
     spread = getattr(options, "spread", None)
     if spread is not None and spread.asked:
-        device = options.config.device if hasattr(options, "config") else options.device
-        if not run_parts(words, spread, options.to, device):
+        if not run_parts(words, spread, options.to, _device(options)):
             return
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
+
+
+def _device(options: Any) -> str:
+    """Torch device of a command whose options, or those of its parts, name one or more."""
+    holders = [options, *(getattr(options, name, None) for name in ("config", "sampling"))]
+    holders.append(getattr(getattr(options, "live", None), "config", None))
+    devices = [str(holder.device) for holder in holders if hasattr(holder, "device")]
+    return next((device for device in devices if device.startswith("cuda")), "cpu")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -350,9 +350,8 @@ def test_what_does_not_fit_is_refused(source: LiveSource, series: Any, rollouts:
     with pytest.raises(TsaeError, match=r"LiveConfig: buffer_tokens=0 is less than 1"):
         tsae.LiveConfig(buffer_tokens=0)
     sae = tsae.TemporalSAE(16, SAE, site=SITE)
-    for stage in (tsae.evaluate, tsae.encode):
-        with pytest.raises(TsaeError, match=r"LiveSource: keeps no activations, but a store is needed here"):
-            stage(sae, source)
+    with pytest.raises(TsaeError, match=r"LiveSource: keeps no activations, but a store is needed here"):
+        tsae.evaluate(sae, source)
     with pytest.raises(TsaeError, match=r"no site 'blocks\.2\.hook_resid_post'; there are blocks\.1"):
         tsae.train(source, SAE, training=replace(TRAINING, site="blocks.2.hook_resid_post"), progress=False)
     with pytest.raises(TsaeError, match=r"blocks\.7\.hook_resid_post does not exist"):
@@ -459,4 +458,4 @@ def test_the_command_line_trains_without_a_store(
     for given in ([], live[:2], [*live, "--store", str(tmp_path)], ["--store", str(tmp_path), "--live.models", "1"]):
         with pytest.raises(SystemExit):
             main(["train", *given, *rest])
-        assert "tsae train: a training reads a store, or live models" in capsys.readouterr().err
+        assert "tsae train: activations come from a store, or from live models" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_bytes_do_not_depend_on_parts(sae: TemporalSAE, shards: ActivationStore,
 def test_what_was_finished_is_not_encoded_again(
     sae: TemporalSAE, shards: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = encoding._encode_shard, []
+    real, seen = encoding.encode_shard, []
 
     def dies(sae: Any, store: Any, shard: Any, *rest: Any) -> Any:
         if len(seen) == 3:
@@ -81,12 +81,12 @@ def test_what_was_finished_is_not_encoded_again(
         seen.append(shard.path)
         return real(sae, store, shard, *rest)
 
-    monkeypatch.setattr(encoding, "_encode_shard", dies)
+    monkeypatch.setattr(encoding, "encode_shard", dies)
     with pytest.raises(KeyboardInterrupt):
         encode(sae, shards, to=tmp_path / "features", progress=False)
     assert not (tmp_path / "features" / "features.json").exists()
     again = []
-    monkeypatch.setattr(encoding, "_encode_shard", lambda *a: again.append(a[2].path) or real(*a))
+    monkeypatch.setattr(encoding, "encode_shard", lambda *a: again.append(a[2].path) or real(*a))
     encode(sae, shards, to=tmp_path / "features", progress=False)
     assert len(again) == sum(1 for _ in shards.shards()) - 3
     assert not set(again) & set(seen)

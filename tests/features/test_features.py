@@ -19,8 +19,9 @@ from tsae.activations.store import ActivationStore
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
-from tsae.features.encode import _Reconstruction, encode
+from tsae.features.encode import encode
 from tsae.features.feature_table import FeatureTable
+from tsae.features.shard_codes import Codes, Reconstruction
 from tsae.features.sums import _VALUES, _rows_at_once
 from tsae.features.top_contexts import top_contexts
 from tsae.sae.config import SAEConfig
@@ -75,16 +76,21 @@ def test_reconstruction_is_measured_per_reader(sae: TemporalSAE, store: Activati
 
 def test_reconstruction_by_hand() -> None:
     """Three tokens around the mean (2, 1): squares of 2, 2 and 4; errors of 1, 0 and 4."""
-    quality = _Reconstruction(2)
+
+    def coded(x_hat: list[list[float]], codes: list[list[float]], beyond: list[bool]) -> Codes:
+        return Codes(sp.csr_array(np.array(codes)), np.array(beyond), torch.tensor(x_hat))
+
+    quality = Reconstruction(2)
     assert quality.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 0.0}
-    quality.add(
-        torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([[1.0, 1.0], [3.0, 0.0]]),
-        3, 1,
-    )  # fmt: skip
-    quality.add(torch.tensor([[2.0, 3.0]]), torch.tensor([[2.0, 1.0]]), 1, 0)
+    # The third is an outlier, the fourth is not counted.
+    x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [90.0, 9.0], [7.0, 7.0]])
+    x_hat = [[1.0, 1.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    codes = coded(x_hat, [[1, 0, 2], [0, 1, 0], [0, 0, 0], [1, 1, 1]], [False, False, True, False])
+    quality.add(x, codes, np.array([True, True, True, False]))
+    quality.add(torch.tensor([[2.0, 3.0]]), coded([[2.0, 1.0]], [[0, 0, 3]], [False]), np.array([True]))
     assert quality.summary() == pytest.approx({"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4})
-    nothing = _Reconstruction(2)
-    nothing.add(*(torch.zeros(0, n) for n in (2, 2, 3)), 2)
+    nothing = Reconstruction(2)
+    nothing.add(torch.zeros(2, 2), coded([[0.0, 0.0]] * 2, [[0, 0, 0]] * 2, [True, True]), np.array([True, True]))
     assert nothing.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""Activations straight from the models: training without a store.
+"""Activations straight from the models: training and encoding without a store.
 
 A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
 runs, into a buffer of `LiveConfig.buffer_tokens` tokens:
@@ -13,6 +13,8 @@ Which tokens an epoch reads, and in which order, is known without a model. So a 
 it computes only the first, on which norms are estimated, and the one in which it stopped. A block that does not fit
 into memory begins again with half the tokens in a forward pass. A warning says so, and training.json keeps it
 (`short_of_memory`): the same training gives the same bits where memory runs out at the same sizes again.
+
+Encoding reads every trajectory once, in the order of the shards that a capture would write.
 
 Cost: forward passes through the layers up to the site, again in every epoch and in every process; training waits while
 a block is filled. The buffer takes buffer_tokens · d_model values of the stored precision, token ids take 4 bytes for
@@ -163,6 +165,10 @@ class LiveSource(Source):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def hold(self, reader: str) -> None:
+        """Forget the models of all other readers."""
+        self._readers = {id: model for id, model in self._readers.items() if id == reader}
 
     def _opened(self, reader: str) -> Any:
         found = self._readers.pop(reader, None)

@@ -1,6 +1,7 @@
-"""Encoding: the SAE's codes of every stored token, and its reconstruction of every reader.
+"""Encoding: the SAE's codes of every token, and its reconstruction of every reader.
 
-A shard of the store is encoded at a time, and kept on disk (`tsae.features.pieces`), so that an interrupted encoding
+Activations come from a store, or straight from the models that read (`LiveSource`), and are then never stored. A shard
+is encoded at a time, and kept on disk (`tsae.features.pieces`), so that an interrupted encoding
 goes on, and parts of it may run anywhere. When all pieces are there, they are joined. What comes out does not depend on
 parts.
 """
@@ -16,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-import torch
-from einops import reduce
 
 from tsae.activations.catalogue import READER_INFO
+from tsae.activations.live import LiveSource
 from tsae.activations.shards.shard import Shard
+from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
 from tsae.base.memory import give_back
@@ -30,6 +31,7 @@ from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.pieces import Piece, Pieces
+from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
 
@@ -39,14 +41,14 @@ _FEWEST = 64  # tokens at once
 
 def encode(
     sae: TemporalSAE | str | Path,
-    store: ActivationStore | str | Path,
+    store: Source | str | Path,
     *,
     to: str | Path | None = None,
     batch_tokens: int | None = None,
     device: str | None = None,
     progress: bool = True,
 ) -> FeatureTable:
-    """Compute sparse codes of every token in a store, or in a subset of it.
+    """Compute sparse codes of every token in a store, or in a subset of it; or of every token that models read now.
 
     Tokens beyond the norm limit of the SAE's training get no codes: the SAE never saw such tokens, and one of them may
     outweigh a thousand others in a mean. `FeatureTable.outlier` marks them; outlier_share is their share of a reader's
@@ -54,27 +56,28 @@ def encode(
 
     Args:
         sae: the SAE or its folder; the folder's stability.json, if there is one, becomes part of the table.
-        store: the store or its folder.
+        store: the store or its folder; or a `LiveSource`, whose activations are encoded as they are computed, and never
+            stored. Codes are then those of a store, but for the last bits: batches of forward passes are others.
         to: folder to save the table in; None keeps it in memory. An interrupted encoding is completed.
         batch_tokens: tokens encoded at once; by default as many as make 4 million dense codes.
         device: torch device; by default the SAE's.
         progress: show a bar.
 
     Raises:
-        TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, or the folder
-            holds pieces of another encoding.
+        TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, the folder
+            holds pieces of another encoding, or models do not read, as `tsae.capture` says.
     """
     stability = None
     folder, sae = sae, TemporalSAE.of(sae, device=device)
     if not isinstance(folder, TemporalSAE):
         stability = Stability.beside(folder, sae.fingerprint)
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
     batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
-            found = [_encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards()]
+            found = [encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards()]
         table = _joined(sae, store, (piece for piece, _ in found), stability)
         return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
@@ -88,7 +91,7 @@ def encode(
 
 def encode_part(
     sae: TemporalSAE | str | Path,
-    store: ActivationStore | str | Path,
+    store: Source | str | Path,
     *,
     to: str | Path,
     part: Part,
@@ -96,7 +99,7 @@ def encode_part(
     device: str | None = None,
     progress: bool = True,
 ) -> int:
-    """Encode one part of the store's shards; start the others wherever the folders can be reached, then `encode`.
+    """Encode one part of the shards; start the others wherever the folders can be reached, then `encode`.
 
     Args:
         sae, store, to, batch_tokens, device, progress: as for `encode`, the same in all parts.
@@ -109,7 +112,7 @@ def encode_part(
         TsaeError: as `encode`.
     """
     sae = TemporalSAE.of(sae, device=device)
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
+    store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
     batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
@@ -117,26 +120,28 @@ def encode_part(
     return sum(number not in pieces for number in range(n))
 
 
-def _inputs(sae: TemporalSAE, store: ActivationStore) -> dict[str, Any]:
+def _inputs(sae: TemporalSAE, store: Source) -> dict[str, Any]:
     labels = store.rollouts.labels_fingerprint
     inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
     return inputs | ({"subset": store.selection.as_dict()} if store.selection.as_dict() else {})
 
 
-def _identity(sae: TemporalSAE, store: ActivationStore, batch_tokens: int) -> dict[str, Any]:
+def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, Any]:
     """What the codes of a piece depend on. If any of it differs, the piece belongs to another encoding."""
     shards = [[record["id"], record["shards"]] for record in store.manifest["readers"]]
+    if isinstance(store, LiveSource):
+        shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     device = sae.W_dec.device.type
     return _inputs(sae, store) | {"shards": digest, "batch_tokens": batch_tokens, "device": device}
 
 
-def _n_tokens(store: ActivationStore, shard: Shard) -> int:
+def _n_tokens(store: Source, shard: Shard) -> int:
     return int(np.diff(shard.offsets)[store.rows[shard.trajectory]].sum())
 
 
 def _encode_missing(
-    sae: TemporalSAE, store: ActivationStore, pieces: Pieces, part: Part, batch_tokens: int, progress: bool
+    sae: TemporalSAE, store: Source, pieces: Pieces, part: Part, batch_tokens: int, progress: bool
 ) -> int:
     """Encode the shards of a part that have no piece yet; gives the number of all shards."""
     shards = list(store.shards())
@@ -147,43 +152,15 @@ def _encode_missing(
             if number in pieces:
                 bar.update(size)
             else:
-                pieces.add(number, *_encode_shard(sae, store, shard, batch_tokens, bar))
+                pieces.add(number, *encode_shard(sae, store, shard, batch_tokens, bar))
                 give_back()
     return len(shards)
 
 
-def _encode_shard(
-    sae: TemporalSAE, store: ActivationStore, shard: Shard, batch_tokens: int, bar: Any
-) -> tuple[Piece, sp.csr_array]:
-    quality, codes, outliers = _Reconstruction(sae.d_model), list[sp.csr_array](), [np.zeros(0, dtype=bool)]
-    kept = store.rows[shard.trajectory]
-    tokens = np.flatnonzero(np.repeat(kept, np.diff(shard.offsets)))
-    counted = shard.token_span(store.rollouts, "all", store.special_ids)
-    for low in range(0, len(tokens), batch_tokens):
-        index = tokens[low : low + batch_tokens]
-        found, beyond = _encode_batch(sae, shard, index, counted[index], quality)
-        codes.append(found)
-        outliers.append(beyond)
-        bar.update(len(index))
-    nothing = np.zeros((0, sae.config.d_sae), dtype=np.float32)
-    whole = sp.csr_array(sp.vstack(codes, format="csr") if codes else nothing)
-    piece = Piece(
-        token_ids=shard.token_ids[tokens],
-        lengths=np.diff(shard.offsets)[kept],
-        trajectory=shard.trajectory[kept],
-        outlier=np.concatenate(outliers),
-        quality=quality.sums(),
-        nnz=whole.nnz,
-    )
-    return piece, whole
-
-
-def _joined(
-    sae: TemporalSAE, store: ActivationStore, pieces: Iterable[Piece], stability: Stability | None
-) -> FeatureTable:
+def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability: Stability | None) -> FeatureTable:
     """The table of all pieces, which come in the order of the store's shards; without their codes."""
     owners = [store.readers.index(shard.reader) for shard in store.shards()]
-    quality = [_Reconstruction(sae.d_model) for _ in store.readers]
+    quality = [Reconstruction(sae.d_model) for _ in store.readers]
     n_tokens = sum(_n_tokens(store, shard) for shard in store.shards())
     token_ids, outlier = np.empty(n_tokens, dtype=np.int32), np.empty(n_tokens, dtype=bool)
     lengths, trajectory, reader, place = [np.zeros(1, dtype=np.int64)], [], [], 0
@@ -207,7 +184,7 @@ def _joined(
         row_offsets=np.concatenate(lengths).cumsum(),
         reader=np.concatenate(reader),
         trajectory=np.concatenate(trajectory),
-        rollouts=with_entropy(store),
+        rollouts=with_entropy(store) if isinstance(store, ActivationStore) else store.rollouts,
         info={
             "sae": {
                 **asdict(sae.config),
@@ -222,62 +199,3 @@ def _joined(
         outlier=outlier,
         stability=stability,
     )
-
-
-class _Reconstruction:
-    """FVE and L0 of one reader over the tokens of the span "all" that are no outliers, and the share of outliers."""
-
-    def __init__(self, d_model: int) -> None:
-        self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
-        self.total = torch.zeros(d_model, dtype=torch.float64)
-
-    def add(self, x: torch.Tensor, x_hat: torch.Tensor, active: int, beyond: int) -> None:
-        """Add (n, d_model) tokens, their reconstruction and number of active codes, and a number of outliers."""
-        x, x_hat = x.double(), x_hat.double()
-        self.n += len(x)
-        self.n_beyond += beyond
-        self.active += active
-        self.error += (x - x_hat).pow(2).sum().item()
-        self.square += x.pow(2).sum().item()
-        self.total += reduce(x, "token d_model -> d_model", "sum")
-
-    def sums(self) -> np.ndarray:
-        """(5 + d_model,) float64: what `add_sums` takes."""
-        return np.array([self.n, self.n_beyond, self.active, self.error, self.square, *self.total.tolist()])
-
-    def add_sums(self, sums: np.ndarray) -> None:
-        """Add what another has summed up."""
-        self.n, self.n_beyond, self.active = (
-            mine + int(more) for mine, more in zip((self.n, self.n_beyond, self.active), sums, strict=False)
-        )
-        self.error += float(sums[3])
-        self.square += float(sums[4])
-        self.total += torch.from_numpy(sums[5:])
-
-    def summary(self) -> dict[str, float | int | None]:
-        share = self.n_beyond / max(self.n + self.n_beyond, 1)
-        if self.n == 0:
-            return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
-        variance = self.square - self.total.pow(2).sum().item() / self.n
-        fve = 1 - self.error / max(variance, 1e-12)
-        return {"n_tokens": self.n, "fve": fve, "l0": self.active / self.n, "outlier_share": share}
-
-
-@torch.no_grad()
-def _encode_batch(
-    sae: TemporalSAE, shard: Shard, index: np.ndarray, counted: np.ndarray, quality: _Reconstruction
-) -> tuple[sp.csr_array, np.ndarray]:
-    """(codes of some tokens, which of them are outliers); `quality` gets the counted ones."""
-    x = torch.from_numpy(shard.read(sae.site, index))
-    beyond = sae.outliers(x)
-    codes = sae.encode(x.to(sae.W_dec.device))
-    codes[beyond] = 0
-    x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
-    row, column = codes.nonzero(as_tuple=True)
-    active = np.bincount(row.numpy(), minlength=len(codes))
-    measured = torch.from_numpy(counted)
-    inside = measured & ~beyond
-    quality.add(x[inside], x_hat[inside], int(active[inside.numpy()].sum()), int((beyond & measured).sum()))
-    offsets = np.concatenate([[0], active.cumsum()])
-    values, indices = codes[row, column].numpy(), column.numpy().astype(np.int32)
-    return sp.csr_array((values, indices, offsets), shape=(len(codes), sae.config.d_sae)), beyond.numpy()

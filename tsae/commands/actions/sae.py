@@ -38,7 +38,7 @@ def start_as_default(args: Sequence[str]) -> Train | None:
 
 
 def run_train(options: Train) -> None:
-    store = _source(options).subset(options.subset)
+    store = _source(options, "tsae train", options.training.site).subset(options.subset)
     training, saes = _training(options, store), {}
     if not options.seeds and not options.sites:
         saes[options.to] = tsae.train(store, options.sae, start=options.start, to=options.to, training=training)
@@ -64,19 +64,19 @@ def run_train(options: Train) -> None:
         print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
 
 
-def _source(options: Train) -> Source:
+def _source(options: Train | Encode, command: str, site: str | None) -> Source:
     live = options.live
     if options.store is not None and live == Live():
         return tsae.ActivationStore(options.store)
     if options.store is not None or live.series is None or live.rollouts is None:
         raise TsaeError(
-            "a training reads a store, or live models given by both --live.series and --live.rollouts",
-            where="tsae train",
+            "activations come from a store, or from live models given by both --live.series and --live.rollouts",
+            where=command,
             fix="Give --store alone, or both of these without --store.",
         )
     series = load_series(live.series)
     series = series.select(live.checkpoints) if live.checkpoints else series.final()
-    return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), options.training.site, config=live.config)
+    return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), site, config=live.config)
 
 
 def _training(options: Train, store: Source) -> TrainingConfig:
@@ -141,7 +141,8 @@ def run_export(options: Export) -> None:
 
 
 def run_encode(options: Encode) -> None:
-    store = tsae.ActivationStore(options.store).subset(options.subset)
+    site = None if options.store is not None else tsae.TemporalSAE.load(options.sae).site
+    store = _source(options, "tsae encode", site).subset(options.subset)
     if options.part is not None:
         part = Part.of(options.part)
         missing = encode_part(options.sae, store, to=options.to, part=part, device=options.device)

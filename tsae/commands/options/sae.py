@@ -15,7 +15,8 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class Live:
-    """Activations straight from the checkpoints instead of a store: no disk, but a forward pass in every epoch."""
+    """Activations straight from the checkpoints instead of a store: no disk, but a forward pass whenever they are
+    needed."""
 
     series: Path | None = None
     """Folder of checkpoints, as for `tsae capture`."""
@@ -104,7 +105,10 @@ class Export:
 
 @dataclass(frozen=True)
 class Encode:
-    """Turn a store into sparse feature codes. Resumes an unfinished encoding.
+    """Turn activations into sparse feature codes. Resumes an unfinished encoding.
+
+    Without a store: tsae encode --sae SAE --live.series SERIES --live.rollouts ROLLOUTS --to FEATURES. Activations are
+    encoded as the checkpoints compute them, and never stored.
 
     In parts that know nothing of each other: --parts 8 --workers 2 on this machine, --parts 8 --executor slurm on a
     cluster, or --part 2/8 wherever you start it.
@@ -112,14 +116,15 @@ class Encode:
 
     sae: Path
     """Folder that `tsae train` wrote."""
-    store: Path
-    """Folder that `tsae capture` wrote."""
     to: Path
     """Folder of the feature table."""
+    store: Path | None = None
+    """Folder that `tsae capture` wrote."""
+    live: Live = field(default_factory=Live)
     device: str = "cpu"
-    """Torch device: cpu, cuda, cuda:1, …"""
+    """Torch device of the SAE: cpu, cuda, cuda:1, …; --live.device is that of the checkpoints."""
     part: str | None = None
-    """Encode only a part of the store's shards, such as 2/7. When all parts are done, the same command without this
+    """Encode only a part of the shards, such as 2/7. When all parts are done, the same command without this
     joins them."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)

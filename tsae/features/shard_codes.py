@@ -1,0 +1,175 @@
+"""Codes of the tokens of one shard: of a store, or of models that read now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from einops import reduce
+
+from tsae.activations.live import LiveSource
+from tsae.activations.shards.shard import Shard
+from tsae.activations.source import Source
+from tsae.features.pieces import Piece
+from tsae.sae.model import TemporalSAE
+
+
+class Codes(NamedTuple):
+    """What the SAE makes of some tokens."""
+
+    sparse: sp.csr_array
+    """(n, d_sae) float32; outliers have none."""
+    beyond: np.ndarray
+    """(n,) bool: outliers."""
+    x_hat: torch.Tensor
+    """(n, d_model) reconstruction, on the CPU."""
+
+
+def encode_shard(
+    sae: TemporalSAE, source: Source, shard: Shard, batch_tokens: int, bar: Any
+) -> tuple[Piece, sp.csr_array]:
+    """The codes of those trajectories of a shard that the subset has, and what else a feature table needs of them.
+
+    Args:
+        sae: the SAE.
+        source: the shard's store, or the models that read it now.
+        shard: one of the source's.
+        batch_tokens: tokens encoded at once.
+        bar: progress, in tokens.
+    """
+    kept = source.rows[shard.trajectory]
+    lengths = np.diff(shard.offsets)
+    tokens = np.flatnonzero(np.repeat(kept, lengths))
+    counted = shard.token_span(source.rollouts, "all", source.special_ids)[tokens]
+    if isinstance(source, LiveSource):
+        found = _live(sae, source, shard, np.flatnonzero(kept), batch_tokens, bar)
+        sizes = lengths[kept]
+    else:
+        found = _stored(sae, shard, tokens, batch_tokens, bar)
+        sizes = np.diff([*range(0, len(tokens), batch_tokens), len(tokens)])
+    quality = Reconstruction(sae.d_model)
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    nothing = sp.csr_array((0, sae.config.d_sae), dtype=np.float32)
+    held = [nothing] * len(sizes)
+    beyond, waiting, added = np.zeros(len(tokens), dtype=bool), dict[int, np.ndarray](), 0
+    for number, x, codes in found:
+        place = slice(ends[number], ends[number + 1])
+        one = Reconstruction(sae.d_model)
+        one.add(x, codes, counted[place])
+        held[number], beyond[place], waiting[number] = codes.sparse, codes.beyond, one.sums()
+        while added in waiting:  # in order, whatever the order in which they are read
+            quality.add_sums(waiting.pop(added))
+            added += 1
+    whole = sp.csr_array(sp.vstack(held, format="csr") if held else nothing)
+    piece = Piece(
+        token_ids=shard.token_ids[tokens],
+        lengths=lengths[kept],
+        trajectory=shard.trajectory[kept],
+        outlier=beyond,
+        quality=quality.sums(),
+        nnz=whole.nnz,
+    )
+    return piece, whole
+
+
+_Found = Iterator[tuple[int, torch.Tensor, Codes]]
+
+
+def _stored(sae: TemporalSAE, shard: Shard, tokens: np.ndarray, batch_tokens: int, bar: Any) -> _Found:
+    """(number, activations, codes) of every batch of tokens."""
+    for number, low in enumerate(range(0, len(tokens), batch_tokens)):
+        index = tokens[low : low + batch_tokens]
+        x = torch.from_numpy(shard.read(sae.site, index))
+        yield number, x, _codes(sae, x)
+        bar.update(len(index))
+
+
+def _live(sae: TemporalSAE, source: LiveSource, shard: Shard, texts: np.ndarray, batch_tokens: int, bar: Any) -> _Found:
+    """(number, activations, codes) of every trajectory, in the order in which they are read.
+
+    Where memory runs out, some come again.
+    """
+    source.hold(shard.reader)
+    ids = [shard.token_ids[shard.offsets[t] : shard.offsets[t + 1]] for t in texts]
+    before = bar.n
+    read = source.read(shard.reader, ids, shard.trajectory[texts])
+    for group in _groups(read, batch_tokens):
+        x = torch.cat([values for _, values in group]).float()
+        codes = _codes(sae, x)
+        low = 0
+        for number, values in group:
+            part = slice(low, low := low + len(values))
+            yield number, x[part], Codes(codes.sparse[part], codes.beyond[part], codes.x_hat[part])
+            bar.update(len(values))
+    bar.update(before + sum(map(len, ids)) - bar.n)
+
+
+def _groups(read: Iterator[tuple[int, torch.Tensor]], batch_tokens: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Trajectories together, to about batch_tokens."""
+    group: list[tuple[int, torch.Tensor]] = []
+    held = 0
+    for number, values in read:
+        if group and held + len(values) > batch_tokens:
+            yield group
+            group, held = [], 0
+        group.append((number, values))
+        held += len(values)
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
+    """Of (n, d_model) float32 tokens."""
+    beyond = sae.outliers(x)
+    codes = sae.encode(x.to(sae.W_dec.device))
+    codes[beyond] = 0
+    x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
+    row, column = codes.nonzero(as_tuple=True)
+    offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
+    values, indices = codes[row, column].numpy(), column.numpy().astype(np.int32)
+    sparse = sp.csr_array((values, indices, offsets), shape=(len(codes), sae.config.d_sae))
+    return Codes(sparse, beyond.numpy(), x_hat)
+
+
+class Reconstruction:
+    """FVE and L0 of one reader over the tokens of the span "all" that are no outliers, and the share of outliers."""
+
+    def __init__(self, d_model: int) -> None:
+        self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
+        self.total = torch.zeros(d_model, dtype=torch.float64)
+
+    def add(self, x: torch.Tensor, codes: Codes, counted: np.ndarray) -> None:
+        """Add those of (n, d_model) tokens that are counted, an (n,) mask."""
+        kept = torch.from_numpy(counted & ~codes.beyond)
+        x, x_hat = x[kept].double(), codes.x_hat[kept].double()
+        self.n += len(x)
+        self.n_beyond += int((counted & codes.beyond).sum())
+        self.active += int(np.diff(codes.sparse.indptr)[kept.numpy()].sum())
+        self.error += (x - x_hat).pow(2).sum().item()
+        self.square += x.pow(2).sum().item()
+        self.total += reduce(x, "token d_model -> d_model", "sum")
+
+    def sums(self) -> np.ndarray:
+        """(5 + d_model,) float64: what `add_sums` takes."""
+        return np.array([self.n, self.n_beyond, self.active, self.error, self.square, *self.total.tolist()])
+
+    def add_sums(self, sums: np.ndarray) -> None:
+        """Add what another has summed up."""
+        self.n, self.n_beyond, self.active = (
+            mine + int(more) for mine, more in zip((self.n, self.n_beyond, self.active), sums, strict=False)
+        )
+        self.error += float(sums[3])
+        self.square += float(sums[4])
+        self.total += torch.from_numpy(sums[5:])
+
+    def summary(self) -> dict[str, float | int | None]:
+        share = self.n_beyond / max(self.n + self.n_beyond, 1)
+        if self.n == 0:
+            return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
+        variance = self.square - self.total.pow(2).sum().item() / self.n
+        fve = 1 - self.error / max(variance, 1e-12)
+        return {"n_tokens": self.n, "fve": fve, "l0": self.active / self.n, "outlier_share": share}
