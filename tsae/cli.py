@@ -107,9 +107,8 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     options = getattr(options, "command", options)  # of a group, such as `tsae store`
     check_outputs(options)
     spread = getattr(options, "spread", None)
-    if spread is not None and spread.asked:
-        if not run_parts(words, spread, options.to, _device(options)):
-            return
+    if spread is not None and spread.asked and not run_parts(words, spread, options.to, _device(options)):
+        return
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import tsae
 from support.builders import make_rollouts
 from tsae.cli import main, parse
 from tsae.commands.options.spread import Spread
 from tsae.commands.spreading import run_parts, slurm_script, without_spread
 from tsae.errors import TsaeError
+from tsae.rollouts.problems import Problem, write_problems
 
 
 def test_a_part_is_told_all_but_how_the_work_is_spread() -> None:
@@ -112,6 +114,19 @@ def test_an_encoding_in_parts_is_joined(whole: tuple[list[object], Path], tmp_pa
     run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "one")
     run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "two", "--parts", 2, "--workers", 2)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_a_sampling_in_parts_is_put_together(llama: Path, tmp_path: Path) -> None:
+    problems = tmp_path / "problems.jsonl"
+    write_problems([Problem(f"p{i}", f"{i}+1?", str(i + 1)) for i in range(6)], problems)
+    command = ["rollouts", "sample", "--series", llama, "--problems", problems, "--n-samples", 3]
+    command += ["--max-new-tokens", 6, "--batch-size", 4]
+    run(*command, "--to", tmp_path / "one.parquet")
+    run(*command, "--to", tmp_path / "two.parquet", "--parts", 2, "--workers", 2)
+    one, two = (tsae.Rollouts.read(tmp_path / f"{name}.parquet") for name in ("one", "two"))
+    assert one.table.equals(two.table)
+    assert not (tmp_path / "two.parquet.pieces").exists()
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.parquet import read_outline, write_table
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.prompts import encode_prompt
-from tsae.rollouts.sampling import sample
+from tsae.rollouts.sampling.sample import sample
 from tsae.rollouts.schema import SCHEMA
 from tsae.rollouts.table import Rollouts
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from safetensors import SafetensorError
 
@@ -54,6 +55,23 @@ def write_text(path: str | Path, content: str) -> Path:
 def write_json(path: str | Path, content: Any) -> Path:
     """Write JSON whole or not at all; the same content gives the same bytes."""
     return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
+
+
+def write_first(path: str | Path, content: Any) -> None:
+    """Write JSON unless the file is there: of several processes that do this at once, one writes.
+
+    Raises:
+        OSError: where nothing can be written.
+    """
+    path = Path(path)
+    own = write_json(path.with_name(f"{path.name}.{uuid4().hex}"), content)
+    try:
+        os.link(own, path)  # fails where another was first
+    except FileExistsError:
+        pass
+    except OSError:
+        os.replace(own, path)  # a file system without hard links
+    own.unlink(missing_ok=True)
 
 
 def sha256(path: str | Path) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tsae.base.files import read_object, write_first
 from tsae.errors import TsaeError
 
 
@@ -45,3 +49,29 @@ class Part:
     def own(self, path: Path) -> Path:
         """A name beside a file that no other part writes to."""
         return path.with_name(f"{path.name}.part-{self.index}")
+
+
+def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
+    """Write down what the pieces beside a file are of, or compare it with what another process wrote.
+
+    Args:
+        file: a JSON file in the folder of the pieces.
+        identity: what the pieces depend on.
+        what: what is refused, such as "pieces of another encoding".
+
+    Raises:
+        TsaeError: where the folder holds pieces of other work, or of work that is not known.
+    """
+    folder = file.parent
+    if not file.is_file():
+        # Looked at again: another part may begin in this moment.
+        others = folder.is_dir() and any(not path.name.startswith(f"{file.name}.") for path in folder.iterdir())
+        if others and not file.is_file():
+            raise TsaeError(f"holds pieces, but no {file.name} that says of what", where=folder, fix="Remove them.")
+        write_first(file, identity)
+    found, wanted = read_object(file, f"Remove {folder}."), json.loads(json.dumps(identity))
+    if found != wanted:
+        different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        raise TsaeError(
+            f"holds {what}: {', '.join(different)} differ", where=folder, fix="Give another folder, or remove these."
+        )

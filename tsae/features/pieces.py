@@ -9,7 +9,6 @@ In the folder of the feature table to come::
 
 from __future__ import annotations
 
-import json
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.files import replacing, write_json, writing
+from tsae.base.files import replacing, writing
+from tsae.base.part import check_same_work
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -58,26 +58,7 @@ class Pieces:
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         self.path = Path(folder) / "pieces"
-        file = self.path / "encoding.json"
-        if not file.is_file():
-            if any(self.path.glob("*.npz")) and not file.is_file():  # looked at again: another part may begin now
-                raise TsaeError(
-                    "holds pieces, but no encoding.json that says of what", where=self.path, fix="Remove them."
-                )
-            write_json(file, identity)
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            raise TsaeError(f"is not JSON ({error})", where=file, fix=f"Remove {self.path}.") from error
-        if found != json.loads(json.dumps(identity)):
-            different = sorted(key for key in {*found, *identity} if found.get(key) != identity.get(key))
-            raise TsaeError(
-                f"holds pieces of another encoding: {', '.join(different)} differ",
-                where=self.path,
-                fix="Give another folder, or remove these.",
-            )
+        check_same_work(self.path / "encoding.json", identity, "pieces of another encoding")
 
     def __contains__(self, number: int) -> bool:
         return self._file(number).is_file()

@@ -53,7 +53,7 @@ def encode_shard(
     quality = Reconstruction(sae.d_model)
     ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     nothing = sp.csr_array((0, sae.config.d_sae), dtype=np.float32)
-    held = [nothing] * len(sizes)
+    held: list[Any] = [nothing] * len(sizes)
     beyond, waiting, added = np.zeros(len(tokens), dtype=bool), dict[int, np.ndarray](), 0
     for number, x, codes in found:
         place = slice(ends[number], ends[number + 1])

@@ -42,6 +42,41 @@ class SamplingConfig:
             raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
 
 
+@dataclass(frozen=True)
+class ServerConfig:
+    """An inference server that samples in place of this machine: any with the completions of the OpenAI API."""
+
+    url: str = ""
+    """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""
+    model: str | None = None
+    """The checkpoint's name there; by default the only one that it serves."""
+    concurrency: int = 64
+    """Requests at a time."""
+    retries: int = 6
+    """How often a request is sent again that met an overloaded, failing or silent server, with longer and longer
+    waits."""
+    first_wait: float = 1.0
+    """Seconds before a request is sent again; doubled every time, up to a minute."""
+    timeout: float = 600.0
+    """Seconds that a server may take for one response."""
+    check: int = 16
+    """Responses that the checkpoint reads itself, on the device, to see whether they are its own; 0 for none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("concurrency", 1), ("retries", 0), ("check", 0)):
+            if getattr(self, name) < least:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than {least}", where="ServerConfig")
+        for name in ("first_wait", "timeout"):
+            if not getattr(self, name) > 0:
+                raise TsaeError(f"{name}={getattr(self, name)} is not positive", where="ServerConfig")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise TsaeError(
+                f"{self.url!r} is no address",
+                where="ServerConfig.url",
+                fix="Give one such as http://localhost:8000/v1.",
+            )
+
+
 LogFormat = Literal[
     "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift", "slime",
     "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "plain",

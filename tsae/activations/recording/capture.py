@@ -36,7 +36,7 @@ from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import join
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import read_object, reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
@@ -205,14 +205,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
         others = to.exists() and any(not path.name.startswith("manifest.json.") for path in to.iterdir())
         if others and not manifest.is_file():  # looked at again: another part may begin in this moment
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-        own = write_json(part.own(manifest), wanted)
-        try:
-            os.link(own, manifest)  # fails where another part was first; its manifest is then compared
-        except FileExistsError:
-            pass
-        except OSError:
-            os.replace(own, manifest)  # a file system without hard links
-        own.unlink(missing_ok=True)
+        write_first(manifest, wanted)  # where another part was first, its manifest is compared
     found = read_manifest(to)
     _check_same_capture(found, wanted, to)
     for reader in found["readers"]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+
 import tsae
+from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
+from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text, format_text
 from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.bands import band_counts, found_how
 from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import read_problems
+from tsae.rollouts.sampling.sample import sample_part
 from tsae.rollouts.schema import problem_bands
 
 
@@ -20,10 +25,39 @@ def run_sample(options: Sample) -> None:
     series = load_series(*options.series)
     chosen = [series[id] for id in options.checkpoints] if options.checkpoints else list(series.final())
     problems, verify = read_problems(options.problems), find_verifier(options.verifier)
+    server = options.server if options.server.url else None
+    if server is None and options.server != type(options.server)():
+        raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+    if server is not None and len(chosen) > 1:
+        raise TsaeError(
+            f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}",
+            where="--server.url",
+            fix="Name one with --checkpoints, and put the files together with `Rollouts.concat`.",
+        )
     loader = ModelLoader(device=options.sampling.device)
-    parts = [tsae.sample(c, problems, options.sampling, verify=verify, loader=loader) for c in chosen]
-    rollouts = tsae.Rollouts.concat(parts).with_advantages()
+    pieces = options.to.with_name(f"{options.to.name}.pieces")
+    if options.part is not None:
+        part = Part.of(options.part)
+        missing = sum(
+            sample_part(c, problems, options.sampling, part=part, pieces=pieces, server=server, loader=loader)
+            for c in chosen
+        )
+        rest = f"other parts have {missing} batches still to sample" if missing else "so are all others"
+        print(f"part {part} is done; {rest}. The same command without --part puts them together.")
+        return
+    of_each = [
+        tsae.sample(c, problems, options.sampling, verify=verify, server=server, pieces=pieces, loader=loader)
+        for c in chosen
+    ]
+    rollouts = tsae.Rollouts.concat(of_each).with_advantages()
     say_wrote(rollouts.write(options.to), rollouts)
+    shutil.rmtree(pieces, ignore_errors=True)
+    served = rollouts.info.get("served")
+    if served and served["ids"] != "sampled":
+        print(
+            "the server gives no token ids: those of each response are of its text, and of "
+            f"{served['other_lengths']} responses they are not as many as were sampled"
+        )
 
 
 def run_import(options: Import) -> None:

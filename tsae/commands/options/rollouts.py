@@ -6,15 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from tsae.commands.options.formats import Formats
-from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig
+from tsae.commands.options.spread import Spread
+from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample rollouts of problems from checkpoints, check their answers, and set advantages."""
+    """Sample rollouts of problems from checkpoints, check their answers, and set advantages. Resumes an unfinished
+    sampling.
+
+    By an inference server, one checkpoint at a time: --server.url http://localhost:8000/v1 --checkpoints ID. In parts
+    that know nothing of each other: --parts 8 --workers 2, --executor slurm or ray, or --part 2/8 wherever you start
+    it.
+    """
 
     series: tuple[str, ...]
     """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
@@ -27,7 +34,12 @@ class Sample:
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     checkpoints: tuple[str, ...] = ()
     """Ids to sample from; by default the base and the last step of every run."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    part: str | None = None
+    """Sample only a part of the batches, such as 2/7. When all parts are done, the same command without this puts them
+    together."""
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
+    spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)
 
 
 @dataclass(frozen=True)
@@ -112,11 +124,13 @@ class Behaviours:
 class RolloutsCommand:
     """Sample rollouts, import logs, list the known formats, and measure difficulty and behaviour."""
 
-    command: OmitArgPrefixes[
+    # Not OmitArgPrefixes: it would take the prefixes of nested options, too.
+    command: Annotated[
         Annotated[Sample, subcommand("sample", prefix_name=False)]
         | Annotated[Import, subcommand("import", prefix_name=False)]
         | Annotated[Formats, subcommand("formats", prefix_name=False)]
         | Annotated[Bands, subcommand("bands", prefix_name=False)]
         | Annotated[Difficulty, subcommand("difficulty", prefix_name=False)]
-        | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)]
+        | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)],
+        arg(name=""),
     ]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.limits import text_limits
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.weight_files import folder_of, has_tokenizer, is_adapter, is_gguf
+from tsae.checkpoints.weight_files import has_tokenizer
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, Unusable
@@ -74,7 +74,7 @@ class Tokens:
         self.tokenizer: PreTrainedTokenizerBase = checkpoint.load_tokenizer()
         self.config, self.path = config, checkpoint.path
         self.vocabulary = max(self.tokenizer.get_vocab().values()) + 1
-        self.context, ends = _limits(checkpoint)
+        self.context, ends = text_limits(checkpoint)
         end: Any = self.tokenizer.eos_token_id
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
@@ -363,32 +363,3 @@ def _shown(prompt: str | list[dict[str, Any]]) -> str:
         return prompt
     contents = [message.get("content") for message in prompt]
     return "\n\n".join(c if isinstance(c, str) else json.dumps(c, ensure_ascii=False) for c in contents)
-
-
-def _limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
-    """(context length, end tokens) of a checkpoint, or of an adapter's base; unknown without a config.json."""
-    from transformers import AutoConfig, GenerationConfig
-
-    folder = folder_of(checkpoint, needs="tokenizer")
-    if is_gguf(folder):
-        return None, set()
-    if is_adapter(folder):
-        return _limits(base_of(checkpoint))
-    if not (folder / "config.json").is_file():
-        return None, set()
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise TsaeError(
-            f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",
-            where=checkpoint.path,
-            fix="Give a Hugging Face model directory with config.json.",
-        ) from error
-    try:
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:
-        generation = None
-    ends: set[int] = set()
-    for found in (getattr(config, "eos_token_id", None), getattr(generation, "eos_token_id", None)):
-        ends |= set(found) if isinstance(found, (list, tuple)) else {found} if found is not None else set()
-    return getattr(config, "max_position_embeddings", None), ends

@@ -1,0 +1,381 @@
+"""Sampling by a server: its requests and answers, its faults, and whether its responses are the checkpoint's own.
+
+The server of most tests speaks vLLM's dialect and generates with the real tiny model. The slow test talks to
+`transformers serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.builders import BOS, EOS, save_perturbed
+from support.children import free_port
+from tsae import testbed
+from tsae.base.part import Part
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.cli import main
+from tsae.errors import TsaeError
+from tsae.rollouts.answers.grading import find_verifier
+from tsae.rollouts.config import SamplingConfig, ServerConfig
+from tsae.rollouts.problems import Problem, write_problems
+from tsae.rollouts.sampling.agreement import agreement
+from tsae.rollouts.sampling.batches import Response
+from tsae.rollouts.sampling.sample import sample, sample_part
+
+PROBLEMS = [Problem(f"p{i}", f"{i}+{i + 1}*3?", str(i)) for i in range(6)]
+CONFIG = SamplingConfig(n_samples=4, max_new_tokens=12, batch_size=5)
+
+
+class Served(ThreadingHTTPServer):
+    """One model behind vLLM's completions; `faults` are answered first, one a request."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        checkpoint = Checkpoint("served", str(folder))
+        self.model, self.tokenizer = checkpoint.load_model(), checkpoint.load_tokenizer()
+        self.lock, self.bodies, self.keys = threading.Lock(), list[dict[str, Any]](), list[str]()
+        self.faults: list[tuple[int, str, dict[str, str]]] = []
+        self.change: Any = lambda answer: answer
+        self.top_k = 0
+        self.key = ""
+
+    @property
+    def config(self) -> ServerConfig:
+        return ServerConfig(url=f"http://127.0.0.1:{self.server_address[1]}/v1", first_wait=0.01, retries=3)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([body["prompt"]])
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids, logprobs = list[int](), list[float]()
+        with torch.no_grad():
+            while len(ids) < body["max_tokens"] and EOS not in ids:
+                logits = self.model(torch.cat([prompt, torch.tensor([ids], dtype=torch.long)], 1)).logits[0, -1]
+                kept = logits / body["temperature"]
+                if self.top_k:
+                    kept = kept.masked_fill(kept < kept.topk(self.top_k).values[-1], -math.inf)
+                ids.append(int(torch.multinomial(kept.softmax(-1), 1, generator=generator)))
+                logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
+        choice = {
+            "text": self.tokenizer.decode(ids, skip_special_tokens=True),
+            "finish_reason": "stop" if ids[-1] == EOS else "length",
+            "token_ids": ids,
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": logprobs},
+        }
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
+        return self.change({"choices": [choice], "usage": usage})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Served
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.keys.append(self.headers.get("Authorization", ""))
+            if self.server.key and self.server.keys[-1] != f"Bearer {self.server.key}":
+                return self._answer(401, json.dumps({"error": {"message": f"bad key {self.server.keys[-1]}"}}))
+            if self.server.faults:
+                return self._answer(*self.server.faults.pop(0))
+            return self._answer(200, json.dumps(self.server.complete(body)))
+
+    def _answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture(scope="module")
+def policy(llama: Path) -> Checkpoint:
+    return Checkpoint("base", str(llama))
+
+
+@pytest.fixture
+def served(llama: Path) -> Iterator[Served]:
+    with Served(llama) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_ids_are_those_that_were_sampled(policy: Checkpoint, served: Served) -> None:
+    found = sample(policy, PROBLEMS, CONFIG, server=served.config, verify=lambda *_: True, progress=False)
+    prompts = [policy.load_tokenizer()(p.prompt)["input_ids"] for p in PROBLEMS]
+    assert len(served.bodies) == len(found) + 1  # the first is asked twice, to learn how
+    assert len({body["seed"] for body in served.bodies}) == len(found)
+    answers = {(tuple(b["prompt"]), tuple(served.complete(b)["choices"][0]["token_ids"])) for b in served.bodies}
+    for i, record in enumerate(found.table.to_pylist()):
+        assert record["problem_id"] == f"p{i // 4}"
+        assert record["prompt_ids"] == prompts[i // 4]
+        assert (tuple(record["prompt_ids"]), tuple(record["response_ids"])) in answers
+        assert record["finish_reason"] == ("stop" if record["response_ids"][-1] == EOS else "length")
+        assert record["policy"] == "base"
+        assert record["outcome"] == "success"
+    assert found.info["served"] == {"model": None, "ids": "sampled", "other_lengths": 0}
+    again = sample(policy, PROBLEMS[::-1], replace(CONFIG, batch_size=7), server=served.config, progress=False)
+    by_problem = [
+        sorted(tuple(r["response_ids"]) for r in t.table.to_pylist() if r["problem_id"] == "p3") for t in (found, again)
+    ]
+    assert by_problem[0] == by_problem[1]  # a request's seed depends on its problem alone
+
+
+def test_what_is_asked_leaves_nothing_to_the_servers_defaults(policy: Checkpoint, served: Served) -> None:
+    sample(policy, PROBLEMS, replace(CONFIG, temperature=0.7), server=served.config, progress=False)
+    body = served.bodies[-1]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 0.7, 12)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+    assert body["return_token_ids"] is True
+
+
+def test_an_overloaded_server_is_asked_again(policy: Checkpoint, served: Served) -> None:
+    served.faults = [
+        (429, json.dumps({"error": {"message": "slow down"}}), {"Retry-After": "0.02"}),
+        (500, "<html>oops</html>", {}),
+        (200, '{"choices": [{"text": "1', {}),  # cut off
+        (503, "", {}),
+        (200, "[]", {"Content-Length": "50"}),  # the connection ends before the answer does
+    ]
+    plain = sample(policy, PROBLEMS, CONFIG, server=replace(served.config, retries=6), progress=False)
+    assert not served.faults
+    assert plain.table.equals(sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False).table)
+
+
+def test_what_was_answered_is_kept(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
+    whole = sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+    served.bodies.clear()
+
+    def fail_after(n: int) -> Any:
+        seen: list[Any] = []
+
+        def change(answer: Any) -> Any:
+            seen.append(answer)
+            if len(seen) > n:
+                served.faults = [(500, "full", {})] * 1000
+            return answer
+
+        return change
+
+    served.change = fail_after(13)
+    one = replace(served.config, concurrency=1)
+    with pytest.raises(TsaeError, match=r"does not answer, asked 4 times \(status 500: full\)"):
+        sample(policy, PROBLEMS, CONFIG, server=one, pieces=tmp_path, progress=False)
+    done = sorted(path.name for path in (tmp_path / "base").iterdir())
+    assert 2 <= len(done) - 1 < 5  # sampling.json is one
+    served.change, served.faults = lambda answer: answer, []
+    served.bodies.clear()
+    found = sample(policy, PROBLEMS, CONFIG, server=one, pieces=tmp_path, progress=False)
+    assert found.table.equals(whole.table)
+    assert len(served.bodies) == 24 + 1 - 5 * (len(done) - 1)
+
+
+def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
+    for server in (None, served.config):
+        whole = sample(policy, PROBLEMS, CONFIG, server=server, progress=False)
+        pieces = tmp_path / str(server is None)
+        left = [
+            sample_part(policy, PROBLEMS, CONFIG, part=Part(i, 3), pieces=pieces, server=server, progress=False)
+            for i in (2, 0, 1)
+        ]
+        assert left == [4, 2, 0]
+        if server is not None:
+            served.bodies.clear()
+        assert sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False).table.equals(whole.table)
+        assert not served.bodies
+        with pytest.raises(TsaeError, match="holds responses of another sampling: config differ"):
+            sample(policy, PROBLEMS, replace(CONFIG, seed=5), server=server, pieces=pieces, progress=False)
+        with pytest.raises(TsaeError, match="holds responses of another sampling: problems differ"):
+            sample(policy, PROBLEMS[1:], CONFIG, server=server, pieces=pieces, progress=False)
+        (pieces / "base" / "000001.json").write_text('{"responses": [{"ids": [1]}]}')
+        with pytest.raises(TsaeError, match=r"000001\.json: cannot be read"):
+            sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
+
+
+def test_a_key_is_sent_and_never_shown(
+    policy: Checkpoint, served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served.key = "s3cret"
+    with pytest.raises(TsaeError, match=r"status 401 \(bad key\)\. Set TSAE_SERVER_KEY to a valid key"):
+        sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+    monkeypatch.setenv("TSAE_SERVER_KEY", "expired-key")
+    with pytest.raises(TsaeError, match=r"status 401 \(bad key Bearer \*\*\*\)") as refused:
+        sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+    assert "expired-key" not in str(refused.value)
+    monkeypatch.setenv("TSAE_SERVER_KEY", "s3cret")
+    found = sample(policy, PROBLEMS, CONFIG, server=served.config, pieces=tmp_path, progress=False)
+    found.write(tmp_path / "rollouts.parquet")
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or b"s3cret" not in file.read_bytes()
+
+
+def altered(name: str, value: Any) -> Any:
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        (answer["usage"] if name in answer["usage"] else answer["choices"][0])[name] = value
+        return answer
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (altered("prompt_tokens", 9), "read another prompt than was sent: 9 tokens, expected 7"),
+        (altered("prompt_token_ids", [1]), "read another prompt than was sent"),
+        (altered("token_ids", [3, 2000]), "gives token id 2000, and the checkpoint's tokenizer has 20"),
+        (altered("token_ids", [3, -1]), "gives token id"),
+        (altered("text", "other"), "gives ids whose text is another one with the checkpoint's tokenizer"),
+        (lambda _: {"object": "error"}, r"gives no completion \(KeyError: 'choices'\)"),
+        (lambda _: ["x"], r"gives no completion \(TypeError"),
+    ],
+)
+def test_answers_of_something_else_are_refused(change: Any, what: str, policy: Checkpoint, served: Served) -> None:
+    served.change = change
+    with pytest.raises(TsaeError, match=what):
+        sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+
+
+def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> None:
+    served.faults = [(404, json.dumps({"message": "no model tiny"}), {})]
+    with pytest.raises(TsaeError, match=r"refuses a completion with status 404 \(no model tiny\)"):
+        sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+    nowhere = ServerConfig(url=f"http://127.0.0.1:{free_port()}/v1", retries=1, first_wait=0.01)
+    with pytest.raises(TsaeError, match=r"does not answer, asked 2 times \(ConnectionError\)"):
+        sample(policy, PROBLEMS, CONFIG, server=nowhere, progress=False)
+    for wrong in ({"url": "ftp://x"}, {"concurrency": 0}, {"retries": -1}, {"timeout": 0.0}, {"check": -1}):
+        with pytest.raises(TsaeError, match=next(iter(wrong))):
+            ServerConfig(**wrong)  # type: ignore[arg-type]
+
+
+# --- whose responses they are
+
+
+MANY = [Problem(f"q{i}", f"{i % 10}*{i // 10}+3?", "1") for i in range(16)]
+LONG = SamplingConfig(n_samples=4, max_new_tokens=40, batch_size=64)
+
+
+def test_responses_of_another_policy_are_refused(llama: Path, tmp_path: Path, served: Served) -> None:
+    other = Checkpoint("other", str(save_perturbed(llama, tmp_path / "other", amount=0.4)))
+    with pytest.raises(TsaeError, match=r"its responses are not samples of this checkpoint: .* nats likelier"):
+        sample(other, MANY, LONG, server=replace(served.config, check=64), progress=False)
+    sample(other, MANY, LONG, server=replace(served.config, check=0), progress=False)
+
+
+def test_a_server_that_samples_its_own_way_is_seen(policy: Checkpoint, served: Served) -> None:
+    """It leaves out unlikely tokens, as vLLM does where generation_config.json says so."""
+    served.top_k = 8
+    with pytest.raises(TsaeError, match=r"its responses are not samples of this checkpoint.*\+0\.\d+ nats likelier"):
+        sample(policy, MANY, LONG, server=replace(served.config, check=64), progress=False)
+
+
+def test_other_log_probabilities_are_seen(policy: Checkpoint, served: Served) -> None:
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        given = answer["choices"][0]["logprobs"]
+        given["token_logprobs"] = [value - 0.3 for value in given["token_logprobs"]]
+        return answer
+
+    served.change = change
+    with pytest.raises(TsaeError, match=r"its log-probabilities are not this checkpoint's: .*differ by 0\.300 nats"):
+        sample(policy, MANY, LONG, server=served.config, progress=False)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_own_samples_agree_and_the_score_is_standard_normal(policy: Checkpoint, temperature: float) -> None:
+    """Over repeated samplings, z has about unit variance, and own samples are never refused."""
+    model, tokenizer = policy.load_model(), policy.load_tokenizer()
+    prompts = [tokenizer(p.prompt)["input_ids"] for p in MANY]
+    scores = []
+    for seed in range(40):
+        config = SamplingConfig(n_samples=1, max_new_tokens=20, temperature=temperature, seed=seed)
+        rollouts = sample(policy, MANY, config, progress=False)
+        responses = [Response(tuple(ids), "stop") for ids in rollouts.table["response_ids"].to_pylist()]
+        found = agreement(model, prompts, responses, temperature)
+        found.check("here")
+        scores.append(found.z)
+    assert abs(sum(scores) / 40) < 4 / math.sqrt(40)
+    assert 0.5 < sum(z * z for z in scores) / 40 < 1.8
+
+
+def test_agreement_by_hand(policy: Checkpoint) -> None:
+    """One token: log p + H over its standard deviation."""
+    model = policy.load_model()
+    with torch.no_grad():
+        p = model(torch.tensor([[BOS, 4]])).logits[0, -1].double().softmax(-1)
+    mean, square = float((p * p.log()).sum()), float((p * p.log() ** 2).sum())
+    expected = (float(p[7].log()) - mean) / math.sqrt(square - mean**2)
+    found = agreement(model, [[BOS, 4]], [Response((7,), "length", (float(p[7].log()) - 0.25,))], 1.0)
+    assert found.z == pytest.approx(expected, abs=1e-4)
+    assert found.excess == pytest.approx(float(p[7].log()) - mean, abs=1e-5)
+    assert found.difference == pytest.approx(0.25, abs=1e-5)
+    assert (found.n_tokens, found.n_responses) == (1, 1)
+
+
+# --- the command, and a real server
+
+
+def test_the_command(llama: Path, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_problems(PROBLEMS, tmp_path / "problems.jsonl")
+    words = ["rollouts", "sample", "--series", llama, "--problems", tmp_path / "problems.jsonl"]
+    words += ["--to", tmp_path / "r.parquet", "--n-samples", 3, "--max-new-tokens", 8, "--batch-size", 4]
+    there = ["--server.url", served.config.url, "--server.first-wait", 0.01]
+    main([str(word) for word in [*words, *there, "--part", "1/2"]])
+    assert "other parts have 2 batches still to sample" in capsys.readouterr().out
+    assert not (tmp_path / "r.parquet").exists()
+    main([str(word) for word in [*words, *there]])
+    assert (tmp_path / "r.parquet").is_file()
+    assert not (tmp_path / "r.parquet.pieces").exists()
+    with pytest.raises(SystemExit):
+        main([str(word) for word in [*words, "--server.model", "tiny"]])
+    assert "tsae: --server.url: is missing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_server(tmp_path: Path) -> None:
+    """`transformers serve` takes text alone and gives text alone: what was sampled can be told from its length."""
+    port, policy = free_port(), Checkpoint("base", str(testbed.series_path() / "base"))
+    command = [Path(sys.executable).with_name("transformers"), "serve", policy.path]
+    problems = testbed.generate_problems("medium", 16, 0)
+    config = SamplingConfig(n_samples=4, max_new_tokens=80, batch_size=64)
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(
+        [*command, "--device", "cpu", "--port", str(port)], stdout=log, stderr=log
+    ) as process:  # fmt: skip
+        try:
+            server = ServerConfig(url=f"http://localhost:{port}/v1", model=policy.path, retries=60, first_wait=0.5)
+            time.sleep(1)
+            server = replace(server, check=64, concurrency=4)
+            verify = find_verifier("last_number")
+            found = sample(policy, problems, config, server=server, verify=verify, progress=False)
+        finally:
+            process.terminate()
+    assert found.info["served"]["ids"] == "of the text"
+    assert found.info["served"]["other_lengths"] == 0
+    tokenizer = policy.load_tokenizer()
+    for record in found.table.to_pylist():
+        assert record["prompt_ids"] == tokenizer(record["prompt"])["input_ids"]
+        assert record["finish_reason"] == ("stop" if record["response_ids"][-1] == EOS else "length")
+    here = sample(policy, problems, replace(config, n_samples=16), verify=verify, progress=False)
+    rates = [table.frame.reward.mean() for table in (found, here)]
+    assert abs(rates[0] - rates[1]) < 4 * math.sqrt(0.25 / 64 + 0.25 / 256)

@@ -1,0 +1,1 @@
+"""Sampling: responses of a checkpoint, generated here or by a server."""
