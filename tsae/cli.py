@@ -10,13 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
 
+from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
 from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
@@ -104,13 +106,31 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     if isinstance(options, Completion):
         tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
         return
-    options = getattr(options, "command", options)  # of a group, such as `tsae store`
+    options = _localised(getattr(options, "command", options))  # of a group, such as `tsae store`
     check_outputs(options)
     spread = getattr(options, "spread", None)
     if spread is not None and spread.asked and not run_parts(words, spread, options.to, _device(options)):
         return
     room = type(options).__module__.rpartition(".")[2]
     action(room, f"run_{type(options).__name__.lower()}")(options)
+    if isinstance(to := getattr(options, "to", None), Path):
+        published(to)
+
+
+def _localised(options: Any) -> Any:
+    """The options with the local paths of URLs. What lies there is fetched, but for shards."""
+    found: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if is_dataclass(value):
+            found[field.name] = _localised(value)
+        elif isinstance(value, Path) and is_url(value):
+            if field.name == "json":
+                raise TsaeError("is written on this machine", where=f"--json {url_of(value)}", fix="Give a path here.")
+            found[field.name] = local(value)
+        elif isinstance(value, tuple) and any(isinstance(item, Path) and is_url(item) for item in value):
+            found[field.name] = tuple(local(item) for item in value)
+    return replace(options, **found)
 
 
 def _device(options: Any) -> str:
@@ -136,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> None:
             words = sys.argv[1:] if args is None else args
             run(parse(words), words)
         except TsaeError as error:
-            print(f"tsae: {error}", file=sys.stderr)
+            print(f"tsae: {in_words(str(error))}", file=sys.stderr)
             status = 2
         except KeyboardInterrupt:
             print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)

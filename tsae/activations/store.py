@@ -30,6 +30,7 @@ from tsae.activations.shards.checksums import stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.activations.shards.shard import Shard, open_shard
 from tsae.activations.source import Source
+from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -51,7 +52,7 @@ class ActivationStore(Source):
                 where=type(path).__name__,
                 fix="Capture a store, of some of the trajectories if disk is short (`tsae capture`).",
             )
-        self.path = Path(path)
+        self.path = local(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
             raise TsaeError(

@@ -13,6 +13,7 @@ from typing import Any
 import tsae
 from tsae.base.files import write_json
 from tsae.base.provenance import version_of
+from tsae.base.remote.mirror import shown
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -43,7 +44,7 @@ def own_rollouts(path: Path, policy: str) -> Rollouts:
 
 
 def say_wrote(path: Path, what: object | None = None) -> None:
-    print(f"wrote {path}" + (f": {what}" if what is not None else ""))
+    print(f"wrote {shown(path)}" + (f": {what}" if what is not None else ""))
 
 
 @contextmanager

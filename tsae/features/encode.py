@@ -28,6 +28,7 @@ from tsae.base.memory import give_back
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
+from tsae.base.remote.mirror import local, published, refreshed
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.pieces import Piece, Pieces
@@ -80,12 +81,14 @@ def encode(
             found = [encode_shard(sae, store, shard, batch_tokens, bar) for shard in store.shards()]
         table = _joined(sae, store, (piece for piece, _ in found), stability)
         return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
+    to = local(to)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
     nnz = sum(piece.nnz for piece in pieces.first(n))
     _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
     write_run(to, "encode", sae.config, _inputs(sae, store))
     pieces.remove()
+    published(to)  # run.json, and the seal that names it
     return FeatureTable.load(to)
 
 
@@ -117,6 +120,7 @@ def encode_part(
     batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
+    refreshed(pieces.path)
     return sum(number not in pieces for number in range(n))
 
 

@@ -27,7 +27,8 @@ import scipy.sparse as sp
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.files import read_object, reading, writing
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.remote.mirror import local, published
+from tsae.base.seal import SEAL, check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
@@ -233,7 +234,7 @@ class FeatureTable:
             nnz: non-zeros of all blocks.
             folder: for the files.
         """
-        folder = Path(folder)
+        folder = local(folder, fetch=False)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "features.json").unlink(missing_ok=True)
         self.rollouts.write(folder / "rollouts.parquet")
@@ -252,12 +253,15 @@ class FeatureTable:
             write_means(folder, means, (self.n_rows, self.n_features))
             others = (CODES, COLUMNS, MEANS, "rollouts.parquet", STABILITY)
             write_sealed(folder, "features.json", {**self.info, "n_features": self.n_features}, others)
+        for name in (*others, SEAL, "features.json"):  # this one last, there too
+            if (folder / name).is_file():
+                published(folder / name)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:
         """Load a folder that `save` wrote. Codes and means stay there, and are read when they are needed."""
-        folder = Path(folder)
+        folder = local(folder)
         for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")

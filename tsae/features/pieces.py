@@ -9,7 +9,6 @@ In the folder of the feature table to come::
 
 from __future__ import annotations
 
-import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import scipy.sparse as sp
 
 from tsae.base.files import replacing, writing
 from tsae.base.part import check_same_work
+from tsae.base.remote.mirror import local, needed, published, removed, there
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -57,11 +57,12 @@ class Pieces:
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
-        self.path = Path(folder) / "pieces"
+        self.path = local(folder) / "pieces"
         check_same_work(self.path / "encoding.json", identity, "pieces of another encoding")
+        published(self.path / "encoding.json")
 
     def __contains__(self, number: int) -> bool:
-        return self._file(number).is_file()
+        return there(self._file(number))
 
     def first(self, n: int) -> Iterator[Piece]:
         """Those of the first n shards, in order.
@@ -102,19 +103,20 @@ class Pieces:
                 shape=np.array(codes.shape),
                 **{name: getattr(piece, name) for name in _OF_PIECE},
             )
+        published(self._file(number))
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[Any]:
         file = self._file(number)
         try:
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            with needed(file).open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                 yield found
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error
 
     def remove(self) -> None:
         """When they are joined."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        removed(self.path)
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06d}.npz"

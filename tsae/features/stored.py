@@ -41,7 +41,7 @@ class StoredFile:
         self._places: dict[str, tuple[int | None, tuple[int, ...], np.dtype[Any]]] = {}
         self.attributes: dict[str, Any] = {}
         """By "group/name"."""
-        with h5py.File(self.path, "r") as file:
+        with h5py.File(self.path, "r", locking=False) as file:
             file.visititems(self._add)
         self._file = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -72,7 +72,7 @@ class StoredFile:
             wanted = f"names entries {start} to {stop} of {name}, which has {shape[0]}"
             raise TsaeError(f"is damaged: it {wanted}", where=self.path, fix="Make it anew.")
         if offset is None:  # not in one piece, or empty
-            with h5py.File(self.path, "r") as file:
+            with h5py.File(self.path, "r", locking=False) as file:
                 return np.asarray(file[name][start:stop])
         found = np.empty(stop - start, dtype=dtype)
         view, place = found.data.cast("B"), offset + start * dtype.itemsize
@@ -303,7 +303,7 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
         counts: (n_columns,) non-zeros of each column.
     """
     ends = np.r_[0, counts.cumsum()]
-    with h5py.File(path, "a", libver="latest") as file:
+    with h5py.File(path, "a", libver="latest", locking=False) as file:
         indices, values, offsets = _datasets(file.require_group(group), len(counts), int(ends[-1]))
         offsets[:] = ends
         if not ends[-1]:

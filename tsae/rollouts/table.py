@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base.filters import several
+from tsae.base.remote.mirror import is_url, local, published, url_of
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -81,8 +82,8 @@ class Rollouts(TokenParts):
         Raises:
             TsaeError: for files that are neither, and for what is wrong in them.
         """
-        path = Path(path)
-        where = origin or str(path)
+        path, given = local(path), path
+        where = origin or (url_of(given) if is_url(given) else str(path))
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rollouts.parquet"
@@ -110,7 +111,11 @@ class Rollouts(TokenParts):
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""
         lengths = self.lengths("prompt_ids") + self.lengths("response_ids")
-        return write_table(Path(path), self.table.schema, row_groups(self.table, lengths), self.info)
+        file = local(path, fetch=False)
+        write_table(file, self.table.schema, row_groups(self.table, lengths), self.info)
+        if is_url(path):
+            published(file)
+        return file
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

@@ -21,7 +21,6 @@ what others left. Under torchrun each process is a part, and they meet once, at 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -40,6 +39,7 @@ from tsae.base.files import read_object, reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
+from tsae.base.remote.mirror import Uploads, local, published, removed, there
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -80,7 +80,8 @@ def capture(
             where="CaptureConfig.device",
             fix="Start one process, or use --device cuda.",
         )
-    fresh, to = not (Path(to) / "manifest.json").is_file(), Path(to)
+    to = local(to)
+    fresh = not (to / "manifest.json").is_file()
     # A process that is done waits for the slowest.
     with join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
         processes.wait()
@@ -96,7 +97,7 @@ def capture(
             # The user will change a reader or the config, and then no shard can be used again. Memory alone may
             # suffice the next time.
             if fresh and processes.first and max(states) == 1 and (to / "manifest.json").is_file():
-                shutil.rmtree(to, ignore_errors=True)
+                removed(to)
             raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
         return ActivationStore(to)
 
@@ -128,7 +129,7 @@ def capture_part(
         raise TsaeError(
             "parts are for processes that torchrun did not start", where="part", fix="Leave one of them out."
         )
-    return _capture(series, rollouts, sites, Path(to), config, progress, part, config.device)
+    return _capture(series, rollouts, sites, local(to), config, progress, part, config.device)
 
 
 def _capture(
@@ -165,7 +166,7 @@ def _capture(
     sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
     reader: Reader | None = None
     current = ""
-    with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar:
+    with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar, Uploads() as uploads:
         bar.update(sum(size for file, size in sizes.items() if file in done))
         for piece in [piece for piece in mine if piece.file not in done]:
             if piece.reader != current:
@@ -176,7 +177,8 @@ def _capture(
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
-            write_json(inside(to, record_file(piece.file)), entry)
+            record = write_json(inside(to, record_file(piece.file)), entry)
+            uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
 
 
@@ -185,16 +187,18 @@ def _complete(
 ) -> list[str]:
     """Put the records into the manifest if all shards are there; else say which are missing."""
     manifest = read_manifest(to)
-    there = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
-    missing = [piece.file for piece in pieces if piece.file not in there]
+    recorded = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
+    missing = [piece.file for piece in pieces if piece.file not in recorded]
     if missing or manifest["complete"]:
         return missing
     labels = rollouts.labels_fingerprint
     write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name})
     os.replace(write_json(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
-    for file in there:
+    published(to / "run.json")
+    published(to / "manifest.json")
+    for file in recorded:
         # Another part may do the same at this moment.
-        inside(to, record_file(file)).unlink(missing_ok=True)
+        removed(inside(to, record_file(file)))
     return []
 
 
@@ -210,7 +214,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
     _check_same_capture(found, wanted, to)
     for reader in found["readers"]:
         for shard in reader["shards"]:
-            if not inside(to, shard["file"]).is_file():
+            if not there(inside(to, shard["file"])):
                 raise TsaeError(
                     f"the shard {shard['file']} of the manifest is missing",
                     where=to,
@@ -224,6 +228,9 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
         with reading(written, "Remove it, and capture again; no model is read again."):
             inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
         write_json(written, {**run, "inputs": inputs})
+    for file in (manifest, to / "rollouts.parquet", written):
+        if file.is_file():
+            published(file)
 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:

@@ -14,6 +14,7 @@ from tsae.activations.shards.checksums import Damage, stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.base.files import write_json
 from tsae.base.progress import progress_bar
+from tsae.base.remote.mirror import local, published
 from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -43,7 +44,7 @@ def repair_store(
     Raises:
         TsaeError: where a checkpoint is not the one that was captured.
     """
-    path = Path(path)
+    path = local(path)
     manifest = read_manifest(path)
     rollouts, config = stored_rollouts(path, manifest), CaptureConfig(**manifest["config"])
     readers = {reader["id"]: reader for reader in manifest["readers"]}
@@ -81,6 +82,7 @@ def repair_store(
                 shards[number] = capture_shard(
                     reader, series[id].path, rollouts, piece, path, manifest, before["batch_tokens"], bar
                 )
-                write_json(path / "manifest.json", manifest)
+                published(path / piece.file)
+                published(write_json(path / "manifest.json", manifest))
                 repaired.append(Repair(piece.file, shards[number] == before))
     return repaired

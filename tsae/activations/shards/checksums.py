@@ -9,6 +9,7 @@ from typing import Any
 
 from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.activations.shards.shard import CHANGED, open_shard
+from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -31,7 +32,7 @@ def check_store(path: str | Path) -> list[Damage]:
     Raises:
         TsaeError: where the manifest or the copy of the rollouts is damaged, which no recapture of shards can mend.
     """
-    path = Path(path)
+    path = local(path)
     manifest = read_manifest(path)
     stored_rollouts(path, manifest)
     found = [

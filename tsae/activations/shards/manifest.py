@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
+from tsae.base.remote.mirror import refreshed
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"
@@ -21,6 +22,7 @@ _SHARD: dict[str, type] = {"file": str, "n_tokens": int, "n_trajectories": int}
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Load the manifest of a store; of an unfinished one with the records of the shards that are there."""
+    refreshed(folder)
     file = folder / "manifest.json"
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")

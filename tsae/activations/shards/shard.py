@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base.remote.mirror import needed
 from tsae.base.seal import unchanged
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -114,7 +115,7 @@ def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Map
     Raises:
         TsaeError: where the file is missing, cannot be read, or is another capture's.
     """
-    if not path.is_file():
+    if not needed(path).is_file():
         raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
     expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
@@ -158,7 +159,7 @@ def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[s
 def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
     """Attributes of a shard's file, and the places of its datasets."""
     try:
-        with h5py.File(path, "r") as file:
+        with h5py.File(path, "r", locking=False) as file:
             found = {name: Place(v.id.get_offset(), v.shape, v.dtype) for name, v in _datasets(file)}
             return {name: str(value) for name, value in file.attrs.items()}, found
     except (OSError, LookupError, RuntimeError, ValueError, TypeError) as error:
@@ -183,7 +184,7 @@ def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
         return np.empty(shape, dtype)
     if offset is None:
         raise TsaeError(f"/{name} is not stored contiguously", where=path, fix="Capture again.")
-    return np.memmap(path, mode="r", dtype=dtype, offset=offset, shape=shape)
+    return np.memmap(needed(path), mode="r", dtype=dtype, offset=offset, shape=shape)
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:

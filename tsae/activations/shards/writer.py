@@ -45,7 +45,7 @@ class ShardWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
         self._partial = path.with_suffix(".tmp")
-        self._file = h5py.File(self._partial, "w", libver="latest")
+        self._file = h5py.File(self._partial, "w", libver="latest", locking=False)
         # Allocated now, so that the order of writing does not show in the file.
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import tsae
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
+from tsae.base.remote.mirror import local, removed, shown
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
@@ -35,7 +34,7 @@ def run_sample(options: Sample) -> None:
             fix="Name one with --checkpoints, and put the files together with `Rollouts.concat`.",
         )
     loader = ModelLoader(device=options.sampling.device)
-    pieces = options.to.with_name(f"{options.to.name}.pieces")
+    pieces = f"{shown(options.to)}.pieces"
     if options.part is not None:
         part = Part.of(options.part)
         missing = sum(
@@ -51,7 +50,7 @@ def run_sample(options: Sample) -> None:
     ]
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
     say_wrote(rollouts.write(options.to), rollouts)
-    shutil.rmtree(pieces, ignore_errors=True)
+    removed(local(pieces, fetch=False))
     served = rollouts.info.get("served")
     if served and served["ids"] != "sampled":
         print(

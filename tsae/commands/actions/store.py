@@ -8,6 +8,7 @@ import tsae
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest
+from tsae.base.remote.mirror import shown
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.commands.common import as_json, say_wrote
 from tsae.commands.options.store import Check, Statistics
@@ -44,7 +45,7 @@ def run_check(options: Check) -> None:
                 found = "the bytes of" if repaired.same else "other last bits than"
                 print(f"repaired: {repaired.file}: {found} the first capture")
                 content["repaired"].append(vars(repaired))
-        print(f"{options.store}: all {n} shards are whole")
+        print(f"{shown(options.store)}: all {n} shards are whole")
         write(content)
 
 

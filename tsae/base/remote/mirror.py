@@ -1,0 +1,371 @@
+"""Mirrors: local copies of folders and files that lie at a URL. fsspec reaches the URL.
+
+A stage works on the local copy, whose paths are like any other. Three calls keep both sides together:
+
+- `local(path)` gives the local path of a URL, and fetches what lies there, without the large files that are fetched one
+  by one. A path that is none is given back.
+- `needed(path)` fetches one file of a mirror, if it is not there or has changed.
+- `published(path)` uploads one file of a mirror, or all that is new in a folder.
+
+Copies lie under $TSAE_CACHE (by default ~/.cache/tsae). Shards that were fetched or uploaded are removed again, the
+least recently used first, where they exceed $TSAE_CACHE_GB (by default 100). The one in use is kept.
+Whether a copy is still that of the URL is told by what the file system says of the file: its ETag, or size and time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tsae.base.files import write_json
+from tsae.errors import TsaeError
+
+CACHE, CACHE_GB = "TSAE_CACHE", "TSAE_CACHE_GB"
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
+_INDEX = ".remote.json"
+_LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
+"""Files that are fetched when they are needed: shards of a store, pieces of an encoding."""
+_THREADS = 8
+_lock = threading.RLock()
+_mirrors: dict[Path, Mirror] = {}
+_used: dict[Path, int] = {}
+"""When this process last used a file, in nanoseconds."""
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether this names a place that is not on this machine; `Path` makes one slash of two."""
+    found = _URL.match(str(path))
+    # One letter is a Windows drive; file:// is on this machine.
+    return found is not None and found[1] != "file"
+
+
+def url_of(path: str | Path) -> str:
+    """The URL, with both slashes."""
+    return _URL.sub(r"\1://", str(path), count=1)
+
+
+def local(path: str | Path, *, fetch: bool = True) -> Path:
+    """The path on this machine.
+
+    Args:
+        path: a path, or the URL of a file or folder.
+        fetch: look what lies at the URL and fetch it, but for shards. Not for an output that is written anew.
+
+    Raises:
+        TsaeError: where the URL cannot be reached.
+    """
+    if str(path).startswith("file://"):
+        return Path(str(path).removeprefix("file://"))
+    if not is_url(path):
+        return Path(path)
+    url = url_of(path)
+    with _lock:
+        root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rstrip("/").rpartition("/")[2]
+        mirror = _mirrors.setdefault(root, Mirror(url, root))
+    if fetch:
+        mirror.refresh()
+    return root
+
+
+def shown(path: str | Path) -> str:
+    """What messages call a path: its URL, if it has one."""
+    mirror = _of(Path(path))
+    return str(path) if mirror is None else mirror.url_of(Path(path))
+
+
+def in_words(text: str) -> str:
+    """A message that names URLs and not their copies."""
+    for root, mirror in _mirrors.items():
+        text = text.replace(str(root), mirror.url)
+    return text
+
+
+def refreshed(folder: Path) -> None:
+    """Fetch what others have written to a mirror since; nothing for a folder that is none."""
+    if (mirror := _of(folder)) is not None:
+        mirror.refresh()
+
+
+def needed(path: Path) -> Path:
+    """The same path, once its file is there; it need not be one of a mirror.
+
+    Raises:
+        TsaeError: where it cannot be fetched.
+    """
+    if (mirror := _of(path)) is not None:
+        mirror.fetch(path)
+    return path
+
+
+def there(path: Path) -> bool:
+    """Whether a file is on this machine, or at the URL."""
+    mirror = _of(path)
+    return path.is_file() or (mirror is not None and mirror.has(path))
+
+
+def published(path: Path) -> None:
+    """Upload a file, or what is new in a folder; nothing for paths outside of mirrors.
+
+    Raises:
+        TsaeError: where it cannot be written.
+    """
+    mirror = _of(path)
+    if mirror is None:
+        return
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
+        if file.name != _INDEX and not file.name.endswith(".tmp"):
+            mirror.upload(file)
+
+
+class Uploads:
+    """Uploads beside the work: one at a time, and few that wait, so that little lies on this disk alone.
+
+    Leaving the block waits for all of them.
+    """
+
+    def __enter__(self) -> Uploads:
+        self._pool, self._running = ThreadPoolExecutor(1), deque[Future[None]]()
+        return self
+
+    def add(self, *paths: Path) -> None:
+        """Upload files, in this order; nothing for paths outside of mirrors.
+
+        Raises:
+            TsaeError: where an earlier one could not be written.
+        """
+        if _of(paths[0]) is None:
+            return
+        while len(self._running) > 1 or (self._running and self._running[0].done()):
+            self._running.popleft().result()
+        self._running.append(self._pool.submit(_upload, paths))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for each in self._running:
+                each.result()
+
+
+def _upload(paths: Iterable[Path]) -> None:
+    for path in paths:
+        published(path)
+
+
+def removed(path: Path) -> None:
+    """Remove a file or folder, here and at the URL."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    if (mirror := _of(path)) is not None:
+        mirror.remove(path)
+
+
+class Mirror:
+    """One URL and its copy.
+
+    Args:
+        url: of a file or folder.
+        root: the local path.
+    """
+
+    def __init__(self, url: str, root: Path) -> None:
+        self.url, self.root = url.rstrip("/"), root
+        self._known: dict[str, Any] | None = None
+        """What lies at the URL: path below it, "" for a file, -> what tells its state."""
+        self._noted: dict[str, Any] | None = None
+
+    def url_of(self, path: Path) -> str:
+        name = self._name(path)
+        return f"{self.url}/{name}" if name else self.url
+
+    def refresh(self) -> None:
+        """Look again what lies at the URL, and fetch what is not fetched one by one."""
+        self._known = self._listed()
+        wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
+        for name in self._fetched():
+            if name not in self._known and not _LAZY.fullmatch(name):
+                (self.root / name if name else self.root).unlink(missing_ok=True)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._fetch, wanted))
+
+    def has(self, path: Path) -> bool:
+        return self._name(path) in self._listing()
+
+    def fetch(self, path: Path) -> None:
+        name = self._name(path)
+        if name in self._listing():
+            self._fetch(name)
+
+    def upload(self, file: Path) -> None:
+        name = self._name(file)
+        if self._state_here(file) == self._fetched().get(name, {}).get("here"):
+            return
+        with self._reached("written to"):
+            fs, path = self._opened(name)
+            parent = path.rpartition("/")[0]
+            fs.makedirs(parent, exist_ok=True)
+            fs.put_file(str(file), path)
+            fs.invalidate_cache()
+            info = fs.info(path)
+            if info["size"] != file.stat().st_size:
+                raise OSError(f"{info['size']} bytes of {file.stat().st_size} have arrived")
+            self._note(name, file, _state(info))
+        if _LAZY.fullmatch(name):
+            self._make_room()
+
+    def remove(self, path: Path) -> None:
+        name = self._name(path)
+        with self._reached("written to"):
+            fs, place = self._opened(name)
+            fs.invalidate_cache()
+            if fs.exists(place):
+                fs.rm(place, recursive=True)
+        if self._known is not None:
+            self._known = {n: s for n, s in self._known.items() if n != name and not n.startswith(f"{name}/")}
+
+    def _fetch(self, name: str) -> None:
+        file = self.root / name if name else self.root
+        state, known = self._listing()[name], self._fetched().get(name)
+        if known is not None and known["there"] == state and self._state_here(file) == known["here"]:
+            _used[file] = time.time_ns()
+            return
+        partial = file.with_name(f"{file.name}.{uuid4().hex}.tmp")
+        try:
+            with self._reached("read"):
+                fs, path = self._opened(name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(path, str(partial))
+                os.replace(partial, file)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._note(name, file, state)
+        if _LAZY.fullmatch(name):
+            self._make_room(keep=file)
+
+    def _listing(self) -> dict[str, Any]:
+        if self._known is None:
+            self._known = self._listed()
+        return self._known
+
+    def _listed(self) -> dict[str, Any]:
+        with self._reached("read"):
+            fs, path = self._opened("")
+            fs.invalidate_cache()
+            found = fs.find(path, detail=True)
+            inside = [place for place in found if place == path or place.startswith(f"{path}/")]
+            names = {place[len(path) :].lstrip("/"): _state(found[place]) for place in inside}
+            # Names must not lead out of the folder.
+            return {name: state for name, state in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
+
+    def _opened(self, name: str) -> tuple[Any, str]:
+        try:
+            import fsspec
+
+            fs, path = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise TsaeError(
+                f"cannot be reached ({error})", where=self.url, fix="Install what fsspec needs for it, such as s3fs."
+            ) from error
+        path = path.rstrip("/")
+        return fs, f"{path}/{name}" if name else path
+
+    @contextmanager
+    def _reached(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except TsaeError:
+            raise
+        except Exception as error:  # every file system of fsspec raises errors of its own
+            if isinstance(error, OSError) and error.errno == 28:
+                raise TsaeError(
+                    f"is full ({error.strerror})",
+                    where=_cache(),
+                    fix=f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there.",
+                ) from error
+            found = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise TsaeError(
+                f"cannot be {what} ({found})",
+                where=self.url,
+                fix="Check the address, and that your credentials are valid there; the same command then goes on.",
+            ) from error
+
+    def _name(self, path: Path) -> str:
+        return "" if path == self.root else path.relative_to(self.root).as_posix()
+
+    @property
+    def _index(self) -> Path:
+        return self.root.with_name(f"{self.root.name}{_INDEX}")
+
+    def _fetched(self) -> dict[str, Any]:
+        """Of every file that is on both sides: its state there and here."""
+        if self._noted is None:
+            try:
+                found = json.loads(self._index.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                found = {}
+            self._noted = found if isinstance(found, dict) else {}
+        return self._noted
+
+    def _note(self, name: str, file: Path, state: str) -> None:
+        with _lock:
+            if self._known is not None:
+                self._known[name] = state
+            self._noted = self._fetched() | {name: {"there": state, "here": self._state_here(file)}}
+            write_json(self._index, self._noted)
+
+    def _state_here(self, file: Path) -> list[int] | None:
+        try:
+            found = file.stat()
+        except OSError:
+            return None
+        return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+    def _make_room(self, keep: Path | None = None) -> None:
+        """Remove the least recently used files that can be fetched again, of all mirrors."""
+        limit = float(os.environ.get(CACHE_GB, "100")) * 1e9
+        with _lock:
+            files = []
+            for index in _cache().glob(f"*/*{_INDEX}"):
+                root = index.with_name(index.name.removesuffix(_INDEX))
+                mirror = _mirrors.get(root, Mirror("", root))
+                for name, noted in mirror._fetched().items():
+                    file = root / name if name else root
+                    if _LAZY.fullmatch(name) and file != keep and mirror._state_here(file) == noted["here"]:
+                        found = file.stat()
+                        files.append((_used.get(file, found.st_mtime_ns), found.st_size, file))
+            held = sum(size for _, size, _ in files) + (keep.stat().st_size if keep is not None else 0)
+            for _, size, file in sorted(files):
+                if held <= limit:
+                    break
+                file.unlink(missing_ok=True)
+                held -= size
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE, "") or Path.home() / ".cache" / "tsae").expanduser().absolute()
+
+
+def _of(path: Path) -> Mirror | None:
+    if not _mirrors:
+        return None
+    path = Path(path)
+    return next((_mirrors[parent] for parent in (path, *path.parents) if parent in _mirrors), None)
+
+
+def _state(info: dict[str, Any]) -> str:
+    told = info.get("ETag") or info.get("etag") or info.get("blob_id")
+    return str(told) if told else f"{info['size']} {info.get('mtime') or info.get('created')}"
