@@ -70,7 +70,9 @@ def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.
     logits = current @ previous.T / config.temperature
     target = torch.arange(len(pairs), device=x.device)
     contrast = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    return (x - x_high).pow(2).mean() + (x - x_hat).pow(2).mean() + config.temporal_weight * contrast
+    high_weight, weight = config.weights
+    errors = high_weight * (x - x_high).pow(2).mean() + weight * (x - x_hat).pow(2).mean()
+    return errors + config.temporal_weight * contrast
 
 
 def make_batch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,8 +107,7 @@ class Case:
         found = {name: p.grad.contiguous() for name, p in sae.named_parameters() if p.grad is not None}
         for name in ("total", "reconstruction_high", "reconstruction", "temporal", "aux"):
             found[name] = among.sum(getattr(terms, name).detach())
-        bias = sae.b_enc - sae.b_dec @ sae.W_enc
-        codes = sparse_codes.encode_topk(x, sae.W_enc, bias, sae.config.k, self.precision, among)
+        codes = sparse_codes.encode_topk(x, sae.W_enc, sae.b_enc, sae.b_dec, sae.config.k, self.precision, among)
         found["values"] = torch.cat(among.gather(codes.values.detach())).sort().values
         # Of every process, not added up: all must know the batch's.
         return {**found, "fired": terms.fired, "n": torch.tensor(terms.n_tokens)}

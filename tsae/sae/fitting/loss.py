@@ -103,13 +103,12 @@ def temporal_loss(
         TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
     """
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
-    bias = sae.b_enc - sae.b_dec @ sae.W_enc
-    codes = sparse_codes.encode_topk(x, sae.W_enc, bias, config.k, precision, processes)
+    encoder = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes)
+    codes = sparse_codes.encode_topk(x, *encoder)
     high = codes.columns(0, config.d_high)
     residual, errors = x - sae.b_dec, []
-    for start, stop in config.group_bounds:
-        group = high if start == 0 else codes.columns(start, stop)
-        residual = residual - sparse_codes.decode(group, sae.W_dec[start:stop], precision)
+    for of_group in sparse_codes.decode(codes, sae.W_dec, config.group_bounds, precision):
+        residual = residual - of_group
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()
 
@@ -124,7 +123,7 @@ def temporal_loss(
             )
         tokens = x
         if others is not None:
-            apart = sparse_codes.encode_topk(others, sae.W_enc, bias, config.k, precision, processes)
+            apart = sparse_codes.encode_topk(others, *encoder)
             high, tokens = high.followed_by(apart.columns(0, config.d_high)), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
@@ -147,7 +146,7 @@ def temporal_loss(
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
     if dead is not None and len(dead):
         residual = residual.detach()
-        error = _aux_error(sae, x, bias, residual, dead, precision) / (n_tokens * sae.d_model)
+        error = _aux_error(sae, x, residual, dead, precision) / (n_tokens * sae.d_model)
         # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
@@ -179,16 +178,14 @@ def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse_codes.Codes, pa
 def _aux_error(
     sae: TemporalSAE,
     x: torch.Tensor,
-    bias: torch.Tensor,
     residual: torch.Tensor,
     dead: torch.Tensor,
     precision: Precision,
 ) -> torch.Tensor:
     """Sum over tokens of ‖residual − its reconstruction by the strongest dead latents‖²."""
-    if precision == "float32":
-        pre = torch.addmm(bias[dead], x, sae.W_enc[:, dead])
-    else:
-        pre = sparse_codes.matmul(x, sae.W_enc[:, dead], precision) + bias[dead]
+    weight = sae.W_enc[:, dead]
+    bias = sae.b_enc[dead] - sae.b_dec @ weight
+    pre = sparse_codes.matmul(x, weight, precision) + bias
     values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
     return (residual - sparse_codes.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()

@@ -10,11 +10,14 @@ Where a process holds a share of a batch (`tsae.base.distributed`), the codes ar
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tsae.base.distributed import ALONE, Processes
+from tsae.base.memory import Reused
 from tsae.sae.config import Precision
 
 # torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.
@@ -22,14 +25,19 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)
 
-_SAMPLE_STRIDE = 61  # Prime, so that a strided sample of the pre-activations does not follow the latents.
-_MARGIN = 1.1
-_CHUNK = 16_384  # active codes whose decoder rows are gathered at once: bounds memory to chunk · d_model
+_SAMPLE_STRIDES = (31, 3)  # Prime, so that a strided sample of tokens and latents follows neither windows nor groups.
+_MARGINS = (1.4, 2.2)
+_AT_ONCE = 1 << 22  # pre-activations computed at once on a CPU: what fits into its cache is not written to memory
+
+_COPIED = 512  # latents whose weights are transposed at once
 
 # In bfloat16 a GPU's tensor cores multiply densely, zeros and all, sooner than the rows of active codes are gathered,
 # up to about this many latents per active code. Reckoned from an H100's rates (600 Tflop/s, 3 TB/s), not measured.
 _DENSE_UP_TO = 1024
 _TENSOR_CORES = ("cuda",)
+
+
+_BUFFERS = Reused(12)  # gradients and similarities of a step, which the next step's have the sizes of
 
 
 class Codes(NamedTuple):
@@ -70,27 +78,42 @@ def encode_topk(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
+    centre: torch.Tensor,
     k: int,
     precision: Precision = "float32",
     processes: Processes = ALONE,
 ) -> Codes:
-    """BatchTopK(ReLU(x W + b)) as sparse codes.
+    """BatchTopK(ReLU((x − centre) W + b)) as sparse codes.
 
     Args:
         x: (n, d_model); gets no gradient.
         weight: (d_model, d_sae).
         bias: (d_sae,).
+        centre: (d_model,).
         k: codes kept per token, on average over the tokens of all processes.
         precision: of the products with x.
         processes: that hold the batch.
     """
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, k, precision, processes)
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, k, precision, processes)
     return Codes(values, token, latent, len(x))
 
 
-def decode(codes: Codes, rows: torch.Tensor, precision: Precision = "float32") -> torch.Tensor:
-    """(n, d_model): Σ over a token's codes of value · decoder row. rows: (n_latents, d_model)."""
-    return _Decode.apply(codes.values, rows, codes.token, codes.latent, codes.n_tokens, precision)
+def decode(
+    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], precision: Precision = "float32"
+) -> tuple[torch.Tensor, ...]:
+    """Of every group of latents (n, d_model): Σ over a token's codes in it of value · decoder row.
+
+    Args:
+        codes: of all latents.
+        rows: (n_latents, d_model).
+        groups: (first latent, latent after the last) of each, one after another and together all.
+        precision: of dense products.
+    """
+    starts = tuple(start for start, _ in groups)
+    found: tuple[torch.Tensor, ...] = _Decode.apply(
+        codes.values, rows, codes.token, codes.latent, codes.n_tokens, starts, precision
+    )
+    return found
 
 
 def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
@@ -104,46 +127,126 @@ def csr(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tu
     return torch.sparse_csr_tensor(offsets(row, shape[0]), column, values, size=shape, check_invariants=False)
 
 
+def empty(rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """(rows, width) of arbitrary values. On a CPU it is memory that was used before: fresh memory costs time."""
+    if like.device.type == "cpu" and like.dtype == torch.float32 and rows * width:
+        return torch.from_numpy(_BUFFERS.empty(rows, width, np.float32))
+    return torch.empty(rows, width, dtype=like.dtype, device=like.device)
+
+
+def product(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """CSR @ dense."""
+    return torch.mm(sparse, dense, out=empty(sparse.shape[0], dense.shape[1], dense))
+
+
 def transposed(row: torch.Tensor, column: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The transpose, as CSR, of the matrix with the given entries."""
-    order = column.argsort(stable=True)
+    order = _order(column, shape[1])
     return csr(column[order], row[order], values[order], (shape[1], shape[0]))
 
 
-def _largest(pre: torch.Tensor, n: int, processes: Processes) -> torch.Tensor:
-    """Ascending flat indices of the n largest positive entries of a non-negative tensor (fewer if there are fewer).
+def entries_of(token: torch.Tensor, n_tokens: int, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(entries, place in `wanted` of each) of the codes of some tokens, one token after another.
 
-    A strided sample bounds the n-th largest from below, so that only the entries above the bound are sorted. Of several
+    Args:
+        token: (nnz,) of every code, ascending.
+        n_tokens: in all.
+        wanted: (n,) tokens.
+    """
+    ends = offsets(token, n_tokens)
+    n_each = ends.diff()[wanted]
+    place = torch.repeat_interleave(torch.arange(len(wanted), device=token.device), n_each)
+    within = torch.arange(len(place), device=token.device) - (n_each.cumsum(0) - n_each)[place]
+    return ends[wanted][place] + within, place
+
+
+def sampled(row: torch.Tensor, column: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(nnz,) the entries (row, column) of a @ b.T, from ascending rows; nothing else of the product is computed."""
+    pattern = csr(row, column, torch.zeros(len(row), dtype=a.dtype, device=a.device), (len(a), len(b)))
+    return torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0).values()
+
+
+def _above(flat: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Indices of the entries above a bound."""
+    if flat.device.type == "cpu":  # numpy takes 40 % of torch's time
+        return torch.from_numpy(np.flatnonzero(flat.numpy() > bound.numpy()))
+    return (flat > bound).nonzero()[:, 0]
+
+
+def _order(column: torch.Tensor, n: int) -> torch.Tensor:
+    """Indices that sort columns below n, equal ones in their order."""
+    if column.device.type == "cpu" and n <= 1 << 16:  # numpy sorts 16 bits by radix, ten times as fast
+        return torch.from_numpy(column.numpy().astype(np.uint16).argsort(kind="stable"))
+    return column.argsort(stable=True)
+
+
+class _Preactivations:
+    """ReLU(x W + b), computed in parts of the tokens, as often as they are read."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, precision: Precision) -> None:
+        self.x, self.weight, self.bias, self.precision = x, weight, bias, precision
+        if precision == "bfloat16":
+            self.x, self.weight = x.bfloat16(), weight.bfloat16()
+        at_once = max(64, _AT_ONCE // weight.shape[1]) if x.device.type == "cpu" else len(x)
+        self.parts = [slice(low, low + at_once) for low in range(0, len(x), max(1, at_once))]
+        self._held: torch.Tensor | None = None
+
+    def of(self, tokens: slice) -> torch.Tensor:
+        """(n, d_sae), overwritten by the next call."""
+        x = self.x[tokens]
+        if self.precision == "bfloat16":
+            return _multiplied(x, self.weight).add_(self.bias)
+        if self._held is None or len(self._held) < len(x):
+            self._held = torch.empty(len(x), self.weight.shape[1], dtype=x.dtype, device=x.device)
+        return torch.addmm(self.bias, x, self.weight, out=self._held[: len(x)])
+
+    def sample(self) -> torch.Tensor:
+        """Of some tokens, at some latents."""
+        stride = max(1, min(_SAMPLE_STRIDES[0], len(self.x) // 64))
+        return self.of(slice(None, None, stride)).view(-1)[:: _SAMPLE_STRIDES[1]].contiguous()
+
+    def above(self, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ascending flat indices, values) of the entries above a bound that is not negative."""
+        indices, values = [], []
+        for part in self.parts:
+            flat = self.of(part).view(-1)
+            found = _above(flat, bound)
+            values.append(flat[found])
+            indices.append(found + part.start * self.weight.shape[1])
+        if not indices:
+            return torch.zeros(0, dtype=torch.long, device=self.x.device), self.x.new_zeros(0)
+        return torch.cat(indices), torch.cat(values)
+
+
+def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ascending flat indices, values) of the n largest positive entries; fewer if there are fewer.
+
+    Some tokens bound the n-th largest from below, so that only the entries above the bound are kept. Of several
     processes, the largest of all their entries are found, as many as their n add up to.
     """
-    flat = pre.view(-1)
-    sample = flat[::_SAMPLE_STRIDE]
-    wanted = min(len(sample), int(_MARGIN * n / _SAMPLE_STRIDE) + 64)
-    bound = sample.topk(wanted, sorted=False).values.min() if len(sample) else pre.new_tensor(torch.inf)
-    found = (flat > bound).nonzero()[:, 0]
-    if len(found) < n:
-        bound, found = torch.zeros_like(bound), flat.nonzero()[:, 0]
-    if processes.size > 1:
-        return _largest_of_all(flat, n, bound, processes)
-    if len(found) > n:
-        found = found[flat[found].topk(n, sorted=False).indices].sort().values
-    return found
-
-
-def _largest_of_all(flat: torch.Tensor, n: int, bound: torch.Tensor, processes: Processes) -> torch.Tensor:
-    """This process's part of the largest. At least n of its entries, or all positive ones, lie above its bound."""
-    # So above the lowest bound lie at least as many as are wanted in all.
-    found = (flat > processes.least(bound)).nonzero()[:, 0]
-    mine = flat[found]
-    parts, n = processes.gather(mine), sum(processes.counts(n))
-    values = torch.cat(parts)
-    if len(values) <= n:
-        return found
-    limit = values.topk(n, sorted=False).values.min()
+    sample, of_all = pre.sample(), sum(processes.counts(n))
+    share = n * len(sample) / max(1, len(pre.x) * len(pre.bias))
+    for margin in (*_MARGINS, None):
+        wanted = len(sample) if margin is None else min(len(sample), int(margin * share) + 64)
+        bound = sample.topk(wanted, sorted=False).values.min() if wanted else sample.new_tensor(torch.inf)
+        if margin is None:
+            bound = torch.zeros_like(bound)
+        # Above the lowest bound of all processes lie at least as many as each has above its own.
+        bound = processes.least(bound.clamp_min(0))
+        found, values = pre.above(bound)
+        n_found = sum(processes.counts(len(found)))
+        if n_found >= of_all:
+            break
+    if n_found <= of_all:
+        return found, values
+    parts = processes.gather(values)
+    every = torch.cat(parts)
+    limit = every.kthvalue(len(every) - of_all + 1).values
     # Of equal values at the limit, as many as are still wanted are kept, from the first process on.
-    wanted = n - (values > limit).sum() - sum((part == limit).sum() for part in parts[: processes.rank])
-    tied = mine == limit
-    return found[(mine > limit) | (tied & (tied.cumsum(0) <= wanted))]
+    left = of_all - (every > limit).sum() - sum((part == limit).sum() for part in parts[: processes.rank])
+    tied = values == limit
+    kept = (values > limit) | (tied & (tied.cumsum(0) <= left))
+    return found[kept], values[kept]
 
 
 def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -188,36 +291,40 @@ class _EncodeTopK(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
+        centre: torch.Tensor,
         k: int,
         precision: Precision,
         processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if precision == "bfloat16":
-            pre = _multiplied(x, weight).add_(bias).relu_()
-        else:
-            pre = torch.addmm(bias, x, weight).relu_()
-        index = _largest(pre, k * len(x), processes)
-        token = index // pre.shape[1]
-        latent = index - token * pre.shape[1]
-        ctx.save_for_backward(x, token, latent)
-        ctx.d_sae, ctx.precision = pre.shape[1], precision
+        d_sae = weight.shape[1]
+        index, values = _largest(_Preactivations(x, weight, bias - centre @ weight, precision), k * len(x), processes)
+        token = index // d_sae
+        latent = index - token * d_sae
+        ctx.save_for_backward(x, weight, centre, token, latent)
+        ctx.precision = precision
         ctx.mark_non_differentiable(token, latent)
-        return pre.view(-1)[index], token, latent
+        return values, token, latent
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None, None]:
-        x, token, latent = ctx.saved_tensors
-        gradient, shape = gradients[0], (len(x), ctx.d_sae)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, centre, token, latent = ctx.saved_tensors
+        gradient, shape = gradients[0], (len(x), weight.shape[1])
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
+        by_bias = torch.zeros(shape[1], dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
         if _densely(len(token), shape, x.device, ctx.precision):
-            weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
+            by_weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
+            by_weight -= centre[:, None] * by_bias
         else:
-            weight = (transposed(token, latent, gradient, shape) @ x).T
-        bias = torch.zeros(ctx.d_sae, dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        return None, weight, bias, None, None, None
+            by_latent = product(transposed(token, latent, gradient, shape), x - centre)
+            by_weight = empty(x.shape[1], shape[1], x)
+            for low in range(0, shape[1], _COPIED):  # as autograd would, but in parts that the cache holds
+                by_weight[:, low : low + _COPIED] = by_latent[low : low + _COPIED].T
+        return None, by_weight, by_bias, -(weight @ by_bias), None, None, None
 
 
 class _Decode(torch.autograd.Function):
+    """Of g groups as one product: the codes of a token in each group are a row of their own, (g · n_tokens, d_sae)."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -226,26 +333,31 @@ class _Decode(torch.autograd.Function):
         token: torch.Tensor,
         latent: torch.Tensor,
         n_tokens: int,
+        starts: tuple[int, ...],
         precision: Precision,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(values, rows, token, latent)
-        ctx.precision, shape = precision, (n_tokens, len(rows))
-        if _densely(len(values), shape, rows.device, precision):
-            return _multiplied(_dense(token, latent, values, shape), rows)
-        return csr(token, latent, values, shape) @ rows
+    ) -> tuple[torch.Tensor, ...]:
+        ends = [*starts[1:], len(rows)]
+        group = torch.bucketize(latent, torch.tensor(starts[1:], device=latent.device), right=True)
+        order = _order(group, len(starts))
+        place = (token + group * n_tokens)[order]
+        ctx.save_for_backward(values, rows, place, latent[order], order)
+        ctx.precision, shape = precision, (len(starts) * n_tokens, len(rows))
+        if _densely(len(values), (n_tokens, len(rows)), rows.device, precision):
+            codes = _dense(token, latent, values, (n_tokens, len(rows)))
+            bounds = zip(starts, ends, strict=True)
+            return tuple(_multiplied(codes[:, start:stop], rows[start:stop]) for start, stop in bounds)
+        return product(csr(place, latent[order], values[order], shape), rows).chunk(len(starts))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
-        values, rows, token, latent = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, rows, place, latent, order = ctx.saved_tensors
+        gradient = torch.cat(gradients)
         shape = (len(gradient), len(rows))
-        if _densely(len(values), shape, rows.device, ctx.precision):
-            by_value = _multiplied(gradient, rows.T)[token, latent]
-            by_row = _multiplied(_dense(token, latent, values, shape).T, gradient)
-            return by_value, by_row, None, None, None, None
         by_value = torch.empty_like(values)
-        for low in range(0, len(values), _CHUNK):
-            part = slice(low, low + _CHUNK)
-            by_value[part] = torch.einsum("id,id->i", gradient[token[part]], rows[latent[part]])
-        by_row = transposed(token, latent, values, shape) @ gradient
-        return by_value, by_row, None, None, None, None
+        if _densely(len(values), (len(gradients[0]), len(rows)), rows.device, ctx.precision):
+            by_value[order] = _multiplied(gradient, rows.T)[place, latent]
+            by_row = _multiplied(_dense(place, latent, values[order], shape).T, gradient)
+        else:
+            by_value[order] = sampled(place, latent, gradient, rows)
+            by_row = product(transposed(place, latent, values[order], shape), gradient)
+        return by_value, by_row, *[None] * 5

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tsae.base.distributed import ALONE, Processes
-from tsae.sae.fitting.sparse_codes import Codes, csr, offsets, transposed
+from tsae.sae.fitting.sparse_codes import Codes, csr, entries_of, product, sampled, transposed
 
 
 def info_nce(
@@ -47,7 +47,7 @@ def info_nce(
         # Not norm[codes.token], whose gradient several threads add up in any order: resumed runs give equal bits.
         codes = codes._replace(values=codes.values / norm.index_select(0, codes.token).clamp_min(1e-12))
     together = torch.stack(groups, dim=1) if groups else None
-    return _InfoNCE.apply(*codes, n_latents, pairs, temperature, together, processes)
+    return _InfoNCE.apply(*codes, n_latents, pairs, temperature, similarity == "cosine", together, processes)
 
 
 def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Tensor:
@@ -66,13 +66,8 @@ def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Ten
     total = sums.index_select(0, pairs[:, 0]) + sums.index_select(0, pairs[:, 1])
     if len(values) == 0:
         return total
-    ends = offsets(codes.token, codes.n_tokens)
-    first, n_active = ends[:-1], ends.diff()
     # Every active code of every pair's token t …
-    n_mine = n_active[pairs[:, 1]]
-    pair = torch.repeat_interleave(torch.arange(len(pairs), device=values.device), n_mine)
-    place = torch.arange(len(pair), device=values.device) - (n_mine.cumsum(0) - n_mine)[pair]
-    mine = first[pairs[pair, 1]] + place
+    mine, pair = entries_of(codes.token, codes.n_tokens, pairs[:, 1])
     # … and where token s has the same latent.
     key = codes.token * n_latents + codes.latent
     wanted = pairs[pair, 0] * n_latents + codes.latent[mine]
@@ -108,32 +103,86 @@ class _Partners(NamedTuple):
         return every, sum(len(part) for part in pairs[: processes.rank])
 
 
+class _Rows(NamedTuple):
+    """The codes of the tokens on one side of the pairs: a row a pair."""
+
+    entry: torch.Tensor
+    """(n,) which of the codes; a token may be in several pairs."""
+    pair: torch.Tensor
+    """(n,) ascending."""
+    latent: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, partners: _Partners, side: int) -> _Rows:
+        """Of the partners (side 0) or the tokens t (side 1)."""
+        entry, pair = entries_of(partners.token, partners.n_tokens, partners.pairs[:, side])
+        return cls(entry, pair, partners.latent[entry], partners.values[entry])
+
+    def dense(self, n_latents: int, n_pairs: int) -> torch.Tensor:
+        """(n_latents, n_pairs)"""
+        found = torch.zeros(n_latents, n_pairs, dtype=self.values.dtype, device=self.values.device)
+        found[self.latent, self.pair] = self.values
+        return found
+
+
 def _logits(current: _Partners, previous: _Partners, n_latents: int, temperature: float, diagonal: int) -> torch.Tensor:
     """(N current, N previous): similarities / temperature of the pairs' current tokens with the previous ones.
 
     Those of a group are −∞, but for the diagonal.
     """
-    dense = torch.zeros(n_latents, previous.n_tokens, dtype=previous.values.dtype, device=previous.values.device)
-    dense[previous.latent, previous.token] = previous.values
-    codes = csr(current.token, current.latent, current.values, (current.n_tokens, n_latents))
-    # Of every token; rows that are no current token are left out.
-    logits = (codes @ dense[:, previous.pairs[:, 0]])[current.pairs[:, 1]] / temperature
+    mine, theirs = _Rows.of(current, 1), _Rows.of(previous, 0).dense(n_latents, len(previous.pairs))
+    codes = csr(mine.pair, mine.latent, mine.values / temperature, (len(current.pairs), n_latents))
+    logits = product(codes, theirs)
     if current.groups is not None and previous.groups is not None:
         kinds = zip(current.groups.unbind(1), previous.groups.unbind(1), strict=True)
         alike = torch.zeros_like(logits, dtype=torch.bool)
-        for mine, others in kinds:
-            alike |= mine[:, None] == others[None, :]
+        for ours, others in kinds:
+            alike |= ours[:, None] == others[None, :]
         alike.diagonal(diagonal).fill_(False)
         logits.masked_fill_(alike, -torch.inf)
     return logits
 
 
+_LEAST_TEMPERATURE = 0.03
+"""Above it no exp((cos − 1) / τ) comes near the least number of float32, 1e-38."""
+
+
+def _log_sums(logits: torch.Tensor, shift: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of rows and of columns.
+
+    With a shift that is at least the largest logit and nowhere far from any, logits become exp(logits − shift): one
+    exponential then serves both sums and their gradient.
+    """
+    if shift is None:
+        return logits.logsumexp(1), logits.logsumexp(0)
+    logits.sub_(shift).exp_()
+    return logits.sum(1).log_().add_(shift), logits.sum(0).log_().add_(shift)
+
+
 def _pull(
-    logits: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, diagonal: int, scale: float
+    logits: torch.Tensor,
+    shift: float | None,
+    by_row: torch.Tensor,
+    by_column: torch.Tensor,
+    diagonal: int,
+    scale: float,
 ) -> torch.Tensor:
-    """∂loss/∂similarities: (softmax over rows + softmax over columns) / 2, less 1 on the diagonal, all / scale."""
-    weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
-    weight.mul_(0.5 / scale).diagonal(diagonal).sub_(1 / scale)
+    """∂loss/∂similarities: (softmax over rows + softmax over columns) / 2, less 1 on the diagonal, all / scale.
+
+    Args:
+        logits, shift: as `_log_sums` left them.
+        by_row, by_column: log-sums.
+        diagonal: on which the pairs lie.
+        scale: pairs · temperature.
+    """
+    if shift is None:
+        weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
+        weight.mul_(0.5 / scale)
+    else:
+        rows, columns = ((shift - sums).exp_().mul_(0.5 / scale) for sums in (by_row, by_column))
+        weight = logits.mul_(rows[:, None] + columns[None, :])
+    weight.diagonal(diagonal).sub_(1 / scale)
     return weight
 
 
@@ -154,6 +203,7 @@ class _InfoNCE(torch.autograd.Function):
         n_latents: int,
         pairs: torch.Tensor,
         temperature: float,
+        cosine: bool,
         groups: torch.Tensor | None,
         processes: Processes,
     ) -> torch.Tensor:
@@ -163,27 +213,39 @@ class _InfoNCE(torch.autograd.Function):
         rows = columns = _logits(own, every, n_latents, temperature, first)  # (N own, N)
         if processes.size > 1:
             columns = _logits(every, own, n_latents, temperature, -first)  # (N, N own)
-        by_row, by_column = rows.logsumexp(1), columns.logsumexp(0)  # of the own pairs
-        loss = (by_row + by_column).sum() / n / 2 - rows.diagonal(first).sum() / n
+        positive = rows.diagonal(first).sum()
+        # Codes are not negative, so that no cosine is. Inner products have no bounds.
+        shift = 1 / temperature if cosine and temperature >= _LEAST_TEMPERATURE else None
+        by_row, by_column = _log_sums(rows, shift)  # of the own pairs
+        if processes.size > 1:
+            _, by_column = _log_sums(columns, shift)
+        loss = (by_row + by_column).sum() / n / 2 - positive / n
         if processes.size > 1:
             every_row, every_column = torch.cat(processes.gather(torch.stack([by_row, by_column], dim=1))).unbind(1)
-            columns = _pull(columns, every_row, by_column, -first, n * temperature)
-            rows = _pull(rows, by_row, every_column, first, n * temperature)
+            columns = _pull(columns, shift, every_row, by_column, -first, n * temperature)
+            rows = _pull(rows, shift, by_row, every_column, first, n * temperature)
         else:
-            rows = columns = _pull(rows, by_row, by_column, 0, n * temperature)
-        ctx.save_for_backward(token, latent, pairs, every.values, every.token, every.latent, every.pairs, rows, columns)
-        ctx.shapes = (n_tokens, n_latents), (every.n_tokens, n_latents)
+            rows = columns = _pull(rows, shift, by_row, by_column, 0, n * temperature)
+        ctx.save_for_backward(*own[:3], own.pairs, *every[:3], every.pairs, rows, columns)
+        ctx.sizes = n_tokens, every.n_tokens, n_latents
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
-        token, latent, pairs, values, every_token, every_latent, every_pairs, rows, columns = ctx.saved_tensors
-        (n_tokens, n_latents), shape = ctx.shapes
-        by_latent = transposed(every_token, every_latent, values, shape)  # (n_latents, tokens of all)
-        total = torch.zeros(n_latents, n_tokens, dtype=values.dtype, device=values.device)
-        for mine, others, matrix in ((1, 0, rows.T), (0, 1, columns)):
-            # Added, not assigned: a token may be a partner more than once.
-            spread = torch.zeros(shape[0], len(pairs), dtype=values.dtype, device=values.device)
-            spread.index_add_(0, every_pairs[:, others], matrix)
-            total.index_add_(1, pairs[:, mine], by_latent @ spread)
-        return gradients[0] * total[latent, token], *[None] * 8
+        values, token, latent, pairs, every_values, every_token, every_latent, every_pairs, rows, columns = (
+            ctx.saved_tensors
+        )
+        n_tokens, n_every, n_latents = ctx.sizes
+        own = _Partners(values, token, latent, n_tokens, pairs, None)
+        every = _Partners(every_values, every_token, every_latent, n_every, every_pairs, None)
+        total = torch.zeros_like(own.values)
+        mine = _Rows.of(own, 1)
+        others = _Rows.of(every, 0).dense(n_latents, len(every.pairs))
+        # Added, not assigned: a token may be a partner more than once.
+        total.index_add_(0, mine.entry, sampled(mine.pair, mine.latent, rows, others))
+        mine, theirs = _Rows.of(own, 0), _Rows.of(every, 1)
+        shape = (len(every.pairs), n_latents)
+        codes = transposed(theirs.pair, theirs.latent, theirs.values, shape)
+        pulled = product(codes, columns)  # (n_latents, N own)
+        total.index_add_(0, mine.entry, pulled[mine.latent, mine.pair])
+        return gradients[0] * total, *[None] * 9
