@@ -36,7 +36,8 @@ from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
 
-_DENSE = 1 << 22  # dense codes at once: larger arrays are given back to the system after every step
+# Dense codes at once: on a CPU, larger arrays are given back to the system after every step; a GPU needs more to be busy.
+_DENSE, _DENSE_ON_GPU = 1 << 22, 1 << 28
 _FEWEST = 64  # tokens at once
 
 
@@ -60,7 +61,7 @@ def encode(
         store: the store or its folder; or a `LiveSource`, whose activations are encoded as they are computed, and never
             stored. Codes are then those of a store, but for the last bits: batches of forward passes are others.
         to: folder to save the table in; None keeps it in memory. An interrupted encoding is completed.
-        batch_tokens: tokens encoded at once; by default as many as make 4 million dense codes.
+        batch_tokens: tokens encoded at once; by default as many as make 4 million dense codes, 256 million on a GPU.
         device: torch device; by default the SAE's.
         progress: show a bar.
 
@@ -74,7 +75,7 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
-    batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
+    batch_tokens = batch_tokens or _batch_tokens(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
@@ -117,11 +118,16 @@ def encode_part(
     sae = TemporalSAE.of(sae, device=device)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
-    batch_tokens = batch_tokens or max(_FEWEST, _DENSE // sae.config.d_sae)
+    batch_tokens = batch_tokens or _batch_tokens(sae)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
     refreshed(pieces.path)
     return sum(number not in pieces for number in range(n))
+
+
+def _batch_tokens(sae: TemporalSAE) -> int:
+    dense = _DENSE if sae.W_dec.device.type == "cpu" else _DENSE_ON_GPU
+    return max(_FEWEST, dense // sae.config.d_sae)
 
 
 def _inputs(sae: TemporalSAE, store: Source) -> dict[str, Any]:

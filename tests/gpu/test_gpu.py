@@ -1,0 +1,99 @@
+"""What runs on a GPU gives what the CPU gives. Skipped without one; `scripts/gpu_suite.sh` runs these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tsae
+from support.builders import make_rollouts, save_perturbed, save_series
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.problems import Problem
+from tsae.sae.fitting import sparse_codes
+from tsae.sae.fitting.loss import temporal_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+SITE = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture(scope="module")
+def world(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("world")
+    save_perturbed(llama, folder / "base", amount=0.0)
+    save_perturbed(llama, folder / "run-1")
+    records = [{"id": "base", "path": "base"}, {"id": "run-1", "path": "run-1", "run": "run", "step": 1}]
+    series = tsae.CheckpointSeries.load(save_series(folder, records))
+    rollouts = make_rollouts(n_problems=24, n_samples=6, tokenizer=fingerprint)
+    return {"folder": folder, "series": series, "rollouts": rollouts}
+
+
+def loss(device: str, precision: Any = "float32") -> dict[str, torch.Tensor]:
+    """Terms and gradients of one batch, with dead latents and pairs of several trajectories."""
+    generator = torch.Generator().manual_seed(0)
+    sae = tsae.TemporalSAE(64, tsae.SAEConfig(d_sae=512, k=8))
+    sae.initialize(torch.randn(64, generator=generator), generator)
+    sae = sae.to(device)
+    x = (torch.randn(256, 64, generator=generator) * 2).to(device)
+    current = torch.arange(256)[torch.arange(256) % 16 > 0]
+    pairs = torch.stack([current - 1, current], dim=1).to(device)
+    dead = (torch.arange(512) % 7 == 0).to(device)
+    trajectory = (torch.arange(256) // 32).to(device)
+    terms = temporal_loss(sae, x, pairs, dead, trajectory, precision=precision)
+    terms.total.backward()
+    found = {name: parameter.grad.cpu() for name, parameter in sae.named_parameters() if parameter.grad is not None}
+    names = ("total", "reconstruction", "temporal", "aux")
+    return found | {name: getattr(terms, name).detach().cpu() for name in names}
+
+
+def test_the_loss_and_its_gradient() -> None:
+    ours, theirs = loss("cuda"), loss("cpu")
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=2e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_bfloat16_with_dense_and_with_sparse_products(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_codes, "_DENSE_UP_TO", 1 << 20 if dense else 0)
+    ours, theirs = loss("cuda", "bfloat16"), loss("cpu", "bfloat16")
+    assert ours["total"].item() == pytest.approx(theirs["total"].item(), rel=1e-2)
+    for name in ("W_enc", "W_dec"):
+        cosine = torch.nn.functional.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), dim=0)
+        assert cosine > 0.98, name
+
+
+def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
+    stores = {}
+    for device in ("cpu", "cuda"):
+        config = tsae.CaptureConfig(device=device, token_statistics=True)
+        stores[device] = tsae.capture(
+            world["series"], world["rollouts"], [SITE], to=world["folder"] / device, config=config, progress=False
+        )
+    for mine, theirs in zip(*(stores[device].shards() for device in ("cuda", "cpu")), strict=True):
+        np.testing.assert_allclose(mine.read(SITE, slice(None)), theirs.read(SITE, slice(None)), atol=1e-3)
+        np.testing.assert_allclose(mine.entropy, theirs.entropy, atol=1e-3, equal_nan=True)
+    training = tsae.TrainingConfig(tokens=20_000, batch_tokens=200, device="cuda")
+    sae = tsae.train(stores["cpu"], tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
+    assert tsae.evaluate(sae.to("cpu"), stores["cpu"]).as_dict() is not None
+    here = tsae.encode(sae, stores["cpu"], device="cpu", progress=False)
+    there = tsae.encode(sae, stores["cpu"], device="cuda", progress=False)
+    np.testing.assert_allclose(there.codes[:].toarray(), here.codes[:].toarray(), atol=2e-3)
+    live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device="cuda"))
+    found = tsae.encode(sae, live, device="cuda", progress=False)
+    np.testing.assert_allclose(found.codes[:].toarray(), here.codes[:].toarray(), atol=5e-3)
+
+
+def test_sampling(llama: Path) -> None:
+    problems = [Problem(f"p{i}", f"{i}+1?", "1") for i in range(4)]
+    cold = tsae.SamplingConfig(n_samples=1, max_new_tokens=8, temperature=1e-4)
+    found = [
+        tsae.sample(Checkpoint("base", str(llama)), problems, config, progress=False).table["response_ids"].to_pylist()
+        for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": "cuda"}))
+    ]
+    assert found[0] == found[1]
