@@ -36,7 +36,7 @@ from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
 
-# Dense codes at once: on a CPU, larger arrays are given back to the system after every step; a GPU needs more to be busy.
+# Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
 _DENSE, _DENSE_ON_GPU = 1 << 22, 1 << 28
 _FEWEST = 64  # tokens at once
 
