@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from support.builders import ARCHITECTURES, BOS, EOS, N_LAYERS, SHARED, save_model, save_perturbed, save_series
+from support.builders import (
+    ARCHITECTURES,
+    BOS,
+    EOS,
+    MIXTURES,
+    N_LAYERS,
+    SHARED,
+    save_model,
+    save_perturbed,
+    save_series,
+)
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks, positions
 from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
@@ -71,6 +81,23 @@ def test_one_text_alone_is_read_bit_for_bit(any_model: Path) -> None:
         assert found.keys() == expected.keys()
         for site in SITES:
             assert torch.equal(found[site][0], expected[site]), site
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_mixtures_of_experts_and_of_layers_are_read(architecture: str, tmp_path: Path) -> None:
+    """One text alone bit for bit as the modules give it, several together up to rounding."""
+    model = load_model(checkpoint(save_model(tmp_path / architecture, architecture)))
+    reader = HuggingFaceReader(model, SITES)
+    together = reader.read(*padded(TEXTS, "right"))
+    for row, text in enumerate(TEXTS):
+        alone = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
+        for site, expected in module_outputs(model, text).items():
+            assert torch.equal(alone[site][0], expected), site
+            torch.testing.assert_close(together[site][row][: len(text)], expected, atol=2e-5, rtol=0, msg=site)
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([TEXTS[0]]), output_hidden_states=True).hidden_states
+    alone = reader.read(torch.tensor([TEXTS[0]]), torch.ones(1, len(TEXTS[0]), dtype=torch.long))
+    torch.testing.assert_close(alone["blocks.0.hook_resid_post"], states[1], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -18,6 +18,8 @@ SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 PAD = 18
 N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "olmo3", "qwen3_next")
+"""Mixtures of experts, and layers of several kinds."""
 
 
 def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
@@ -46,6 +48,22 @@ def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
         return hf.Qwen2Config(**common)
     if architecture == "qwen3":
         return hf.Qwen3Config(head_dim=8, **common)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if architecture == "qwen3_moe":
+        return hf.Qwen3MoeConfig(head_dim=8, decoder_sparse_step=1, **experts, **common)
+    if architecture == "mixtral":
+        return hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **common)
+    if architecture == "gpt_oss":
+        return hf.GptOssConfig(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, **common)
+    if architecture == "olmo3":
+        return hf.Olmo3Config(sliding_window=5, **common)
+    if architecture == "qwen3_next":
+        linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        return hf.Qwen3NextConfig(
+            head_dim=8, layer_types=kinds, linear_num_value_heads=2, shared_expert_intermediate_size=16,
+            decoder_sparse_step=1, **linear, **experts, **common,
+        )  # fmt: skip
     assert architecture == "gemma3"
     # One layer of full attention, the others with a window shorter than the texts.
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -38,7 +38,7 @@ class ModelLoader:
     Args:
         device: a torch device.
         dtype: "auto" keeps the precision of the file; or float32, float64, bfloat16, float16.
-        attention: Hugging Face's attn_implementation.
+        attention: Hugging Face's attn_implementation; "eager" for a model that has no "sdpa".
     """
 
     def __init__(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> None:
@@ -105,14 +105,21 @@ class ModelLoader:
         if not is_gguf(folder):
             weight_files(folder)
         with _quiet():
+            options = {
+                **_source(folder),
+                "dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
+                "use_safetensors": None if is_gguf(folder) else True,
+                "output_loading_info": True,
+            }
+            load: Any = AutoModelForCausalLM.from_pretrained
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    **_source(folder),
-                    dtype=self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
-                    attn_implementation=self.attention,
-                    use_safetensors=None if is_gguf(folder) else True,
-                    output_loading_info=True,
-                )
+                try:
+                    model, info = load(**options, attn_implementation=self.attention)
+                except ValueError as error:
+                    if "scaled_dot_product_attention" not in str(error):
+                        raise
+                    # A model without it, such as gpt-oss, whose attention has sinks.
+                    model, info = load(**options, attn_implementation="eager")
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
                 raise TsaeError(
                     f"cannot be loaded as a causal language model ({first_line(error)})",
