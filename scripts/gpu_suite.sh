@@ -14,5 +14,5 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     echo "gpu_suite: torch sees no GPU on this machine" >&2
     exit 2
 fi
-"$python" -m pytest -m gpu tests/gpu
+"$python" -m pytest -m gpu tests/app/test_gpu.py
 "$python" scripts/bench_gpu.py --to docs/measured-gpu.md "$@"
