@@ -91,4 +91,4 @@ def test_sixty_cases() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["cases"], found["bad"], found["ratio"]) == (60, [], 0.0)
-    assert {"damaged, good", "command, good"} == set(found["kinds"])
+    assert {"damaged, good", "log, good", "command, good"} == set(found["kinds"])
