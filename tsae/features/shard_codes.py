@@ -92,6 +92,8 @@ def _live(sae: TemporalSAE, source: LiveSource, shard: Shard, texts: np.ndarray,
 
     Where memory runs out, some come again.
     """
+    if not len(texts):
+        return  # no model is loaded for nothing
     source.hold(shard.reader)
     ids = [shard.token_ids[shard.offsets[t] : shard.offsets[t + 1]] for t in texts]
     before = bar.n
