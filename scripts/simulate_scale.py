@@ -53,7 +53,7 @@ class Simulate:
     """Standard deviation of the logarithm of the speed of nodes."""
     jitter: float = 0.05
     """The same of shards."""
-    draws: int = 200
+    draws: int = 60
     seed: int = 0
 
 

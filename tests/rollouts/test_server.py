@@ -273,7 +273,7 @@ def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> 
 # --- whose responses they are
 
 
-MANY = [Problem(f"q{i}", f"{i % 10}*{i // 10}+3?", "1") for i in range(16)]
+MANY = [Problem(f"q{i}", f"{i % 10}*{i // 10}+3?", "1") for i in range(8)]
 LONG = SamplingConfig(n_samples=4, max_new_tokens=40, batch_size=64)
 
 
@@ -281,7 +281,7 @@ def test_responses_of_another_policy_are_refused(llama: Path, tmp_path: Path, se
     other = Checkpoint("other", str(save_perturbed(llama, tmp_path / "other", amount=0.4)))
     with pytest.raises(TsaeError, match=r"its responses are not samples of this checkpoint: .* nats likelier"):
         sample(other, MANY, LONG, server=replace(served.config, check=64), progress=False)
-    sample(other, MANY, LONG, server=replace(served.config, check=0), progress=False)
+    sample(other, MANY[:1], LONG, server=replace(served.config, check=0), progress=False)
 
 
 def test_a_server_that_samples_its_own_way_is_seen(policy: Checkpoint, served: Served) -> None:
@@ -299,7 +299,7 @@ def test_other_log_probabilities_are_seen(policy: Checkpoint, served: Served) ->
 
     served.change = change
     with pytest.raises(TsaeError, match=r"its log-probabilities are not this checkpoint's: .*differ by 0\.300 nats"):
-        sample(policy, MANY, LONG, server=served.config, progress=False)
+        sample(policy, MANY[:3], LONG, server=served.config, progress=False)
 
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
