@@ -25,7 +25,6 @@ from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
 _READ = 1_000_000  # non-zeros of columns that are read at once
-_GAP = 4096  # non-zeros that are read and dropped rather than read around
 
 Key = slice | np.ndarray
 
@@ -113,27 +112,14 @@ class _Lines:
             return self._run(0, 0)
         if key.min() < 0 or key.max() >= self.n:
             raise IndexError(f"0 to {self.n - 1} can be read, not {key.min()} to {key.max()}")
-        steps = np.diff(key)
-        # A new run begins where a gap costs more to read than to leave out.
-        first = np.flatnonzero(np.r_[True, (steps < 1) | ((steps - 1) * self.nnz > _GAP * self.n)])
-        runs = [self._some(part) for part in np.split(key, first[1:])]
+        first = np.flatnonzero(np.r_[True, np.diff(key) != 1])  # where a run of neighbours begins
+        last = np.r_[first[1:], len(key)] - 1
+        runs = [self._run(start, stop + 1) for start, stop in zip(key[first].tolist(), key[last].tolist(), strict=True)]
         if len(runs) == 1:
             return runs[0]
         values, indices = (np.concatenate([run[i] for run in runs]) for i in (0, 1))
         lengths = np.concatenate([np.diff(run[2]) for run in runs])
         return values, indices, _narrow(np.r_[0, lengths.cumsum(dtype=np.int64)])
-
-    def _some(self, key: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ascending lines that lie close together."""
-        start, stop = int(key[0]), int(key[-1]) + 1
-        values, indices, ends = self._run(start, stop)
-        if len(key) == stop - start:
-            return values, indices, ends
-        kept = np.zeros(stop - start, dtype=bool)
-        kept[key - start] = True
-        lengths = np.diff(ends)
-        entries = np.repeat(kept, lengths)
-        return values[entries], indices[entries], _narrow(np.r_[0, lengths[kept].cumsum(dtype=np.int64)])
 
     def _run(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ends = self._file.read(self._offsets, start, stop + 1)
