@@ -59,7 +59,9 @@ def encode_shard(
         place = slice(ends[number], ends[number + 1])
         one = Reconstruction(sae.d_model)
         one.add(x, codes, counted[place])
-        held[number], beyond[place], waiting[number] = codes.sparse, codes.beyond, one.sums()
+        # Copied: what was made while the dense codes lay in memory lies behind them, and leaves a hole in the heap.
+        held[number], beyond[place], waiting[number] = codes.sparse.copy(), codes.beyond, one.sums()
+        del x, codes
         while added in waiting:  # in order, whatever the order in which they are read
             quality.add_sums(waiting.pop(added))
             added += 1
