@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -37,6 +34,7 @@ from tsae.activations.reader.forward_passes import pad, plan_batches
 from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.shard import open_shard
 from tsae.checkpoints.forward.hooks import HuggingFaceReader, decoder_blocks, positions
+from tsae.features.encode import tokens_at_once
 from tsae.features.shard_codes import encode_shard
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
@@ -64,25 +62,6 @@ class Bench:
     """Markdown file to write."""
 
 
-def in_turn(bench: Bench, actions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each, in turn; the first round does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for round_ in range(bench.rounds + 1):
-        for name, action in actions.items():
-            _synchronize(bench.device)
-            start = time.perf_counter()
-            action()
-            _synchronize(bench.device)
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
 def train(bench: Bench) -> list[dict[str, Any]]:
     found = []
     for d_model, d_sae, k in _SIZES[bench.scale]:
@@ -91,7 +70,9 @@ def train(bench: Bench) -> list[dict[str, Any]]:
             size = bench_train.Bench(
                 d_model=d_model, d_sae=d_sae, k=k, pairs=pairs, device=bench.device, precision=precision
             )
-            seconds = in_turn(bench, {name: bench_train.stepper(size, name) for name in ("ours", "floor")})
+            seconds = bench_train.timed(
+                {name: bench_train.stepper(size, name) for name in ("ours", "floor")}, bench.rounds, bench.device
+            )
             share = seconds["floor"] / seconds["ours"]
             found.append(
                 {"d_model": d_model, "d_sae": d_sae, "k": k, "precision": precision, "ms": seconds["ours"] * 1e3,
@@ -167,7 +148,7 @@ def capture(bench: Bench, folder: Path) -> tuple[list[dict[str, Any]], tuple[Any
             finally:
                 blocks.extend(reversed(kept))
 
-        seconds = in_turn(bench, {"ours": ours, "bare": bare})
+        seconds = bench_train.timed({"ours": ours, "bare": bare}, bench.rounds, bench.device)
         share = seconds["bare"] / seconds["ours"]
         speed = int(lengths.sum()) / seconds["ours"]
         found.append({"d_model": d_model, "dtype": dtype, "tokens_per_s": speed, "share_of_bare_forward": share})
@@ -196,7 +177,7 @@ def encode(bench: Bench, shard: Any, rollouts: Rollouts) -> list[dict[str, Any]]
         sample = torch.relu((x[:256] - sae.b_dec) @ sae.W_enc).flatten()
         sae.threshold.fill_(sample.topk(256 * k, sorted=False).values.min())
         sae = sae.requires_grad_(False).to(bench.device)
-        at_once = max(64, (1 << (22 if bench.device == "cpu" else 28)) // d_sae)
+        at_once = tokens_at_once(sae)
         source: Any = _Source(rollouts)
 
         def ours(sae: TemporalSAE = sae, at_once: int = at_once, source: Any = source) -> None:
@@ -207,7 +188,7 @@ def encode(bench: Bench, shard: Any, rollouts: Rollouts) -> list[dict[str, Any]]
             for low in range(0, len(x), at_once):
                 torch.mm(x[low : low + at_once].to(bench.device), sae.W_enc)
 
-        seconds = in_turn(bench, {"ours": ours, "floor": floor})
+        seconds = bench_train.timed({"ours": ours, "floor": floor}, bench.rounds, bench.device)
         share, speed = seconds["floor"] / seconds["ours"], len(x) / seconds["ours"]
         found.append({"d_model": x.shape[1], "d_sae": d_sae, "k": k, "tokens_per_s": speed, "share_of_product": share})
         print(f"encode {x.shape[1]} × {d_sae}, k {k}: {speed:,.0f} tokens/s, {share:.0%} of the product")

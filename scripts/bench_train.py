@@ -22,9 +22,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,15 +130,15 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     return step
 
 
-def timed(bench: Bench, steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each, taken in turn, so that a busy machine slows all alike."""
+def timed(steps: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+    """Median seconds of each, taken in turn, so that a busy machine slows all alike. The first round does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(bench.steps + 1):
+    for round_ in range(rounds + 1):
         for name, step in steps.items():
-            _synchronize(bench.device)
+            _synchronize(device)
             start = time.perf_counter()
             step()
-            _synchronize(bench.device)
+            _synchronize(device)
             if round_:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
@@ -177,7 +178,7 @@ def main() -> None:
         ours = temporal_loss(sae, both, two, precision=bench.precision).total.item()
         reference = baseline(bench, sae, both, two).item()
     agreement = abs(ours - reference) / abs(reference)
-    seconds = timed(bench, {name: stepper(bench, name) for name in ("ours", "dense", "floor")})
+    seconds = timed({name: stepper(bench, name) for name in ("ours", "dense", "floor")}, bench.steps, bench.device)
     memory = {name: peak_memory(bench, name) for name in ("ours", "dense")}
     ratio, share = seconds["dense"] / seconds["ours"], seconds["floor"] / seconds["ours"]
     on_gpu = bench.device.startswith("cuda")

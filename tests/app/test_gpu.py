@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tsae
-from support.builders import make_rollouts, save_perturbed, save_series
+from support.builders import make_rollouts, save_base_and_run
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.rollouts.problems import Problem
 from tsae.sae.fitting import sparse_codes
@@ -26,10 +26,7 @@ SITE = "blocks.1.hook_resid_post"
 @pytest.fixture(scope="module")
 def world(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("world")
-    save_perturbed(llama, folder / "base", amount=0.0)
-    save_perturbed(llama, folder / "run-1")
-    records = [{"id": "base", "path": "base"}, {"id": "run-1", "path": "run-1", "run": "run", "step": 1}]
-    series = tsae.CheckpointSeries.load(save_series(folder, records))
+    series = tsae.CheckpointSeries.load(save_base_and_run(folder, llama))
     rollouts = make_rollouts(n_problems=24, n_samples=6, tokenizer=fingerprint)
     return {"folder": folder, "series": series, "rollouts": rollouts}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tsae
-from support.builders import make_rollouts, save_perturbed, save_series
+from support.builders import make_rollouts, save_base_and_run
 from tsae.activations.live import LiveSource
 from tsae.base.part import Part
 from tsae.cli import main
@@ -23,10 +23,7 @@ SITE = "blocks.1.hook_resid_post"
 @pytest.fixture(scope="module")
 def world(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("world")
-    save_perturbed(llama, folder / "base", amount=0.0)
-    save_perturbed(llama, folder / "run-1")
-    records = [{"id": "base", "path": "base"}, {"id": "run-1", "path": "run-1", "run": "run", "step": 1}]
-    series = tsae.CheckpointSeries.load(save_series(folder, records))
+    series = tsae.CheckpointSeries.load(save_base_and_run(folder, llama))
     rollouts = make_rollouts(n_problems=6, n_samples=4, tokenizer=fingerprint)
     file = rollouts.write(folder / "rollouts.parquet")
     store = tsae.capture(series, rollouts, [SITE], to=folder / "acts", progress=False)

@@ -116,6 +116,14 @@ def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny")
     return folder
 
 
+def save_base_and_run(folder: Path, model: Path) -> Path:
+    """A series of a model and one run of it, whose checkpoint differs a little."""
+    save_perturbed(model, folder / "base", amount=0.0)
+    save_perturbed(model, folder / "run-1")
+    records = [{"id": "base", "path": "base"}, {"id": "run-1", "path": "run-1", "run": "run", "step": 1}]
+    return save_series(folder, records)
+
+
 def make_rollouts(
     policies: tuple[str, ...] = ("base",),
     *,

@@ -118,7 +118,7 @@ class ModelLoader:
                 except ValueError as error:
                     if "scaled_dot_product_attention" not in str(error):
                         raise
-                    # A model without it, such as gpt-oss, whose attention has sinks.
+                    # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
                     model, info = load(**options, attn_implementation="eager")
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
                 raise TsaeError(

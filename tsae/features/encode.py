@@ -75,7 +75,7 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
-    batch_tokens = batch_tokens or _batch_tokens(sae)
+    batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
@@ -118,14 +118,15 @@ def encode_part(
     sae = TemporalSAE.of(sae, device=device)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
-    batch_tokens = batch_tokens or _batch_tokens(sae)
+    batch_tokens = batch_tokens or tokens_at_once(sae)
     pieces = Pieces(to, _identity(sae, store, batch_tokens))
     n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
     refreshed(pieces.path)
     return sum(number not in pieces for number in range(n))
 
 
-def _batch_tokens(sae: TemporalSAE) -> int:
+def tokens_at_once(sae: TemporalSAE) -> int:
+    """How many tokens are encoded together by default, on the SAE's device."""
     dense = _DENSE if sae.W_dec.device.type == "cpu" else _DENSE_ON_GPU
     return max(_FEWEST, dense // sae.config.d_sae)
 

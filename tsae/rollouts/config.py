@@ -44,7 +44,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """An inference server that samples in place of this machine: any with the completions of the OpenAI API."""
+    """An inference server that samples instead of this machine. It must offer completions as the OpenAI API does."""
 
     url: str = ""
     """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""

@@ -1,4 +1,4 @@
-"""Mirrors: local copies of folders and files that lie at a URL. fsspec reaches the URL.
+"""Mirrors: copies on this machine of files and folders at a URL. They are fetched and uploaded with fsspec.
 
 A stage works on the local copy, whose paths are like any other. Three calls keep both sides together:
 
@@ -141,7 +141,7 @@ class Uploads:
         return self
 
     def add(self, *paths: Path) -> None:
-        """Upload files, in this order; nothing for paths outside of mirrors.
+        """Upload files in the order given. Files that belong to no mirror are left alone.
 
         Raises:
             TsaeError: where an earlier one could not be written.

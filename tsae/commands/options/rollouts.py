@@ -18,9 +18,11 @@ class Sample:
     """Sample rollouts of problems from checkpoints, check their answers, and set advantages. Resumes an unfinished
     sampling.
 
-    By an inference server, one checkpoint at a time: --server.url http://localhost:8000/v1 --checkpoints ID. In parts
-    that know nothing of each other: --parts 8 --workers 2, --executor slurm or ray, or --part 2/8 wherever you start
-    it.
+    An inference server can sample instead, from one checkpoint at a time: --server.url http://localhost:8000/v1
+    --checkpoints ID.
+
+    The work can be divided into independent parts: --parts 8 --workers 2 runs them here, --executor slurm or ray on a
+    cluster. Or start each part yourself, with --part 2/8.
     """
 
     series: tuple[str, ...]

@@ -51,7 +51,8 @@ class Generator:
         self.config, self.where, self.around = config, checkpoint.path, around
         self.model: Any = model if model is not None else (loader or ModelLoader(device=config.device)).load(checkpoint)
         self.ends = end_tokens(self.model, tokenizer, checkpoint.path)
-        # A checkpoint may ship top_p, top_k or a repetition penalty; rollouts are samples of the policy itself.
+        # A checkpoint may come with top_p, top_k or a repetition penalty. They are ignored: we sample from the policy
+        # itself.
         self.model.generation_config = type(self.model.generation_config)()
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.ends[0]
 

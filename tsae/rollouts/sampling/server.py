@@ -1,4 +1,4 @@
-"""Responses of an inference server: any with the completions of the OpenAI API (vLLM, SGLang, transformers serve).
+"""Responses of an inference server that offers completions as the OpenAI API does (vLLM, SGLang, transformers serve).
 
 Prompts go out as token ids where the server takes ids, and responses come back as ids where it gives them (vLLM's
 ``return_token_ids``). A server that takes and gives text only gets a text that is tokenised to the same ids, and its
@@ -224,7 +224,7 @@ class Server:
         return self._asked("GET", path, None)
 
     def _asked(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[int, Any]:
-        """(status, JSON) of an answer. What may go away by itself is asked again, after longer and longer waits."""
+        """(status, JSON) of an answer. A failure that may pass is asked again; every wait is longer than the last."""
         import requests
 
         said = ""

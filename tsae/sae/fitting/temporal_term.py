@@ -107,7 +107,7 @@ class _Rows(NamedTuple):
     """The codes of the tokens on one side of the pairs: a row a pair."""
 
     entry: torch.Tensor
-    """(n,) which of the codes; a token may be in several pairs."""
+    """(n,) indices of codes. A code appears once for every pair that its token is in."""
     pair: torch.Tensor
     """(n,) ascending."""
     latent: torch.Tensor
@@ -214,7 +214,7 @@ class _InfoNCE(torch.autograd.Function):
         if processes.size > 1:
             columns = _logits(every, own, n_latents, temperature, -first)  # (N, N own)
         positive = rows.diagonal(first).sum()
-        # Codes are not negative, so that no cosine is. Inner products have no bounds.
+        # Codes are never negative, so every cosine lies between 0 and 1. Inner products may be of any size.
         shift = 1 / temperature if cosine and temperature >= _LEAST_TEMPERATURE else None
         by_row, by_column = _log_sums(rows, shift)  # of the own pairs
         if processes.size > 1:
