@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.part import Part
 from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
 from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
@@ -29,8 +31,9 @@ from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Encode, Evaluate, Export, Train
 from tsae.commands.options.store import StoreCommand
-from tsae.commands.outputs import check_outputs
-from tsae.commands.spreading import run_parts
+from tsae.commands.outputs import check_outputs, output
+from tsae.commands.shortage import shortage
+from tsae.commands.spreading import end_with_parent, run_parts
 from tsae.errors import TsaeError
 
 
@@ -112,9 +115,12 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     if spread is not None and spread.asked and not run_parts(words, spread, options.to, _device(options)):
         return
     room = type(options).__module__.rpartition(".")[2]
-    action(room, f"run_{type(options).__name__.lower()}")(options)
-    if isinstance(to := getattr(options, "to", None), Path):
-        published(to)
+    to = output(options)
+    part = getattr(options, "part", None)
+    with nullcontext() if to is None else sole_writer(to, None if part is None else Part.of(part)):
+        action(room, f"run_{type(options).__name__.lower()}")(options)
+        if to is not None:
+            published(to)
 
 
 def _localised(options: Any) -> Any:
@@ -150,11 +156,12 @@ def main(args: Sequence[str] | None = None) -> None:
     if not sys.stderr.isatty():
         # A log keeps every state of a bar; tqdm reads this when it is imported.
         os.environ.setdefault("TQDM_MININTERVAL", "30")
+    end_with_parent()
     status: Any = None
     try:
         try:
             words = sys.argv[1:] if args is None else args
-            run(parse(words), words)
+            _run_or_say(words)
         except TsaeError as error:
             print(f"tsae: {in_words(str(error))}", file=sys.stderr)
             status = 2
@@ -171,6 +178,19 @@ def main(args: Sequence[str] | None = None) -> None:
         status = status or 141
     if status is not None:
         raise SystemExit(status)
+
+
+def _run_or_say(words: Sequence[str]) -> None:
+    """Run a command. What the machine lacks is said in words."""
+    try:
+        run(parse(words), words)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        refusal = shortage(error)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torture
+from torments import artefacts, damage, words
 
 from tsae.base.files import sha256
 
@@ -23,7 +24,7 @@ def made(tmp_path: Path) -> Path:
         for file in ("a.json", "b.json"):
             (folder / name / file).write_text(f"{name} {file}")
     (folder / "raw.parquet").write_text("rollouts")
-    for stage in torture.STAGES:
+    for stage in artefacts.STAGES:
         (folder / f"expected-{stage.name}").mkdir()
         (folder / f"expected-{stage.name}" / "found").write_text("right")
     (tmp_path / "room").mkdir()
@@ -36,7 +37,7 @@ def judged(
 ) -> set[str]:  # fmt: skip
     """What is said of twelve cases in which the command ends so."""
 
-    def run(words: list[str], where: Path) -> subprocess.CompletedProcess[str]:
+    def run(words: list[str], where: Path, disturbed: object = None) -> subprocess.CompletedProcess[str]:
         if late:
             raise subprocess.TimeoutExpired(words, 1)
         (where / "out" / "found").write_text(wrote)
@@ -44,7 +45,7 @@ def judged(
             (where / spoils).write_text("mine now")
         return subprocess.CompletedProcess(words, code, "", said)
 
-    monkeypatch.setattr(torture, "run", run)
+    monkeypatch.setattr(artefacts, "run", run)
     options = torture.Torture(seed=3, only=kind)  # type: ignore[arg-type]
     return {torture.attempt(number, options, made, made.parent / "room")[2].split(":")[0] for number in range(12)}
 
@@ -69,17 +70,17 @@ def test_every_damage_changes_the_file(tmp_path: Path) -> None:
         file.write_bytes(b"0123456789" * 1000)
         other.write_bytes(b"other")
         before = sha256(file)
-        possible = torture.damages(file, other, np.random.default_rng(0))
+        possible = damage.damages(file, other, np.random.default_rng(0))
         assert list(possible) == names
         possible[name]()
         assert not file.is_file() or sha256(file) != before
 
 
 def test_a_case_is_the_same_again() -> None:
-    command = torture.STAGES[0].command
-    drawn = [[torture.disturb(np.random.default_rng([1, i]), command) for i in range(20)] for _ in range(2)]
+    command = artefacts.READERS[0].command
+    drawn = [[words.disturb(np.random.default_rng([1, i]), command) for i in range(20)] for _ in range(2)]
     assert drawn[0] == drawn[1]
-    changes = [sum(a != b for a, b in zip(words, command, strict=True)) for words in drawn[0]]
+    changes = [sum(a != b for a, b in zip(line, command, strict=True)) for line in drawn[0]]
     assert max(changes) == 2
     assert changes.count(0) < 5  # what is drawn may be what stood there
 
@@ -91,4 +92,4 @@ def test_sixty_cases() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["cases"], found["bad"], found["ratio"]) == (60, [], 0.0)
-    assert {"damaged, good", "log, good", "command, good"} == set(found["kinds"])
+    assert set(found["kinds"]) == {f"{kind}, good" for kind in torture.KINDS}

@@ -30,6 +30,7 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
+    partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
         if flush:

@@ -26,7 +26,7 @@ def check_outputs(options: Any) -> None:
             file holds something else than this command writes.
     """
     name = type(options).__name__
-    to = next((found for holder in (options, getattr(options, "config", None)) if (found := _path(holder, "to"))), None)
+    to = output(options)
     written = _path(options, "json")
     for option, path in (("--to", to), ("--json", written)):
         if path is None or path == Path("-"):
@@ -40,6 +40,11 @@ def check_outputs(options: Any) -> None:
         raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
     if written is not None and written != Path("-"):
         _check_file("--json", written, "JSON results of tsae", _is_json)
+
+
+def output(options: Any) -> Path | None:
+    """The file or folder that a command writes, if it writes one."""
+    return _path(options, "to") or _path(getattr(options, "config", None), "to")
 
 
 def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path], bool]) -> None:

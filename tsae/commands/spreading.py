@@ -15,13 +15,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 
 from tsae.base.progress import progress_bar
 from tsae.commands.options.spread import Spread
 from tsae.commands.ray_parts import last_line, run_on_ray
 from tsae.errors import TsaeError
 
+TIED = "TSAE_TIED"
+"""Set for a part on this machine: it ends when its input does, because then the process that started it is gone."""
 TSAE = (sys.executable, "-m", "tsae")
 
 
@@ -67,6 +69,22 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
             fix="Put that right, and give the same command again; what is finished is kept.",
         )
     return True
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its input is closed, if it is a part that another process here has started.
+
+    A part that outlived a killed command would be in the way of the next one.
+    """
+    if os.environ.pop(TIED, None) is None:
+        return
+
+    def wait() -> None:
+        while os.read(0, 1024):  # not sys.stdin, whose lock would be in the way of the interpreter's end
+            pass
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def logs(to: Path) -> Path:
@@ -141,7 +159,7 @@ def _run_here(
         log = logs(to) / f"{number}-of-{spread.parts}.log"
         worker = free.get()
         try:
-            environment = dict(os.environ)
+            environment = {**os.environ, TIED: "1"}
             # Processes that each take all cores slow each other down.
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
             if gpus:
@@ -152,10 +170,15 @@ def _run_here(
                         if stopped.is_set():  # A part that died because the user stopped is not started again.
                             return "stopped"
                         process = subprocess.Popen(
-                            [*command, "--part", f"{number}/{spread.parts}"], stdout=said, stderr=said, env=environment
+                            [*command, "--part", f"{number}/{spread.parts}"],
+                            stdin=subprocess.PIPE,
+                            stdout=said,
+                            stderr=said,
+                            env=environment,
                         )
                         running.add(process)
-                    status = process.wait()
+                    with process:  # keeps its input open until it has ended
+                        status = process.wait()
                     running.discard(process)
                 if status in (0, 2):  # What a user has to put right does not go away by itself.
                     break

@@ -24,6 +24,7 @@ from tsae.activations.shards.shard import Shard
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.memory import give_back
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
@@ -83,13 +84,14 @@ def encode(
         table = _joined(sae, store, (piece for piece, _ in found), stability)
         return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
     to = local(to)
-    pieces = Pieces(to, _identity(sae, store, batch_tokens))
-    n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
-    nnz = sum(piece.nnz for piece in pieces.first(n))
-    _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
-    write_run(to, "encode", sae.config, _inputs(sae, store))
-    pieces.remove()
-    published(to)  # run.json, and the seal that names it
+    with sole_writer(to):
+        pieces = Pieces(to, _identity(sae, store, batch_tokens))
+        n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
+        nnz = sum(piece.nnz for piece in pieces.first(n))
+        _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
+        write_run(to, "encode", sae.config, _inputs(sae, store))
+        pieces.remove()
+        published(to)  # run.json, and the seal that names it
     return FeatureTable.load(to)
 
 

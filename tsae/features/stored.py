@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
+from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
@@ -303,7 +304,7 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
         counts: (n_columns,) non-zeros of each column.
     """
     ends = np.r_[0, counts.cumsum()]
-    with h5py.File(path, "a", libver="latest", locking=False) as file:
+    with HDF5Writer(path, extend=True) as file:
         indices, values, offsets = _datasets(file.require_group(group), len(counts), int(ends[-1]))
         offsets[:] = ends
         if not ends[-1]:

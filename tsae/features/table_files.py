@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-import h5py
 import numpy as np
 import scipy.sparse as sp
 
+from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import replacing
 from tsae.errors import TsaeError
 from tsae.features.stored import StoredColumns, StoredFile, StoredRows, write_columns, write_rows
@@ -41,7 +41,7 @@ def write_codes(
         shape: (n_tokens, n_features).
         nnz: non-zeros of the codes.
     """
-    with replacing(folder / CODES) as partial, h5py.File(partial, "w", libver="latest", locking=False) as file:
+    with replacing(folder / CODES) as partial, HDF5Writer(partial) as file:
         for name in ARRAYS:
             file.create_dataset(name, data=arrays[name])
         counts = write_rows(file, blocks, shape, nnz)
@@ -69,7 +69,7 @@ def write_means(folder: Path, means: Mapping[str, tuple[str, Iterable[sp.csr_arr
                     for array, kind in ((block.indptr, np.int64), (block.indices, np.int32), (block.data, np.float32)):
                         spool.write(array.astype(kind, copy=False).data)
                 spool.seek(0)
-                with h5py.File(partial, "a", libver="latest", locking=False) as file:
+                with HDF5Writer(partial, extend=True) as file:
                     group = file.create_group(span)
                     group.attrs["mask"] = mask
                     nnz = sum(n for _, n in sizes)

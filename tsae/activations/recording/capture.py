@@ -34,6 +34,7 @@ from tsae.activations.reader.opening import as_reader, open_base
 from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
 from tsae.activations.store import ActivationStore
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
 from tsae.base.files import read_object, reading, write_first, write_json
 from tsae.base.part import Part
@@ -83,7 +84,7 @@ def capture(
     to = local(to)
     fresh = not (to / "manifest.json").is_file()
     # A process that is done waits for the slowest.
-    with join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
+    with sole_writer(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
         processes.wait()
         part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
         refusal: TsaeError | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import h5py
 import numpy as np
 
 from tsae.activations.shards.shard import DTYPES, as_stored, mapped, opened
+from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import sha256
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class ShardWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
         self._partial = path.with_suffix(".tmp")
-        self._file = h5py.File(self._partial, "w", libver="latest", locking=False)
+        self._writer = HDF5Writer(self._partial)
+        self._file = self._writer.file
         # Allocated now, so that the order of writing does not show in the file.
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -77,7 +80,7 @@ class ShardWriter:
 
     def finish(self) -> str:
         """Flush to disk, open again, and rename; returns the file's SHA-256."""
-        self._file.close()
+        self._writer.close()
         with self._partial.open("rb") as stream:
             os.fsync(stream.fileno())
         _, places = opened(self._partial)
@@ -91,7 +94,8 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # said by `finish`, or overtaken by another error
+            self._writer.close()
         self._partial.unlink(missing_ok=True)
 
 

@@ -18,8 +18,8 @@ class Sample:
     """Sample rollouts of problems from checkpoints, check their answers, and set advantages. Resumes an unfinished
     sampling.
 
-    An inference server can sample instead, from one checkpoint at a time: --server.url http://localhost:8000/v1
-    --checkpoints ID.
+    An inference server can sample instead, from one checkpoint at a time: --checkpoints ID --server.url
+    http://localhost:8000/v1
 
     The work can be divided into independent parts: --parts 8 --workers 2 runs them here, --executor slurm or ray on a
     cluster. Or start each part yourself, with --part 2/8.

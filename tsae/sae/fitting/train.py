@@ -19,7 +19,9 @@ are added: each process takes a share of a batch's windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ import torch
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.run_folder import RunFolder
 from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.fitting.training_plan import Plan
 from tsae.sae.fitting.wandb_run import start_wandb
@@ -73,11 +77,11 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
     from tqdm.auto import tqdm
 
     training = plans[0].training
-    with join(training.device) as processes:
-        folders = [plan.folder for plan in plans]
+    folders = [plan.folder for plan in plans]
+    with ExitStack() as held, join(training.device) as processes:
         for folder in folders:
             if folder is not None:
-                processes.first_does(folder.claim)
+                processes.first_does(partial(_claim, folder, held))
         saes = {
             i: TemporalSAE.load(folder.path, device=processes.device).requires_grad_(False)
             for i, folder in enumerate(folders)
@@ -100,6 +104,11 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
                 windows = plans[here[0]].windows(store) if windows is None else windows.at(site)
                 saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
     return [saes[i] for i in range(len(plans))]
+
+
+def _claim(folder: RunFolder, held: ExitStack) -> None:
+    held.enter_context(sole_writer(folder.path))
+    folder.claim()
 
 
 def _train(

@@ -1,0 +1,71 @@
+"""Disturb a process from inside: Python imports this file by itself when its folder is on the path.
+
+``TORMENT`` is ``what:when:folder``. An audit hook counts the moments in which something under the folder is opened for
+writing, made, renamed or removed. From moment ``when`` on (for a kill: at that moment) it does ``what``:
+
+- count: write a line to ``TORMENT_COUNT`` at each;
+- kill, int, term: send the process SIGKILL, SIGINT, SIGTERM;
+- full: let every such call fail, as on a full disk;
+- size-N, files-N, memory-N: let files grow to N bytes, open N more files, take N more bytes of memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_MOMENTS = {"os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.rmdir"}
+
+
+def _limit(what: str) -> None:
+    kind, _, number = what.partition("-")
+    if kind == "size":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.RLIM_INFINITY))
+    elif kind == "files":
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + int(number), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    elif kind == "memory":
+        with open("/proc/self/statm") as stream:
+            used = int(stream.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(number), resource.RLIM_INFINITY))
+
+
+def _begin(torment: str) -> None:
+    what, when, folder = torment.split(":", 2)
+    left = int(when)
+    busy = False
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left, busy
+        if busy or not (event in _MOMENTS or (event == "open" and args[2] & _WRITING)):
+            return
+        path = args[0]
+        if not isinstance(path, (str, bytes)) or not os.path.abspath(os.fsdecode(path)).startswith(folder):
+            return
+        busy = True
+        try:
+            left -= 1
+            if what == "count":
+                with open(os.environ["TORMENT_COUNT"], "a") as stream:
+                    stream.write(f"{event} {path!r}\n")
+            elif what == "full" and left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+            elif left == -1:
+                signals = {"kill": signal.SIGKILL, "int": signal.SIGINT, "term": signal.SIGTERM}
+                if what in signals:
+                    os.kill(os.getpid(), signals[what])
+                else:
+                    _limit(what)
+        finally:
+            busy = False
+
+    sys.addaudithook(hook)
+
+
+if "TORMENT" in os.environ:
+    _begin(os.environ["TORMENT"])

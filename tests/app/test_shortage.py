@@ -1,0 +1,59 @@
+"""What the machine lacks is said in one paragraph; errors of the program stay errors."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from tsae import cli
+from tsae.commands.shortage import shortage
+
+
+def test_errors_of_the_system_and_of_libraries() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "out/page.html.tmp")
+    assert str(shortage(full)) == (
+        "out/page.html.tmp: the system refuses: No space left on device. Make room, and give the same command again: "
+        "what is finished is kept."
+    )
+    assert "ulimit -n" in str(shortage(OSError(errno.EMFILE, "Too many open files")))
+    assert "Make room" in str(shortage(OSError("Can't write data (file write failed: errno = 28, error message = …)")))
+    assert "not enough memory" in str(shortage(MemoryError()))
+    with pytest.raises(RuntimeError) as short:
+        torch.empty(2**50)
+    assert "not enough memory" in str(shortage(short.value))
+    assert "ulimit -u" in str(shortage(RuntimeError("can't start new thread")))
+    for other in (
+        OSError(errno.ENOENT, "No such file", "x"),
+        ValueError("x"),
+        RuntimeError("shape"),
+        ConnectionError(),
+    ):
+        assert shortage(other) is None
+
+
+def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises((OSError, SafetensorError)) as full:
+            save_file({"x": torch.zeros(100_000)}, tmp_path / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Make room" in str(shortage(full.value))
+
+
+def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "out")
+
+    monkeypatch.setattr(cli, "run", full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["completion", "bash"])
+    assert ended.value.code == 2
+    assert "tsae: out: the system refuses" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""One writer at a time: the second is told who the first is, and a dead one is no obstacle."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import filelock
+import pytest
+
+from tsae.base.disk import sole_writer as lock
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.part import Part
+from tsae.cli import main
+from tsae.errors import TsaeError
+
+_HOLD = """
+import sys
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.part import Part
+with sole_writer(sys.argv[1], None if sys.argv[2] == "whole" else Part.of(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.05)
+
+
+def holder(to: Path, part: str = "whole") -> subprocess.Popen[str]:
+    """Another process that holds the lock until its input is closed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(to), part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    to = tmp_path / "deep" / "features"
+    first = holder(to)
+    with pytest.raises(TsaeError, match=rf"features: is being written by process {first.pid} on \S+, since 20\d\d-"):
+        sole_writer(to).__enter__()
+    first.communicate()
+    with sole_writer(to):
+        assert [path.name for path in to.parent.iterdir()] == [".features.lock"]
+    assert list(to.parent.iterdir()) == []
+
+
+def test_a_killed_writer_is_no_obstacle(tmp_path: Path) -> None:
+    to = tmp_path / "features"
+    first = holder(to)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert (tmp_path / ".features.lock").is_file()
+    with sole_writer(to):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_exclude_the_whole_and_not_each_other(tmp_path: Path) -> None:
+    to = tmp_path / "acts[1]"
+    first = holder(to, "1/3")
+    with sole_writer(to, Part(1, 3)):
+        pass
+    for part in (None, Part(0, 3)):
+        with pytest.raises(TsaeError, match=f"process {first.pid}"):
+            sole_writer(to, part).__enter__()
+    first.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_waits_for_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "acts"
+    whole = holder(to)
+    threading.Timer(0.5, whole.communicate).start()
+    with sole_writer(to, Part(2, 3)):
+        assert whole.wait(10) == 0
+    assert f"waiting: {to} is being written by process {whole.pid} on" in capsys.readouterr().err
+
+
+def test_the_part_that_finishes_last_takes_the_whole(tmp_path: Path) -> None:
+    to = tmp_path / "acts"
+    other = holder(to, "1/3")
+    with sole_writer(to, Part(2, 3)), sole_writer(to):
+        assert {path.name for path in tmp_path.iterdir()} == {f".acts{x}.lock" for x in ("", ".part-0", ".part-2")}
+    other.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_may_take_it_again_and_another_may_not(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def second() -> None:
+        try:
+            sole_writer(tmp_path / "sae").__enter__()
+        except TsaeError as error:
+            said.append(str(error))
+
+    with sole_writer(tmp_path / "sae"), sole_writer(tmp_path / "x" / ".." / "sae"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert f"is being written by process {os.getpid()}" in said[0]
+
+
+def test_torchruns_other_processes_leave_it_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = holder(tmp_path / "sae")
+    monkeypatch.setenv("RANK", "1")
+    with sole_writer(tmp_path / "sae"):
+        pass
+    first.communicate()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+    with sole_writer(tmp_path / "sae"):
+        text = (tmp_path / ".sae.lock").read_text()
+        assert str(os.getpid()) in text
+        monkeypatch.setattr(lock, "_held", {})
+        with pytest.raises(TsaeError, match=r"another process \(if it has died, remove \.sae\.lock\)"):
+            sole_writer(tmp_path / "sae").__enter__()
+        lock._held[(os.getpid(), threading.get_ident(), tmp_path / ".sae.lock")] = 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with sole_writer(volume):
+        assert [path.name for path in volume.iterdir()] == [".volume.lock"]
+
+
+def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = holder(tmp_path / "page.html")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--diff", str(tmp_path / "diff"), "--to", str(tmp_path / "page.html")])
+    assert ended.value.code == 2
+    assert f"process {first.pid}" in capsys.readouterr().err
+    first.communicate()

@@ -1,0 +1,1 @@
+"""Writing to a disk that others write to as well, and that may be full."""

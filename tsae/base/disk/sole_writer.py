@@ -1,0 +1,133 @@
+"""One writer at a time: a lock beside an output, which the system takes away from a process that dies.
+
+The lock of ``out/features`` is the file ``out/.features.lock``; the second of eight parts of it has
+``out/.features.part-1.lock``. The operating system holds it (flock), also on NFS, so that nothing is left of it after a
+crash. Where a file system has no locks, a file that must be new stands in for it, with host and process inside.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from tsae.base.files import writing
+from tsae.base.part import Part
+from tsae.base.torchrun import first_process
+from tsae.errors import TsaeError
+
+_PATIENCE_S = 1.0
+"""How long a process waits before it says for whom."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems without locks answer; filelock itself knows another answer."""
+_held: dict[tuple[int, int, Path], int] = {}
+"""How often a thread of this process has taken a lock."""
+
+
+@contextmanager
+def sole_writer(to: str | Path, part: Part | None = None) -> Iterator[None]:
+    """Be the only process that writes an output, or a part of it, while the block runs.
+
+    The second process stops. Parts exclude the whole, and not each other; a part waits for a whole that is being
+    written. The part that finishes last takes the lock of the whole, too, and joins them.
+    A thread that holds the lock may take it again. Of the processes that torchrun started, the main one speaks for all.
+
+    Args:
+        to: the file or folder that is written. Its parent is made if it is missing.
+        part: which part of it, for one of several.
+
+    Raises:
+        TsaeError: where another process writes it, which is named; where the lock cannot be written.
+    """
+    to = Path(os.path.abspath(to))
+    whole = _file(to)
+    own = whole if part is None or part.n == 1 else _file(to, part)
+    thread = (os.getpid(), threading.get_ident())
+    key = (*thread, own)
+    joins = own == whole and any(held[:2] == thread and held[2].name.startswith(f".{to.name}.part-") for held in _held)
+    if key in _held or not first_process():
+        yield
+        return
+    with writing(to.parent, "Make room there, or give another path."):
+        own.parent.mkdir(parents=True, exist_ok=True)
+        lock = _taken(own, to, patient=joins)
+    _held[key] = 1
+    try:
+        # First the own lock, then a look at the others'. So of two that start at once, at least one sees the other.
+        others = [] if joins else own.parent.glob(f".{_plain(to.name)}.part-*.lock") if own == whole else [whole]
+        for other in others:
+            if other.exists():
+                _taken(other, to, patient=other == whole).release()
+        yield
+    finally:
+        del _held[key]
+        with suppress(OSError):  # Windows removes no open file
+            own.unlink()
+        lock.release()
+
+
+def _file(to: Path, part: Part | None = None) -> Path:
+    # Beside the output, because a folder that is not there yet is not made for a lock alone. A mounted volume may have
+    # nothing but its inside to write to.
+    folder = to if to.is_dir() and not os.access(to.parent, os.W_OK) else to.parent
+    return folder / f".{to.name}{'' if part is None else f'.part-{part.index}'}.lock"
+
+
+def _plain(name: str) -> str:
+    """The name, for a glob."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
+    """The lock, which says whose it is.
+
+    Args:
+        file: of the lock.
+        to: what is written.
+        patient: wait for it.
+
+    Raises:
+        TsaeError: where it is another's.
+    """
+    lock: BaseFileLock = FileLock(file)
+    patience = _PATIENCE_S if patient else 0.0
+    try:
+        try:
+            lock.acquire(timeout=patience)
+        except OSError as error:
+            if isinstance(error, Timeout) or error.errno not in _NO_LOCKS:
+                raise
+            lock = SoftFileLock(file)
+            lock.acquire(timeout=patience)
+    except Timeout:
+        if not patient:
+            raise TsaeError(
+                f"is being written by {_owner(file)}",
+                where=to,
+                fix="Wait until it has ended, or stop it; the same command then goes on from what is on disk.",
+            ) from None
+        print(f"waiting: {to} is being written by {_owner(file)}", file=sys.stderr)
+        lock.acquire()
+    if not isinstance(lock, SoftFileLock):  # which has written its own
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        owner = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "command": sys.argv[:2]}
+        file.write_text(json.dumps(owner))
+    return lock
+
+
+def _owner(file: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        found = json.loads(file.read_text())
+        return f"process {int(found['process'])} on {found['host']!s:.80}, since {found['since']!s:.40}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"another process (if it has died, remove {file.name})"

@@ -1,0 +1,49 @@
+"""What a machine lacks: errors of the system that its user can put right, in words."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+
+from tsae.errors import TsaeError
+
+_FIXES = {
+    "Make room, and give the same command again: what is finished is kept.": (
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    ),
+    "Give a path that you may write to.": (errno.EROFS, errno.EACCES, errno.EPERM),
+    "Allow more open files (ulimit -n), and give the same command again.": (errno.EMFILE, errno.ENFILE),
+    "Give the command more memory, or smaller batches.": (errno.ENOMEM,),
+    "Look at the disk. The same command goes on from what is finished.": (errno.EIO, errno.ESTALE),
+    "Allow more processes and threads (ulimit -u), or use fewer.": (errno.EAGAIN,),
+}  # fmt: skip
+_BY_NUMBER = {number: fix for fix, numbers in _FIXES.items() for number in numbers}
+_NUMBER = re.compile(r"(?:os error|errno =|\[Errno) (\d+)")
+_MEMORY = re.compile(r"can't allocate memory|out of memory|Unable to allocate|std::bad_alloc", re.IGNORECASE)
+_THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
+
+
+def shortage(error: BaseException) -> TsaeError | None:
+    """A refusal in place of an error, where the machine lacks disk, memory, files, threads, or a permission.
+
+    Args:
+        error: of Python, or of a library that passes the system's number on in its words (HDF5, Arrow, safetensors).
+    """
+    first = (str(error).splitlines() or [""])[0]
+    where = None
+    fix = None
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
+        return TsaeError(f"there is not enough memory ({first or type(error).__name__})", fix=_BY_NUMBER[errno.ENOMEM])
+    if isinstance(error, RuntimeError) and _THREADS.search(str(error)):
+        fix = _BY_NUMBER[errno.EAGAIN]
+    elif isinstance(error, OSError) and not isinstance(error, socket.timeout | ConnectionError):
+        number = error.errno
+        if number is None and (found := _NUMBER.search(str(error))):
+            number = int(found[1])
+        fix = _BY_NUMBER.get(number or 0)
+        where = error.filename if isinstance(error.filename, str) else None
+        first = error.strerror or first
+    elif type(error).__name__ == "SafetensorError" and (found := _NUMBER.search(str(error))):
+        fix = _BY_NUMBER.get(int(found[1]))
+    return None if fix is None else TsaeError(f"the system refuses: {first}", where=where, fix=fix)
