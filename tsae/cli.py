@@ -34,7 +34,9 @@ from tsae.commands.options.store import StoreCommand
 from tsae.commands.outputs import check_outputs, output
 from tsae.commands.shortage import shortage
 from tsae.commands.spreading import end_with_parent, run_parts
+from tsae.commands.terminal import tame_streams
 from tsae.errors import TsaeError
+from tsae.report.text import visible
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def main(args: Sequence[str] | None = None) -> None:
             words = sys.argv[1:] if args is None else args
             _run_or_say(words)
         except TsaeError as error:
-            print(f"tsae: {in_words(str(error))}", file=sys.stderr)
+            print(f"tsae: {visible(in_words(str(error)))}", file=sys.stderr)
             status = 2
         except KeyboardInterrupt:
             print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)
@@ -182,8 +184,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run_or_say(words: Sequence[str]) -> None:
     """Run a command. What the machine lacks is said in words."""
+    options = parse(words)
     try:
-        run(parse(words), words)
+        with tame_streams():
+            run(options, words)
     except BrokenPipeError:
         raise
     except Exception as error:

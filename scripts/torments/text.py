@@ -21,6 +21,7 @@ import tsae
 from torments import artefacts
 
 CANARY = "data-canary"
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _FIRE = f"document.documentElement.setAttribute('{CANARY}',1)"
 HOSTILE = (
     f"<script>{_FIRE}</script>", f"</script><script>{_FIRE}</script>", f"<img src=x onerror=\"{_FIRE}\">",
@@ -37,7 +38,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     """(what was done, what is bad of what follows: nothing where the case is good)."""
     chosen = [str(text) for text in rng.choice(HOSTILE, size=rng.integers(2, 6))]
-    what = f"text: {', '.join(map(ascii, chosen))}"[:300]
+    what = f"text: {', '.join(ascii(text)[:60] for text in chosen)}"
     try:
         _plant(chosen, rng, made, here)
     except tsae.TsaeError:
@@ -47,17 +48,18 @@ def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]
         ("diff", "--features", "features", "--to", "out/diff", "--min-problems", "5", "--n-permutations", "100",
          "--n-bootstrap", "100", "--tokenizer", "tokens"),
         ("report", "--diff", "out/diff", "--features", "features", "--to", "out/page.html", "--title", chosen[0]),
-        ("rollouts", "difficulty", "--rollouts", "features/rollouts.parquet", "--n-draws", "50"),
+        ("rollouts", "difficulty", "--rollouts", "features/rollouts.parquet", "--n-draws", "100"),
     )  # fmt: skip
     for words in commands:
         ended, wrong = artefacts.watched(words, here)
         if wrong:
             return what, wrong
         if ended is None or ended.returncode:
-            what += f"; {words[0]} refuses"
+            said = "" if ended is None else ended.stderr.strip()[-200:]
+            what += f"; {words[0]} refuses: {said}"
             break
         if raw := raw_controls(ended.stdout + re.sub(r"\r", "", ended.stderr)):
-            return what, f"{words[0]} sends {raw} to the terminal"
+            return what, f"{' '.join(words[:2])} sends {raw} to the terminal"
     page = here / "out/page.html"
     return what, _fired(page) if page.is_file() else ""
 
@@ -97,7 +99,8 @@ def _plant(chosen: list[str], rng: np.random.Generator, made: Path, here: Path) 
 
 def raw_controls(said: str) -> str:
     """Characters that could steer a terminal, by name."""
-    found = {letter for letter in said if unicodedata.category(letter) in ("Cc", "Cf") and letter not in "\n\t"}
+    found = {letter for letter in said if unicodedata.category(letter) == "Cc" and letter not in "\n\t"}
+    found |= {letter for letter in said if unicodedata.bidirectional(letter) in _DIRECTIONS}
     return ", ".join(sorted(f"U+{ord(letter):04X}" for letter in found))
 
 

@@ -6,6 +6,7 @@ The same command may write its own output again. What it would replace is known 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -32,11 +33,11 @@ def check_outputs(options: Any) -> None:
         if path is None or path == Path("-"):
             continue
         for field, other in _inputs(options):
-            if other.exists() and path.exists() and path.samefile(other):
+            if os.path.exists(other) and os.path.exists(path) and path.samefile(other):
                 raise TsaeError(f"is an input too ({field})", where=f"{option} {path}", fix="Give another path.")
     if to is not None and name in FILES:
         _check_file("--to", to, *FILES[name])
-    elif to is not None and to.exists() and not to.is_dir():
+    elif to is not None and os.path.exists(to) and not to.is_dir():
         raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
     if written is not None and written != Path("-"):
         _check_file("--json", written, "JSON results of tsae", _is_json)
@@ -52,7 +53,7 @@ def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path
         raise TsaeError(
             "is a folder, and a file is to be written", where=f"{option} {path}", fix="Give the path of a file."
         )
-    if not path.exists():
+    if not os.path.exists(path):
         return
     with path.open("rb") as stream:
         begin = stream.read(4096)

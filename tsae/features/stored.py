@@ -30,6 +30,10 @@ _READ = 1_000_000  # non-zeros of columns that are read at once
 Key = slice | np.ndarray
 
 
+def _plain(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
 class StoredFile:
     """The datasets of an HDF5 file.
 
@@ -48,7 +52,7 @@ class StoredFile:
         weakref.finalize(self, os.close, self._file)
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
-        self.attributes |= {f"{name}/{key}": value for key, value in found.attrs.items()}
+        self.attributes |= {f"{name}/{key}": _plain(value) for key, value in found.attrs.items()}
         if isinstance(found, h5py.Dataset):
             self._places[name] = (found.id.get_offset(), found.shape, found.dtype)
 

@@ -71,7 +71,7 @@ def write_means(folder: Path, means: Mapping[str, tuple[str, Iterable[sp.csr_arr
                 spool.seek(0)
                 with HDF5Writer(partial, extend=True) as file:
                     group = file.create_group(span)
-                    group.attrs["mask"] = mask
+                    group.attrs["mask"] = np.bytes_(mask.encode())
                     nnz = sum(n for _, n in sizes)
                     counts = write_rows(group.create_group("rows"), _spooled(spool, sizes, shape[1]), shape, nnz)
             rows = StoredRows(StoredFile(partial), f"{span}/rows", shape[1], None)

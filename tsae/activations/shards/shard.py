@@ -161,9 +161,20 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             found = {name: Place(v.id.get_offset(), v.shape, v.dtype) for name, v in _datasets(file)}
-            return {name: str(value) for name, value in file.attrs.items()}, found
+            return dict(_words(file)), found
     except (OSError, LookupError, RuntimeError, ValueError, TypeError) as error:
         raise TsaeError(f"cannot read the shard ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+
+
+def _words(file: h5py.File) -> Iterator[tuple[str, str]]:
+    """Attributes of a fixed length.
+
+    HDF5 keeps the others in a heap, in which it walks in a circle for ever when a byte of it is damaged.
+    """
+    for name in file.attrs:
+        found = file.attrs.get_id(name)
+        if found.shape == () and found.dtype.kind == "S":
+            yield name, bytes(file.attrs[name]).decode()
 
 
 def _datasets(group: h5py.Group, under: str = "") -> Iterator[tuple[str, h5py.Dataset]]:

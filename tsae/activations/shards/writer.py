@@ -53,11 +53,12 @@ class ShardWriter:
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        self._file.attrs.update(origin or {})
+        # Texts of a fixed length: those of any length lie in a heap, which HDF5 does not survive if it is damaged.
+        self._file.attrs.update({name: np.bytes_(text.encode()) for name, text in (origin or {}).items()})
         for site, d_model in self.sites.items():
             shape = (int(offsets[-1]), d_model)
             made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
-            made.attrs["dtype"] = dtype
+            made.attrs["dtype"] = np.bytes_(dtype.encode())
             self._file.create_dataset(f"norms/{site}", shape[:1], np.float32, dcpl=early)
         for name in statistics:
             self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
