@@ -42,7 +42,7 @@ class _Tame:
 def tame_streams() -> Iterator[None]:
     """While the block runs, nothing that is printed steers the terminal, but for progress bars."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Tame(out), _Tame(err)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Tame(out), _Tame(err)
     try:
         yield
     finally:
