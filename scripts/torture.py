@@ -45,8 +45,8 @@ from torments import artefacts, damage, faults, figures, logs, text, words
 
 Kind = Literal["damaged", "log", "command", "fault", "numbers", "text"]
 KINDS: dict[str, tuple[ModuleType, float]] = {
-    "damaged": (damage, 0.26), "log": (logs, 0.2), "command": (words, 0.2), "fault": (faults, 0.2),
-    "numbers": (figures, 0.07), "text": (text, 0.07),
+    "damaged": (damage, 0.3), "log": (logs, 0.24), "command": (words, 0.24), "fault": (faults, 0.14),
+    "numbers": (figures, 0.04), "text": (text, 0.04),
 }  # fmt: skip
 """Of each kind the module that attempts it, and its share of the cases."""
 

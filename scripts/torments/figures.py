@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -85,11 +86,12 @@ def _choose(source: Path, target: Path, kind: str, rng: np.random.Generator) -> 
     table = chosen.table
     if kind == "one token":
         index = table.column_names.index("response_ids")
-        table = table.set_column(index, table.field(index), [[ids[:1] for ids in table["response_ids"].to_pylist()]])
+        first = pa.array([ids[:1] for ids in table["response_ids"].to_pylist()], table.field(index).type)
+        table = table.set_column(index, table.field(index), first)
     elif kind == "reward":
         index = table.column_names.index("reward")
         values = [float(rng.choice([math.nan, math.inf, -math.inf, 1e308, 5e-324])) for _ in range(table.num_rows)]
-        table = table.set_column(index, table.field(index), [values])
+        table = table.set_column(index, table.field(index), pa.array(values, table.field(index).type))
     try:
         type(chosen)(table, chosen.info).write(target)
     except tsae.TsaeError:
