@@ -32,7 +32,15 @@ from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, Reader
 from tsae.activations.reader.opening import as_reader, check_server, open_base
 from tsae.activations.recording.shard_capture import capture_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
+from tsae.activations.shards.manifest import (
+    FORMAT,
+    VERSION,
+    as_record,
+    essence,
+    inside,
+    read_manifest,
+    record_file,
+)
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
@@ -194,7 +202,7 @@ def _capture(
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
-            record = write_json(inside(to, record_file(piece.file)), entry)
+            record = write_json(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
 
@@ -273,11 +281,6 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
     """Refuse a manifest of another capture."""
-
-    def essence(manifest: dict[str, Any]) -> dict[str, Any]:
-        readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
-        return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
-
     a, b = essence(found), essence(wanted)
     different = sorted(key for key in b if a.get(key) != b[key])
     if different:
