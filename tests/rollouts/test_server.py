@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -210,6 +211,12 @@ def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path:
             sample(policy, PROBLEMS, replace(CONFIG, seed=5), server=server, pieces=pieces, progress=False)
         with pytest.raises(TsaeError, match="holds responses of another sampling: problems differ"):
             sample(policy, PROBLEMS[1:], CONFIG, server=server, pieces=pieces, progress=False)
+        other: Any = {"pieces": tmp_path / "other", "server": server, "progress": False}
+        sample_part(policy, PROBLEMS, replace(CONFIG, seed=5), part=Part(2, 5), **other)
+        shutil.copy(tmp_path / "other" / "base" / "000002.json", pieces / "base")
+        with pytest.raises(TsaeError, match=r"000002\.json: cannot be read .*it is of another sampling"):
+            sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
+        shutil.rmtree(tmp_path / "other")
         (pieces / "base" / "000001.json").write_text('{"responses": [{"ids": [1]}]}')
         with pytest.raises(TsaeError, match=r"000001\.json: cannot be read"):
             sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)

@@ -2,6 +2,7 @@
 
 While a capture goes on, every finished shard has a record of its own beside it (READER/NUMBER.json), so that processes
 that know nothing of each other can write into one store. When all shards are there, their records go into the manifest.
+A record says of which capture it is, for parts of several machines may be copied into one folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
+from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
 from tsae.errors import TsaeError
 
@@ -46,6 +48,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def essence(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What makes a capture this one: the manifest without what is done already."""
+    readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
+    return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
+
+
 def inside(folder: Path, file: str) -> Path:
     """The path of a file of a store.
 
@@ -65,7 +73,14 @@ def record_file(shard: str) -> str:
     return str(Path(shard).with_suffix(".json"))
 
 
+def as_record(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    """The record of a shard, from its entry for the manifest: it says of which capture the shard is."""
+    return {**entry, "capture": digest_of(essence(manifest))}
+
+
 def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
+    capture = digest_of(essence(manifest))
+    foreign: list[str] = []
     for reader in manifest["readers"]:
         known = {shard["file"]: shard for shard in reader["shards"]}
         for file in inside(folder, reader["id"]).glob("*.json"):
@@ -75,8 +90,17 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
                 _check_types(record, _SHARD)
                 if record["file"] != name:
                     raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
+                if record.pop("capture", None) != capture:
+                    foreign.append(name)
                 known[name] = record
         reader["shards"] = [known[name] for name in sorted(known)]
+    if foreign:
+        first = min(foreign)
+        raise TsaeError(
+            f"{len(foreign)} shards are of another capture than the manifest, such as {first}",
+            where=folder,
+            fix=f"Remove these with their records, such as {record_file(first)}, and give the same capture again.",
+        )
 
 
 def _check_structure(manifest: dict[str, Any]) -> None:
