@@ -135,6 +135,20 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def refuse_own_code(error: Exception, folder: Path) -> None:
+    """Say it in our words, where transformers refused to run code that lies beside the weights.
+
+    Raises:
+        TsaeError: where that is what the error says.
+    """
+    if "trust_remote_code" in str(error):
+        raise TsaeError(
+            "needs Python code of its own (auto_map), which is never run",
+            where=folder,
+            fix="Give a model that transformers itself can load, or save this one in such a form.",
+        ) from error
+
+
 def _indexed(folder: Path) -> list[Path]:
     names = json_object(folder / _INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):

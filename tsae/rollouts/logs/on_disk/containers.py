@@ -6,11 +6,11 @@ No code in a file is run: ``.pt`` files are loaded as tensors and plain containe
 from __future__ import annotations
 
 import json
-import pickle
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from tsae.errors import TsaeError
@@ -31,7 +31,7 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise TsaeError(
             f"is no file of tensors and plain containers alone ({_cause(error)}); what may run code is not loaded",
             where=path,
