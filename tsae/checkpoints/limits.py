@@ -26,7 +26,7 @@ def text_limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
     try:
         loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = loaded.get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         refuse_own_code(error, folder)
         raise TsaeError(
             f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",

@@ -160,7 +160,7 @@ def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
             refuse_own_code(error, folder)
             raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
     if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:

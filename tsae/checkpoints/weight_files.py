@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
 
@@ -176,7 +177,7 @@ def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
 def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises TsaeError where there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TsaeError(f"not a file of JSON ({error})", where=file) from error
     if not isinstance(content, dict):

@@ -22,6 +22,7 @@ import scipy.sparse as sp
 from tsae.base.files import replacing, writing
 from tsae.base.part import check_same_work
 from tsae.base.remote.mirror import local, needed, published, removed, there
+from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -109,7 +110,8 @@ class Pieces:
     def _opened(self, number: int) -> Iterator[Any]:
         file = self._file(number)
         try:
-            with needed(file).open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            check_zip(needed(file))
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                 yield found
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error

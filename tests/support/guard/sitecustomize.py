@@ -14,7 +14,7 @@ from typing import Any
 
 LOG = "TSAE_GUARD_LOG"
 
-# Who may load pickles: libraries that talk to processes which they started themselves. No file from outside is among it.
+# Who may load pickles: libraries that talk to processes which they started themselves, never files from outside.
 _MAY_UNPICKLE = (
     f"{os.sep}multiprocessing{os.sep}",  # arguments and results of a test's own children
     f"{os.sep}concurrent{os.sep}futures{os.sep}",  # the same

@@ -15,7 +15,6 @@ Whether a copy is still that of the URL is told by what the file system says of 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from typing import Any
 from uuid import uuid4
 
 from tsae.base.files import write_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 CACHE, CACHE_GB = "TSAE_CACHE", "TSAE_CACHE_GB"
@@ -314,7 +314,7 @@ class Mirror:
         """Of every file that is on both sides: its state there and here."""
         if self._noted is None:
             try:
-                found = json.loads(self._index.read_text(encoding="utf-8"))
+                found = parse_json(self._index.read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 found = {}
             self._noted = found if isinstance(found, dict) else {}
