@@ -22,7 +22,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
 from tsae.features.annotations import Annotator
 from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
@@ -195,7 +195,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
     """
-    file, wanted = folder / name, json.loads(json.dumps(stamp, default=str))
+    file, wanted = folder / name, public(json.loads(json.dumps(stamp, default=str)))
     # A kill during the first write leaves only the temporary file.
     if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

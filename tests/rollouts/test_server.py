@@ -235,8 +235,18 @@ def test_a_key_is_sent_and_never_shown(
     monkeypatch.setenv("TSAE_SERVER_KEY", "s3cret")
     found = sample(policy, PROBLEMS, CONFIG, server=served.config, pieces=tmp_path, progress=False)
     found.write(tmp_path / "rollouts.parquet")
+    # Neither does a password in the address go anywhere but to the server.
+    monkeypatch.delenv("TSAE_SERVER_KEY")
+    served.key = ""
+    server = replace(served.config, url=served.config.url.replace("//", "//user:passw0rd@"))
+    found = sample(policy, PROBLEMS, CONFIG, server=server, pieces=tmp_path / "b", progress=False)
+    found.write(tmp_path / "b" / "rollouts.parquet")
+    assert served.keys[-1].startswith("Basic ")
+    served.key = "another"
+    with pytest.raises(TsaeError, match=r"http://\*\*\*@127\.0\.0\.1"):
+        sample(policy, PROBLEMS, CONFIG, server=server, pieces=tmp_path / "c", progress=False)
     for file in tmp_path.rglob("*"):
-        assert file.is_dir() or b"s3cret" not in file.read_bytes()
+        assert file.is_dir() or not [word for word in (b"s3cret", b"passw0rd") if word in file.read_bytes()]
 
 
 def altered(name: str, value: Any) -> Any:

@@ -135,6 +135,11 @@ def read_object(file: str | Path, fix: str) -> dict[str, Any]:
     return content
 
 
+def plain(content: Any) -> Any:
+    """Content as JSON gives it back: dataclasses are objects, tuples lists, paths texts."""
+    return json.loads(json.dumps(content, default=_plain))
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)

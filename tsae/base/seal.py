@@ -6,7 +6,6 @@ by name, before any number is made of it. Folders of earlier versions have no se
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import replacing, sha256, write_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 SEAL = "checksums.json"
@@ -116,7 +116,7 @@ def _digest(file: str, *_: int) -> str:
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["sha256"]
+        found = parse_json(file.read_text(encoding="utf-8"))["sha256"]
         # A name is that of a file beside the seal, never a path to elsewhere.
         if not all(isinstance(d, str) and Path(name).name == name for name, d in found.items()):
             raise ValueError("not a checksum by name")

@@ -22,6 +22,7 @@ import scipy.sparse as sp
 from tsae.base.files import replacing, writing
 from tsae.base.part import check_same_work, digest_of
 from tsae.base.remote.mirror import local, needed, published, removed, there
+from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -111,7 +112,8 @@ class Pieces:
     def _opened(self, number: int) -> Iterator[Any]:
         file = self._file(number)
         try:
-            with needed(file).open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            check_zip(needed(file))
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                 if str(found["of"]) != self._of:
                     fix = "Remove it, and encode again; the others stay."
                     raise TsaeError("is a piece of another encoding", where=file, fix=fix)

@@ -21,17 +21,13 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.disk.hdf5 import HDF5Writer
+from tsae.base.disk.hdf5 import HDF5Writer, places, words
 from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
 _READ = 1_000_000  # non-zeros of columns that are read at once
 
 Key = slice | np.ndarray
-
-
-def _plain(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 class StoredFile:
@@ -43,18 +39,16 @@ class StoredFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[int | None, tuple[int, ...], np.dtype[Any]]] = {}
-        self.attributes: dict[str, Any] = {}
-        """By "group/name"."""
         with h5py.File(self.path, "r", locking=False) as file:
+            self._places = places(file)
+            self.attributes: dict[str, str] = {}
+            """By "group/name"."""
             file.visititems(self._add)
         self._file = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
-        self.attributes |= {f"{name}/{key}": _plain(value) for key, value in found.attrs.items()}
-        if isinstance(found, h5py.Dataset):
-            self._places[name] = (found.id.get_offset(), found.shape, found.dtype)
+        self.attributes |= {f"{name}/{key}": value for key, value in words(found)}
 
     def length(self, name: str) -> int:
         """Entries of a dataset.
@@ -76,10 +70,9 @@ class StoredFile:
         if not 0 <= start <= stop <= shape[0]:
             wanted = f"names entries {start} to {stop} of {name}, which has {shape[0]}"
             raise TsaeError(f"is damaged: it {wanted}", where=self.path, fix="Make it anew.")
-        if offset is None:  # not in one piece, or empty
-            with h5py.File(self.path, "r", locking=False) as file:
-                return np.asarray(file[name][start:stop])
         found = np.empty(stop - start, dtype=dtype)
+        if offset is None:
+            return found
         view, place = found.data.cast("B"), offset + start * dtype.itemsize
         while len(view):  # one read gives two gigabytes at most
             n = os.preadv(self._file, [view], place)

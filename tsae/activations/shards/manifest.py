@@ -14,6 +14,7 @@ from typing import Any
 from tsae.activations.shards.shard import DTYPES
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"
@@ -29,7 +30,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = parse_json(file.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
         if known:
             _check_structure(manifest)
@@ -86,7 +87,7 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
         for file in inside(folder, reader["id"]).glob("*.json"):
             name = f"{reader['id']}/{file.stem}.h5"
             if name not in known:
-                record = json.loads(file.read_text(encoding="utf-8"))
+                record = parse_json(file.read_text(encoding="utf-8"))
                 _check_types(record, _SHARD)
                 if record["file"] != name:
                     raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")

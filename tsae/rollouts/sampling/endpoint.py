@@ -85,7 +85,7 @@ class Endpoint:
                     return answer.status_code, answer.json() if answer.status_code == 200 else _content(answer)
                 said = f"status {answer.status_code}: {self._said(_content(answer))}"
                 wait = _asked_to_wait(answer.headers.get("Retry-After", "")) or wait
-            except requests.JSONDecodeError:
+            except (requests.JSONDecodeError, RecursionError):
                 said = "its answer is not JSON"
             except requests.RequestException as error:
                 said = f"{type(error).__name__}"
@@ -109,7 +109,7 @@ class Endpoint:
 def _content(answer: Any) -> Any:
     try:
         return answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return answer.text[:200]
 
 

@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from tsae.base.files import reading, write_json
 from tsae.base.provenance import write_run
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
@@ -145,7 +146,7 @@ class RunFolder:
         with reading(file, _ANEW):
             lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         with reading(file, _ANEW):
-            return dict(json.loads(lines[-1])) if lines else {}
+            return dict(parse_json(lines[-1])) if lines else {}
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl."""
@@ -179,7 +180,7 @@ class RunFolder:
         for line in lines:
             # A kill may have cut the last line.
             with reading(file, _ANEW):
-                if not line.endswith("\n") or json.loads(line)["step"] >= steps:
+                if not line.endswith("\n") or parse_json(line)["step"] >= steps:
                     break
             kept.append(line)
         partial = file.with_suffix(".tmp")
@@ -228,7 +229,7 @@ def _short(value: Any) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
         # What `_identity` reads; another stage's run.json has no training.
         if content.get("stage") == "train":
             content["config"]["training"], content["config"]["sae"], content["inputs"]
