@@ -55,7 +55,7 @@ def write_text(path: str | Path, content: str) -> Path:
 
 def write_json(path: str | Path, content: Any) -> Path:
     """Write JSON whole or not at all; the same content gives the same bytes."""
-    return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
+    return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
 
 
 def write_first(path: str | Path, content: Any) -> None:
@@ -135,7 +135,8 @@ def read_object(file: str | Path, fix: str) -> dict[str, Any]:
     return content
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON knows, of a value that it does not know."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Path):

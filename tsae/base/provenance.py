@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import replacing, write_json
-from tsae.base.seal import SEAL, seal
+from tsae.base.seal import SEAL, seal, with_checksum
 
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
 
@@ -31,7 +31,7 @@ def version_of(package: str) -> str | None:
 
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
     """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal."""
-    content = {"stage": stage, "config": config, "inputs": inputs, "versions": versions()}
+    content = with_checksum({"stage": stage, "config": config, "inputs": inputs, "versions": versions()})
     file = Path(folder) / "run.json"
     with replacing(file) as partial:
         write_json(partial, content)

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tsae.base.files import read_object, reading, write_json, writing
+from tsae.base.files import reading, write_json, writing
 from tsae.base.part import check_same_work
+from tsae.base.seal import read_sealed, with_checksum
 
 
 class Request(NamedTuple):
@@ -85,7 +86,8 @@ class Batches:
             self._held[number] = list(responses)
             return
         with writing(self._path, "Make room, and give the same command again: it goes on from here."):
-            write_json(self._file(number), {"responses": [asdict(response) for response in responses]})
+            content = {"responses": [asdict(response) for response in responses]}
+            write_json(self._file(number), with_checksum(content))
 
     def read(self, number: int, n: int) -> list[Response]:
         """The n responses of a batch.
@@ -97,7 +99,7 @@ class Batches:
             return self._held[number]
         file, fix = self._file(number), "Remove it, and sample again: only this batch is generated anew."
         with reading(file, fix):
-            found = [_response(record) for record in read_object(file, fix)["responses"]]
+            found = [_response(record) for record in read_sealed(file, fix)["responses"]]
             if len(found) != n:
                 raise ValueError(f"it holds {len(found)} responses, expected {n}")
         return found
