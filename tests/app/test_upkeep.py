@@ -9,24 +9,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from support.attributions import make_attribution
+from support.builders import synthetic_store
 from support.cli import run
 from support.damage import flip, unsealed
 from support.planted import planted
+from tsae.activations.shards.manifest import write_manifest
 from tsae.attribution.config import AttributionConfig
+from tsae.attribution.credit.token_shares import Directions
+from tsae.attribution.online.recording import RecordingFolder
 from tsae.base.disk.made_by import command_file, made_by, record_command
-from tsae.base.files import sha256
-from tsae.base.seal import SEAL, read_sealed
+from tsae.base.files import sha256, write_json
+from tsae.base.provenance import write_run
+from tsae.base.seal import SEAL, read_sealed, seal, with_checksum
 from tsae.cli import parse
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
+from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.pipeline import claim
+from tsae.rl.config import CreditConfig
+from tsae.rl.credit import Credit
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
 from tsae.upkeep.find import aside_name
 from tsae.upkeep.mend import repair
 from tsae.upkeep.stamped import stamped_command
@@ -88,6 +104,62 @@ def test_what_is_damaged_is_named(damage: str, copy: Path) -> None:
     assert all(other.state == "intact" for other in found.values())
     whole = {finding.artefact.path.name: finding for finding in verify([copy], progress=False)}
     assert what in whole[name].what
+
+
+def _everything(folder: Path) -> dict[str, tuple[str, str]]:
+    """Small artefacts of the kinds that no other test here has: their kind, and a file of each."""
+    (attribution := make_attribution()).save(folder / "attribution")
+    step = {"rows": torch.zeros(1, dtype=torch.int64), "gradients": torch.ones(1, 3)}
+    (gradients := folder / "attribution" / "gradients").mkdir()
+    write_json(gradients / "gradients.json", with_checksum({"steps": [1], "steps_sealed": True}))
+    save_file(step, gradients / "step-000001.safetensors")
+    seal(gradients, ["step-000001.safetensors"])
+    Directions(folder / "attribution" / "directions").keep(1, torch.ones(2, 3))
+    sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
+    Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
+    none, keys = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    Credit(CreditConfig(), torch.ones(4), keys, none, none, 0.0, 1.0, {"p": 0.01}).save(folder / "credit")
+    TemporalSAE(3, SAEConfig(d_sae=8, k=2), site="x.site").save(folder / "sae")
+    store = synthetic_store(folder / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    shard = store.manifest["readers"][0]["shards"][0]
+    shard["sha256"] = sha256(store.path / shard["file"])
+    write_manifest(store.path / "manifest.json", store.manifest)
+    write_run(store.path, "capture", {}, {"rollouts": store.rollouts.fingerprint})
+    recording = RecordingFolder(folder / "recording", {"learning_rate": 1e-3})
+    fact = {"problem_id": "p", "advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}
+    recording.add(1, [fact], [1.0])
+    table = attribution.targets
+    write_table(folder / "statistics.parquet", *_arrow(table), {"kind": "token statistics"})
+    return {
+        "attribution": ("attribution", "targets.parquet"),
+        "attribution/gradients": ("gradients", "step-000001.safetensors"),
+        "attribution/directions": ("tables", "step-000001.safetensors"),
+        "influence": ("influence", "influence.parquet"),
+        "credit": ("credit", "credit.safetensors"),
+        "sae": ("SAE", "training.json"),
+        "acts": ("store", "run.json"),
+        "recording": ("recording", "samples.jsonl"),
+        "statistics.parquet": ("table", ""),
+    }
+
+
+def _arrow(frame: pd.DataFrame) -> tuple[pa.Schema, list[pa.Table]]:
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    return table.schema, [table]
+
+
+def test_every_kind_is_known_and_its_damage_found(tmp_path: Path) -> None:
+    expected = _everything(tmp_path)
+    found = {f.artefact.path.relative_to(tmp_path).as_posix(): f for f in verify([tmp_path], progress=False)}
+    assert {name: (finding.artefact.kind.name, finding.state) for name, finding in found.items()} == {
+        name: (kind, "intact") for name, (kind, _) in expected.items()
+    }
+    for name, (_, file) in expected.items():
+        flip(tmp_path / name / file if file else tmp_path / name, -2)
+    for finding in verify([tmp_path], progress=False):
+        file = expected[finding.artefact.path.relative_to(tmp_path).as_posix()][1]
+        assert finding.state == "damaged", finding
+        assert file in finding.what
 
 
 def test_the_exit_status_says_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tsae
+from support.damage import flip
 from tsae.activations.store import ActivationStore
 from tsae.base.part import Part
 from tsae.errors import TsaeError
@@ -124,6 +125,17 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
     piece.write_bytes(piece.read_bytes()[:-40])
     with pytest.raises(TsaeError, match=r"000002\.npz: is damaged"):
         encode(sae, shards, to=tmp_path, progress=False)
+
+
+def test_a_part_compares_its_own_shards_with_their_checksums(
+    sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
+) -> None:
+    store = ActivationStore(shutil.copytree(shards.path, tmp_path / "acts"))
+    damaged = next(shard for number, shard in enumerate(store.outlines()) if number == 1).path
+    flip(damaged, -2000)
+    encode_part(sae, store, to=tmp_path / "features", part=Part(0, 2), progress=False)
+    with pytest.raises(TsaeError, match=rf"{damaged.name}: its bytes have changed"):
+        encode_part(sae, store, to=tmp_path / "features", part=Part(1, 2), progress=False)
 
 
 def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
