@@ -18,9 +18,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
+from tsae.base.disk.made_by import record_command
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
-from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
+from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
+from tsae.base.torchrun import first_process
 from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
@@ -31,9 +33,10 @@ from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Encode, Evaluate, Export, Train
 from tsae.commands.options.store import StoreCommand
+from tsae.commands.options.upkeep import Repair, Verify
 from tsae.commands.outputs import check_outputs, output
 from tsae.commands.shortage import shortage
-from tsae.commands.spreading import end_with_parent, run_parts
+from tsae.commands.spreading import end_with_parent, run_parts, without_spread
 from tsae.commands.terminal import tame_streams
 from tsae.errors import TsaeError
 from tsae.report.text import visible
@@ -73,6 +76,8 @@ Command = (
     | Annotated[Report, subcommand("report", prefix_name=False)]
     | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
     | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
+    | Annotated[Verify, subcommand("verify", prefix_name=False)]
+    | Annotated[Repair, subcommand("repair", prefix_name=False)]
     | Annotated[Completion, subcommand("completion", prefix_name=False)]
 )
 
@@ -123,6 +128,8 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
         action(room, f"run_{type(options).__name__.lower()}")(options)
         if to is not None:
             published(to)
+            if part is None and first_process() and words and shown(to) == str(to):
+                record_command(to, without_spread(words))
 
 
 def _localised(options: Any) -> Any:
@@ -202,7 +209,7 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
 runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae attribute` tells which training
 samples did it, and `tsae causal` tests what a diff found; `tsae credit` and `tsae reformulate` use it in training.
-`tsae drift` needs none of the stages.
+`tsae drift` needs none of the stages. `tsae verify` says whether results are whole, and `tsae repair` makes them so.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

@@ -17,6 +17,7 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import reading, write_json
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
@@ -33,6 +34,8 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
 
+STAMPS = {"demo.json": "demo", "run.json": "run"}
+"""Stamps of whole runs (see `claim`): the file, and the key of the settings in it."""
 _FOUND = "found"
 """Key in a stamp (see `claim`) of what the stages found, which is no setting."""
 
@@ -107,10 +110,10 @@ def analyse(
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
         with reading(file, "Remove it: it is made again."):
-            evaluation = Evaluation.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            evaluation = Evaluation.from_dict(read_sealed(file, "Remove it: it is made again."))
     else:
         evaluation = tsae.evaluate(sae, store)
-        write_json(file, evaluation.as_dict())
+        write_json(file, with_checksum(evaluation.as_dict()))
     say(
         "evaluation",
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
@@ -195,10 +198,12 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
     """
-    file, wanted = folder / name, public(json.loads(json.dumps(stamp, default=str)))
-    # A kill during the first write leaves only the temporary file.
-    if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    wanted = public(json.loads(json.dumps(stamp, default=str)))
+    copy = stamp_copy(folder, name)
+    # A kill during the first write leaves only the temporary file, or the copy.
+    beginning = {copy.name, f"{copy.name}.tmp", f"{name}.tmp"}
+    if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
+        found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
@@ -208,13 +213,33 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
                 where=folder,
                 fix="Delete that folder, or give another one with --to.",
             )
-    write_json(file, wanted)
+    _write_stamp(folder, name, wanted)
+
+
+def stamp_copy(folder: Path, name: str) -> Path:
+    """The second copy of a stamp, from which `tsae repair` mends the first: nothing else knows what is in it."""
+    return folder / f".{name}.copy"
+
+
+def read_stamp(folder: Path, name: str) -> dict[str, Any] | None:
+    """A stamp that `claim` wrote; None where there is none.
+
+    Raises:
+        TsaeError: where it is damaged.
+    """
+    file = folder / name
+    return read_sealed(file, f"Mend it: tsae repair {folder}.") if file.is_file() else None
+
+
+def _write_stamp(folder: Path, name: str, stamp: Mapping[str, Any]) -> None:
+    content = with_checksum(stamp)
+    write_json(stamp_copy(folder, name), content)
+    write_json(folder / name, content)
 
 
 def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:
     """Add what the stages found to a stamp that `claim` wrote."""
-    file = folder / name
-    write_json(file, {**json.loads(file.read_text(encoding="utf-8")), _FOUND: found})
+    _write_stamp(folder, name, {**(read_stamp(folder, name) or {}), _FOUND: found})
 
 
 def _drawn(diff: FeatureDiff) -> str:

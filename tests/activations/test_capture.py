@@ -33,6 +33,7 @@ from support.builders import (
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig
 from tsae.activations.recording.capture import capture
+from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
@@ -425,7 +426,7 @@ def damaged(store: ActivationStore, tmp_path: Path) -> Path:
 def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize("file", ["../outside.h5", "/etc/hostname", "base/../../outside.h5"])

@@ -28,7 +28,7 @@ from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batche
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest
+from tsae.activations.shards.manifest import read_manifest, write_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.base.part import Part
@@ -57,7 +57,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from scipy import stats
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts
 from support.cli import COMMANDS, SITE, run
+from tsae.activations.shards.manifest import write_manifest
 from tsae.cli import main
 from tsae.rollouts.problems import Problem, write_problems
 
@@ -381,7 +382,7 @@ def test_what_ends_a_step_must_be_known(pipeline: Path, tmp_path: Path, capsys: 
     assert r"its tokenizer has no token whose text contains '\n'" in said
     store = copied(pipeline, tmp_path, "acts")
     manifest = json.loads((store / "manifest.json").read_text())
-    (store / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "beef"}))
+    write_manifest(store / "manifest.json", {**manifest, "tokenizer": "beef"})
     said = fails(capsys, "train", "--store", store, "--to", tmp_path / "sae", "--partner", "step", *tokenizer)
     assert "is not that of the store (beef)" in said
     assert not (tmp_path / "sae").exists()

@@ -107,7 +107,7 @@ def test_what_is_damaged_is_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["features", "diff"])
+@pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_seal_that_is_lost_is_missed(kind: str, results: Path, tmp_path: Path) -> None:
     shutil.copytree(results / kind, folder := tmp_path / kind)
     (folder / SEAL).unlink()

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
+from support.damage import flip, unsealed
 from tsae.attribution.credit.effects import _pulled, simulate
 from tsae.attribution.credit.shares import shares
-from tsae.attribution.gradients.gradient_store import StepGradients, batches_of, build_gradients
+from tsae.attribution.gradients.gradient_store import GradientStore, StepGradients, batches_of, build_gradients
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import NextToken
 from tsae.attribution.trainer.optimiser import Optimiser, Simulation
 from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.base.seal import SEAL
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -323,6 +325,17 @@ def test_gradients_are_kept_and_taken_up_again(llama: Path, log: Rollouts, tmp_p
     assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
     assert torch.equal(again.step(6)[1], before[6])
     assert again.step(4)[1].abs().max() > 0
+    file = store.folder / "step-000004.safetensors"
+    flip(file, -3)
+    with pytest.raises(TsaeError, match=r"step-000004\.safetensors is damaged: its bytes have changed"):
+        again.step(4)
+    flip(file, -3)
+    again.step(4)
+    (store.folder / SEAL).rename(tmp_path / SEAL)
+    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+        again.step(4)
+    unsealed(store.folder, "steps_sealed")
+    assert GradientStore(store.folder).step(4)[1].abs().max() > 0
     with pytest.raises(TsaeError, match="another run or loss"):
         build_gradients(path, log, batches_of(log), PolicyLoss("grpo"), tmp_path / "g", progress=False)
     with pytest.raises(TsaeError, match=r"take .* GB"):

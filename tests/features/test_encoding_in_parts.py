@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tsae
+from support.damage import flip
 from tsae.activations.store import ActivationStore
 from tsae.base.part import Part
 from tsae.errors import TsaeError
@@ -141,6 +142,17 @@ def test_a_piece_of_another_sae_is_refused(sae: TemporalSAE, shards: ActivationS
     encode(sae, shards, to=tmp_path / "here", progress=False)
     encode(sae, shards, to=tmp_path / "one", progress=False)
     assert digests(tmp_path / "here") == digests(tmp_path / "one")
+
+
+def test_a_part_compares_its_own_shards_with_their_checksums(
+    sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
+) -> None:
+    store = ActivationStore(shutil.copytree(shards.path, tmp_path / "acts"))
+    damaged = next(shard for number, shard in enumerate(store.outlines()) if number == 1).path
+    flip(damaged, -2000)
+    encode_part(sae, store, to=tmp_path / "features", part=Part(0, 2), progress=False)
+    with pytest.raises(TsaeError, match=rf"{damaged.name}: its bytes have changed"):
+        encode_part(sae, store, to=tmp_path / "features", part=Part(1, 2), progress=False)
 
 
 def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from support.damage import unsealed
+from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
 from tsae.features.encode import encode
@@ -337,7 +337,7 @@ def spiked(store: ActivationStore, folder: Path, factor: float, share: float = 0
     manifest = json.loads((folder / "manifest.json").read_text())
     for record in [shard for reader in manifest["readers"] for shard in reader["shards"]]:
         del record["sha256"]  # else the changed shards would be refused
-    write_json(folder / "manifest.json", manifest)
+    write_manifest(folder / "manifest.json", manifest)
     copy = ActivationStore(folder)
     for number, shard in enumerate(copy.shards()):
         values = np.array(shard.read(SITE, slice(None)))

@@ -37,6 +37,7 @@ from support.trainings import (
     same_files,
 )
 from tsae.activations.batches.windows import Windows
+from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
@@ -224,7 +225,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
         other = Path(shutil.copytree(store.path, tmp_path / name))
         manifest = json.loads((other / "manifest.json").read_text())
         change(manifest)
-        (other / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(other / "manifest.json", manifest)
         return ActivationStore(other)
 
     for other, message in (
@@ -250,7 +251,11 @@ def test_damaged_and_foreign_folders_are_refused(
     folder = interrupted(monkeypatch, store, tmp_path / "sae")
     state = folder / "checkpoint" / "0000000010" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-5])
-    with pytest.raises(TsaeError, match=r"0000000010: cannot be read .*set resume="):
+    with pytest.raises(TsaeError, match=r"state\.safetensors: is damaged: its bytes have changed.*set resume="):
+        run(store.path, folder)
+    whole = (state.parent / "state.json").read_text()
+    (state.parent / "state.json").write_text(whole.replace('"tensors": "', '"tensors": "0'))
+    with pytest.raises(TsaeError, match=r"state\.json: is damaged: its content has changed"):
         run(store.path, folder)
     (state.parent / "state.json").write_text("{")
     with pytest.raises(TsaeError, match=r"state\.json: cannot be read \(JSONDecodeError"):

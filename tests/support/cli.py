@@ -31,6 +31,8 @@ COMMANDS = [
     ["reinforcement"],
     ["influence"],
     ["report"],
+    ["verify"],
+    ["repair"],
 ]
 
 

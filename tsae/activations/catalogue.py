@@ -50,6 +50,10 @@ class Catalogue:
         """Whole trajectories in order, of one reader or of all. `rows` says which of them the subset has."""
         raise NotImplementedError
 
+    def outlines(self) -> Iterator[Shard]:
+        """All shards in order, for their sizes: not compared with their checksums. `Shard.checked` does that."""
+        return self.shards()
+
     @cached_property
     def rollouts(self) -> Rollouts:
         """The trajectories that row ids refer to."""

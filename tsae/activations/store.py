@@ -78,10 +78,17 @@ class ActivationStore(Source):
 
     def shards(self, reader: str | None = None) -> Iterator[Shard]:
         """Whole shards in order, of one reader or of all. `rows` says which trajectories a subset has."""
+        return (shard.checked() for shard in self._opened(reader))
+
+    def outlines(self) -> Iterator[Shard]:
+        return self._opened(None)
+
+    def _opened(self, reader: str | None) -> Iterator[Shard]:
         for record in self._records():
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
-                    yield open_shard(inside(self.path, shard["file"]), self.manifest, record["id"], shard)
+                    file = inside(self.path, shard["file"])
+                    yield open_shard(file, self.manifest, record["id"], shard, outline=True)
 
     def windows(self, site: str, **options: Any) -> Windows:
         return Windows(self, site, **options)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import plain, replacing, write_json
-from tsae.base.seal import SEAL, seal
+from tsae.base.seal import SEAL, seal, with_checksum
 from tsae.errors import public
 
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
@@ -36,6 +36,7 @@ def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any
     Passwords and keys in it are hidden (`tsae.errors.without_secrets`).
     """
     content = public(plain({"stage": stage, "config": config, "inputs": inputs, "versions": versions()}))
+    content = with_checksum(content)
     file = Path(folder) / "run.json"
     with replacing(file) as partial:
         write_json(partial, content)

@@ -2,10 +2,14 @@
 
 checksums.json holds the SHA-256 of every sealed file. A file that was changed, exchanged or lost since then is refused
 by name, before any number is made of it. Folders of earlier versions have no seal and are read as they are.
+
+JSON files that are written again and again, or stand alone, carry their own checksum (`with_checksum`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import replacing, sha256, write_json
+from tsae.base.files import plain, read_object, replacing, sha256, write_json
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 SEAL = "checksums.json"
+_CHECKSUM = "checksum"
 _THREADS = 4
 """Files that are read at once; the lock of the interpreter is free meanwhile."""
 
@@ -33,7 +38,7 @@ def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, 
     folder = Path(folder)
     file = folder / SEAL
     known = _read(file) if file.is_file() else {}
-    found = {name: digest for name, digest in known.items() if (folder / name).is_file()}
+    found = {name: told for name, told in known.items() if (folder / name).is_file()}
     found |= {name: sha256(folder / name) for name in names if (folder / name).is_file()}
     found |= {name: sha256(path) for name, path in (coming or {}).items()}
     write_json(file, {"sha256": dict(sorted(found.items()))})
@@ -103,10 +108,80 @@ def need_seal(folder: str | Path, files: Iterable[Path], fix: str) -> None:
         raise TsaeError(f"holds {strange[0]}, which was not written with the rest of it", where=folder, fix=fix)
 
 
-def unchanged(file: Path, digest: str) -> bool:
-    """Whether a file has this SHA-256. A process reads the file again only if its size or times have changed."""
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON content that carries the SHA-256 of the rest of it, and says so: a checksum that is lost is missed."""
+    content = {**{name: value for name, value in content.items() if name != _CHECKSUM}, "sealed": True}
+    return {**content, _CHECKSUM: _content_digest(content)}
+
+
+def without_checksum(content: Mapping[str, Any], where: str | Path, fix: str) -> dict[str, Any]:
+    """Content that `with_checksum` gave, compared with its checksum. Content of earlier versions has none.
+
+    Raises:
+        TsaeError: where it has changed, or has lost its checksum.
+    """
+    found = dict(content)
+    told = found.pop(_CHECKSUM, None)
+    if told is None and "sealed" not in found:
+        return found
+    if told != _content_digest(found):
+        raise TsaeError("is damaged: its content has changed since it was written", where=where, fix=fix)
+    del found["sealed"]
+    return found
+
+
+def read_sealed(file: str | Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file that carries its checksum, or is of an earlier version.
+
+    Raises:
+        TsaeError: where the file is missing or damaged, or holds something else.
+    """
+    return without_checksum(read_object(file, fix), file, fix)
+
+
+def _content_digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(plain(content), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed_names(folder: str | Path) -> list[str]:
+    """The files that the seal of a folder names; none without one.
+
+    Raises:
+        TsaeError: where the seal is damaged.
+    """
+    file = Path(folder) / SEAL
+    return list(_read(file)) if file.is_file() else []
+
+
+def changed_names(folder: str | Path) -> list[str]:
+    """The files that the seal of a folder names, and that are missing or have other bytes.
+
+    Raises:
+        TsaeError: where the seal is damaged.
+    """
+    folder = Path(folder)
+    known = _read(folder / SEAL) if (folder / SEAL).is_file() else {}
+    return [name for name, told in known.items() if not (folder / name).is_file() or digest(folder / name) != told]
+
+
+def sealed_digests(folder: str | Path) -> dict[str, str]:
+    """The SHA-256 of every file that the seal of a folder names; none without a readable seal."""
+    try:
+        return _read(Path(folder) / SEAL)
+    except TsaeError:
+        return {}
+
+
+def unchanged(file: Path, expected: str) -> bool:
+    """Whether a file has this SHA-256; see `digest`."""
+    return digest(file) == expected
+
+
+def digest(file: Path) -> str:
+    """The SHA-256 of a file. A process reads the file again only if its size or times have changed."""
     found = os.stat(file)
-    return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) == digest
+    return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 @lru_cache(maxsize=1 << 16)

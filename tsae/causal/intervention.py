@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.intervals import too_few
 from tsae.base.proportions import wilson_interval
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
@@ -250,8 +250,7 @@ class Intervention:
         (folder / "causal.json").unlink(missing_ok=True)
         self.outcomes.to_parquet(folder / "outcomes.parquet", index=False)
         self.rollouts.write(folder / "rollouts.parquet")
-        write_json(folder / "causal.json", {**self.info, "record": self.record()})
-        seal(folder, _FILES)
+        write_sealed(folder, "causal.json", {**self.info, "record": self.record()}, _FILES[1:])
         return folder
 
     @classmethod
@@ -263,6 +262,8 @@ class Intervention:
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")
         check_seal(folder, "Run it again.")
         info = read_object(folder / "causal.json", "Run it again.")
+        if info.pop("sealed", False):
+            need_seal(folder, (folder / name for name in _FILES), "Run it again.")
         if info.pop("record", None) is None:
             raise TsaeError("is no causal test's: it has no record", where=folder / "causal.json", fix="Run it again.")
         with reading(folder / "outcomes.parquet", "Run it again."):

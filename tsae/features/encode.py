@@ -157,7 +157,8 @@ def _encode_missing(
     sae: TemporalSAE, store: Source, pieces: Pieces, part: Part, batch_tokens: int, progress: bool
 ) -> int:
     """Encode the shards of a part that have no piece yet; gives the number of all shards."""
-    shards = list(store.shards())
+    # A part reads its own shards alone: comparing checksums of the others would take as long as its work.
+    shards = list(store.outlines())
     mine = [(number, shard) for number, shard in enumerate(shards) if number % part.n == part.index]
     sizes = [_n_tokens(store, shard) for _, shard in mine]
     with progress_bar("encode", "token", sum(sizes), shown=progress) as bar:
@@ -165,16 +166,16 @@ def _encode_missing(
             if number in pieces:
                 bar.update(size)
             else:
-                pieces.add(number, *encode_shard(sae, store, shard, batch_tokens, bar))
+                pieces.add(number, *encode_shard(sae, store, shard.checked(), batch_tokens, bar))
                 give_back()
     return len(shards)
 
 
 def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability: Stability | None) -> FeatureTable:
     """The table of all pieces, which come in the order of the store's shards; without their codes."""
-    owners = [store.readers.index(shard.reader) for shard in store.shards()]
+    owners = [store.readers.index(shard.reader) for shard in store.outlines()]
     quality = [Reconstruction(sae.d_model) for _ in store.readers]
-    n_tokens = sum(_n_tokens(store, shard) for shard in store.shards())
+    n_tokens = sum(_n_tokens(store, shard) for shard in store.outlines())
     token_ids, outlier = np.empty(n_tokens, dtype=np.int32), np.empty(n_tokens, dtype=bool)
     lengths, trajectory, reader, place = [np.zeros(1, dtype=np.int64)], [], [], 0
     for owner, piece in zip(owners, pieces, strict=True):

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tsae.base.files import read_object, reading, write_json
-from tsae.base.seal import check_seal, seal
+from tsae.base.files import read_object, reading
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
@@ -157,11 +157,11 @@ class Credit:
         """Write credit.safetensors and credit.json."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "credit.json").unlink(missing_ok=True)
         names = ("feature", "pair_keys", "pair_values", "token")
         save_file({name: getattr(self, name).contiguous() for name in names}, folder / "credit.safetensors")
         content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
-        write_json(folder / "credit.json", {**content, "info": self.info})
-        seal(folder, ("credit.json", "credit.safetensors"))
+        write_sealed(folder, "credit.json", {**content, "info": self.info}, ["credit.safetensors"])
         return folder
 
     @classmethod
@@ -177,6 +177,8 @@ class Credit:
                 raise TsaeError(f"holds no {name}", where=folder, fix=fix)
         check_seal(folder, fix)
         content = read_object(folder / "credit.json", fix)
+        if content.pop("sealed", False):
+            need_seal(folder, (folder / name for name in ("credit.json", "credit.safetensors")), fix)
         with reading(folder / "credit.json", fix):
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")

@@ -21,6 +21,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.disk.sealed_parquet import check_parquet, seal_parquet
 from tsae.base.files import reading
 from tsae.errors import TsaeError
 
@@ -31,6 +32,7 @@ _PIECE_BYTES = 1 << 28
 _GROUP_TOKENS = 1 << 18
 """About so many tokens are one row group; memory holds one while it is written."""
 _OUTLINE = ["problem_id", "policy", "outcome"]
+_FIX = "Give the Parquet file that `tsae rollouts` wrote."
 
 
 def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -39,6 +41,7 @@ def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Itera
     Raises:
         TsaeError: where it is no Parquet file, or a damaged one.
     """
+    check_parquet(path, _FIX)
     try:
         # With the defaults, whole columns of a row group would be read at once.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
@@ -52,9 +55,9 @@ def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Itera
                 # Threads take memory of their own, and are not faster on pieces of this size.
                 for batch in file.iter_batches(rows, [number], columns, use_threads=False):
                     yield pa.Table.from_batches([batch])
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         what = f"not a Parquet file ({str(error).splitlines()[0]})"
-        raise TsaeError(what, where=path, fix="Give the Parquet file that `tsae rollouts` wrote.") from error
+        raise TsaeError(what, where=path, fix=_FIX) from error
 
 
 def rows_at_once(file: pq.ParquetFile, group: int, most: int) -> int:
@@ -102,7 +105,7 @@ def read_outline(path: str | Path) -> pd.DataFrame:
         response_length (tokens).
     """
     parts = []
-    with reading(path, "Give the Parquet file that `tsae rollouts` wrote."):
+    with reading(path, _FIX):
         names = pq.read_schema(path).names
     columns = [*_OUTLINE, *(name for name in names if name == "step" or name.startswith("reward/"))]
     for table in read_pieces(path, [*columns, "prompt_ids", "response_ids"]):
@@ -119,18 +122,22 @@ def read_info(table: pa.Table, where: str | Path) -> dict[str, Any]:
     Raises:
         TsaeError: where it is damaged.
     """
-    with reading(where, "Give the Parquet file that `tsae rollouts` wrote."):
+    with reading(where, _FIX):
         return dict(json.loads((table.schema.metadata or {}).get(b"tsae", b"{}")))
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
-    """Write tables of one schema after one another as one Parquet file, whole or not at all; each is a row group."""
+    """Write tables of one schema after one another as one Parquet file, whole or not at all; each is a row group.
+
+    The file carries its checksum (`tsae.base.disk.sealed_parquet`).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
     schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode()})
     with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(table.replace_schema_metadata(schema.metadata))
+    seal_parquet(partial)
     os.replace(partial, path)
     return path
 

@@ -315,7 +315,7 @@ def _is_log(path: Path) -> bool:
         return True
     try:
         names = set(pq.read_schema(path).names)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         return False
     return {"prompt", "completion"} <= names or bool({"generations", "pass_rate_generations"} & names)
 

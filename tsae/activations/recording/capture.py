@@ -40,15 +40,17 @@ from tsae.activations.shards.manifest import (
     inside,
     read_manifest,
     record_file,
+    write_manifest,
 )
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
-from tsae.base.files import read_object, reading, write_first, write_json
+from tsae.base.files import reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
 from tsae.base.remote.mirror import Uploads, local, published, removed, there
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -183,6 +185,8 @@ def _capture(
     _begin(to, manifest, rollouts, part)
     manifest = read_manifest(to)
     if manifest["complete"]:
+        if not (to / "run.json").is_file():
+            _write_run(to, config, rollouts, series)
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens))
@@ -202,7 +206,7 @@ def _capture(
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
-            record = write_json(inside(to, record_file(piece.file)), as_record(entry, manifest))
+            record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
 
@@ -237,15 +241,19 @@ def _complete(
     missing = [piece.file for piece in pieces if piece.file not in recorded]
     if missing or manifest["complete"]:
         return missing
-    labels = rollouts.labels_fingerprint
-    write_run(to, "capture", config, {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name})
-    os.replace(write_json(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
-    published(to / "run.json")
+    _write_run(to, config, rollouts, series)
+    os.replace(write_manifest(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
     published(to / "manifest.json")
     for file in recorded:
         # Another part may do the same at this moment.
         removed(inside(to, record_file(file)))
     return []
+
+
+def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries) -> None:
+    labels = rollouts.labels_fingerprint
+    inputs = {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name}
+    published(write_run(to, "capture", config, inputs))
 
 
 def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> None:
@@ -255,7 +263,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
         others = to.exists() and any(not path.name.startswith("manifest.json.") for path in to.iterdir())
         if others and not manifest.is_file():  # looked at again: another part may begin in this moment
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-        write_first(manifest, wanted)  # where another part was first, its manifest is compared
+        write_first(manifest, with_checksum(wanted))  # where another part was first, its manifest is compared
     found = read_manifest(to)
     _check_same_capture(found, wanted, to)
     for reader in found["readers"]:
@@ -270,10 +278,10 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
     written = to / "run.json"
     if found["complete"] and written.is_file():
-        run = read_object(written, "Remove it, and capture again; no model is read again.")
+        run = read_sealed(written, "Remove it, and capture again; no model is read again.")
         with reading(written, "Remove it, and capture again; no model is read again."):
             inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
-        write_json(written, {**run, "inputs": inputs})
+        write_json(written, with_checksum({**run, "inputs": inputs}))
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)

@@ -11,8 +11,7 @@ from tsae.activations.reader.assignment import cut, plan_readers
 from tsae.activations.reader.opening import open_reader
 from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.checksums import Damage, stored_rollouts
-from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.base.files import write_json
+from tsae.activations.shards.manifest import inside, read_manifest, write_manifest
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, published
 from tsae.checkpoints.loading import weights_fingerprint
@@ -79,13 +78,18 @@ def repair_store(
                         where=path / "manifest.json",
                         fix="Capture again.",
                     )
-                # The damaged file may be a link to somewhere else.
+                # The damaged file may be a link to somewhere else, or a folder. A file stays until its replacement is
+                # complete, which takes its place, and not that of what a link leads to.
                 inside(path, str(Path(piece.file).parent))
-                (path / piece.file).unlink(missing_ok=True)
+                file = path / piece.file
+                if file.is_symlink():
+                    file.unlink()
+                elif file.is_dir():
+                    file.rename(file.with_name(f"{file.name}.damaged"))
                 shards[number] = capture_shard(
                     reader, series[id].path, rollouts, piece, path, manifest, before["batch_tokens"], bar
                 )
                 published(path / piece.file)
-                published(write_json(path / "manifest.json", manifest))
+                published(write_manifest(path / "manifest.json", manifest))
                 repaired.append(Repair(piece.file, shards[number] == before))
     return repaired

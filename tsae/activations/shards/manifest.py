@@ -1,4 +1,4 @@
-"""manifest.json: what an activation store holds, checked when it is loaded.
+"""manifest.json: what an activation store holds, checked when it is loaded. It carries its own checksum.
 
 While a capture goes on, every finished shard has a record of its own beside it (READER/NUMBER.json), so that processes
 that know nothing of each other can write into one store. When all shards are there, their records go into the manifest.
@@ -8,18 +8,22 @@ A record says of which capture it is, for parts of several machines may be copie
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
+from tsae.base.files import write_json
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
+from tsae.base.seal import with_checksum, without_checksum
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"
 VERSION = 3
 
+_FIX = "Capture again."
 _SHARD: dict[str, type] = {"file": str, "n_tokens": int, "n_trajectories": int}
 
 
@@ -34,15 +38,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
         if known:
             _check_structure(manifest)
+            manifest = without_checksum(manifest, file, _FIX)
             if not manifest["complete"]:
                 _add_records(folder, manifest)
     except FileNotFoundError:
         # Another part completed the store in this moment, and took the records away.
         return read_manifest(folder)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise TsaeError(
-            f"not a manifest ({type(error).__name__}: {error})", where=file, fix="Capture again."
-        ) from error
+        raise TsaeError(f"not a manifest ({type(error).__name__}: {error})", where=file, fix=_FIX) from error
     if not known:
         found = f"format {manifest['format']} version {manifest['version']}"
         raise TsaeError(f"{found}, expected {FORMAT} version {VERSION}", where=file)
@@ -53,6 +56,11 @@ def essence(manifest: dict[str, Any]) -> dict[str, Any]:
     """What makes a capture this one: the manifest without what is done already."""
     readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
     return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
+
+
+def write_manifest(file: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write a manifest with its checksum, or the record of a shard."""
+    return write_json(file, with_checksum(manifest))
 
 
 def inside(folder: Path, file: str) -> Path:
@@ -88,6 +96,7 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
             name = f"{reader['id']}/{file.stem}.h5"
             if name not in known:
                 record = parse_json(file.read_text(encoding="utf-8"))
+                record = without_checksum(record, file, f"Remove it. {_FIX}")
                 _check_types(record, _SHARD)
                 if record["file"] != name:
                     raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")

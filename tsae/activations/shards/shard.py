@@ -47,10 +47,22 @@ class Shard:
     """(n_trajectories,) row ids into the rollouts."""
     places: Mapping[str, Place] = field(default_factory=dict, repr=False)
     """Of every dataset; read once, when the file is opened."""
+    sha256: str | None = None
+    """Of the file, as the manifest has it; None in stores of earlier versions."""
 
     @property
     def n_tokens(self) -> int:
         return int(self.offsets[-1])
+
+    def checked(self) -> Shard:
+        """Itself, after its bytes were compared with its checksum. A process reads them for that once.
+
+        Raises:
+            TsaeError: where they have changed.
+        """
+        if self.sha256 is not None and not unchanged(self.path, self.sha256):
+            raise TsaeError(CHANGED, where=self.path, fix=REPAIR)
+        return self
 
     def raw(self, site: str) -> np.ndarray:
         """(n_tokens, d_model) memory map in the stored dtype."""
@@ -102,8 +114,17 @@ class Shard:
         return mapped(self.path, self.places, name)
 
 
-def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> Shard:
+def open_shard(
+    path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any], *, outline: bool = False
+) -> Shard:
     """Open a shard of a store, finished or not, and check that it is what the manifest's record says.
+
+    Args:
+        path: of the shard.
+        manifest: of the store.
+        reader: of the shard.
+        record: the shard's in the manifest.
+        outline: leave out the checksum, which reads the whole file; see `Shard.checked`.
 
     Raises:
         TsaeError: where the file is missing, cannot be read, or is another capture's.
@@ -127,13 +148,12 @@ def open_shard(path: Path, manifest: Mapping[str, Any], reader: str, record: Map
         offsets=np.asarray(mapped(path, places, "offsets")),
         trajectory=np.asarray(mapped(path, places, "trajectory")),
         places=places,
+        sha256=record.get("sha256"),
     )
     wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
     if wrong is not None:
         raise TsaeError(wrong, where=path, fix=REPAIR)
-    if record.get("sha256") is not None and not unchanged(path, record["sha256"]):
-        raise TsaeError(CHANGED, where=path, fix=REPAIR)
-    return shard
+    return shard if outline else shard.checked()
 
 
 def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import reading
+from tsae.base.seal import check_seal, seal
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -39,13 +40,14 @@ class Directions:
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self._file(step).with_suffix(".tmp")
         save_file({"vectors": vectors.to(torch.bfloat16).contiguous()}, partial)
+        seal(self.folder, coming={self._file(step).name: partial})
         partial.replace(self._file(step))
 
     def read(self, step: int, target: int) -> torch.Tensor:
         """(P,) float32 of a target.
 
         Raises:
-            TsaeError: where they were not kept.
+            TsaeError: where they were not kept, or are damaged.
         """
         if not self._file(step).is_file():
             raise TsaeError(
@@ -53,6 +55,7 @@ class Directions:
                 where=self.folder,
                 fix="Attribute again, with a larger budget for the disk (budget_gb).",
             )
+        check_seal(self.folder, "Attribute again.", [self._file(step).name])
         with reading(self._file(step), "Attribute again."), safe_open(self._file(step), "pt") as file:
             found: torch.Tensor = file.get_slice("vectors")[target].float()
         return found
@@ -75,7 +78,7 @@ def token_shares(
         step: that trained on it.
         j: the target.
     """
-    of_step = store.folder / f"step-{step:06d}.safetensors"
+    of_step = store.check(step)
     with reading(of_step, "Attribute again."), safe_open(of_step, "pt") as file:
         place = file.get_tensor("rows").tolist().index(row)
         pull = float(file.get_tensor("pulls")[place])

@@ -7,7 +7,8 @@ A folder has one safetensors file a step:
     pulls (n,)         w_i A_i, by which the gradient of its log-probability was multiplied
     spread (n, T)      how that gradient is spread over its sampled tokens; sums to 1, with zeros behind
 
-An interrupted build goes on where it stopped.
+An interrupted build goes on where it stopped. checksums.json has the checksum of every file, which is compared when it
+is read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from safetensors.torch import load_file, save_file
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import gradients_and_spread
 from tsae.attribution.trainer.policy_loss import PolicyLoss
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import reading, write_json
 from tsae.base.progress import progress_bar
+from tsae.base.seal import check_seal, need_seal, read_sealed, seal, with_checksum
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -62,7 +64,8 @@ class GradientStore:
         path = self.folder / "gradients.json"
         if not path.is_file():
             raise TsaeError("holds no gradients.json", where=self.folder, fix="Build the gradients first.")
-        self.info: dict[str, Any] = read_object(path, _FIX)
+        self.info: dict[str, Any] = read_sealed(path, _FIX)
+        self._sealed = bool(self.info.pop("steps_sealed", False))
         with reading(path, _FIX):
             self.steps: list[int] = list(self.info["steps"])
 
@@ -72,10 +75,27 @@ class GradientStore:
         return found.rows, found.gradients
 
     def whole_step(self, number: int) -> StepGradients:
-        """Everything about a step's samples."""
+        """Everything about a step's samples.
+
+        Raises:
+            TsaeError: where its file is missing or damaged.
+        """
+        self.check(number)
         with reading(_file(self.folder, number), _FIX):
             found = load_file(_file(self.folder, number))
             return StepGradients(found["rows"].numpy(), found["gradients"].float(), found["pulls"], found["spread"])
+
+    def check(self, number: int) -> Path:
+        """The file of a step, after its bytes were compared with its checksum.
+
+        Raises:
+            TsaeError: where it is missing or damaged.
+        """
+        file = _file(self.folder, number)
+        if self._sealed:
+            need_seal(self.folder, [file], _FIX)
+        check_seal(self.folder, _FIX, [file.name])
+        return file
 
     @property
     def loss(self) -> PolicyLoss:
@@ -151,10 +171,13 @@ def check_budget(n: int, size: int, budget: int, where: str | Path, dtype: str =
 
 def _begin(to: Path, info: dict[str, Any]) -> None:
     to.mkdir(parents=True, exist_ok=True)
-    known = to / "gradients.json"
-    if known.is_file() and read_object(known, _FIX) != json.loads(json.dumps(info)):
-        raise TsaeError("holds the gradients of another run or loss", where=to, fix="Give another folder.")
-    write_json(known, info)
+    known, info = to / "gradients.json", json.loads(json.dumps(info))
+    if known.is_file():
+        found = read_sealed(known, _FIX)
+        if {name: value for name, value in found.items() if name != "steps_sealed"} != info:
+            raise TsaeError("holds the gradients of another run or loss", where=to, fix="Give another folder.")
+    else:
+        write_json(known, with_checksum({**info, "steps_sealed": True}))
 
 
 def _build_step(
@@ -191,6 +214,8 @@ def _build_step(
     }
     partial = _file(to, step).with_suffix(".tmp")
     save_file(tensors, partial)
+    # The seal first: a kill in between leaves no file without one.
+    seal(to, coming={_file(to, step).name: partial})
     partial.replace(_file(to, step))
 
 

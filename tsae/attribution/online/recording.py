@@ -3,12 +3,17 @@
 samples.jsonl          a line a sample: step, prompt_ids, response_ids, advantage, reward, problem_id, weight, …
 weights-000010.safetensors   the trained weights after so many steps, by name; only those of the adapter with LoRA
 training_args.json     settings in the words of TRL's GRPOConfig, for `read_recipe`
+checksums.json         of the weights and the settings
+
+Every line of samples.jsonl ends with a checksum of itself and of all lines before it ("sum"), so that a line that is
+changed, lost or moved is found, wherever the training ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.base.files import reading, write_json
+from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 SAMPLES, SETTINGS = "samples.jsonl", "training_args.json"
+_SUM = ', "sum": "'
 _FIX = "Record the training again, or remove what is damaged."
 _NEEDED = ("problem_id", "advantage", "prompt_ids", "response_ids")
 
@@ -44,13 +51,18 @@ class RecordingFolder:
             raise TsaeError("holds a recording already", where=self.path, fix="Give another folder, or remove it.")
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / SETTINGS, dict(settings))
+        seal(self.path, [SETTINGS])
+        self._sum = ""
         (self.path / SAMPLES).touch()
 
     def keep_weights(self, trained: TrainedWeights, step: int) -> None:
         """Write the present weights."""
         partial = self.path / "weights.tmp"
         save_file({name: p.detach().cpu().contiguous() for name, p in trained.parameters.items()}, partial)
-        partial.replace(self.path / f"weights-{step:06d}.safetensors")
+        name = f"weights-{step:06d}.safetensors"
+        # The seal first: a kill in between leaves no weights without one.
+        seal(self.path, coming={name: partial})
+        partial.replace(self.path / name)
 
     def add(self, step: int, facts: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> None:
         """Append the samples of a step.
@@ -63,13 +75,70 @@ class RecordingFolder:
             missing = [name for name in _NEEDED if name not in fact]
             if missing:
                 raise TsaeError(f"a sample has no {missing[0]}", where="Recorder.samples", fix="Add it to the facts.")
-            lines.append(json.dumps({"step": step, "weight": weight, **fact}, default=_plain) + "\n")
+            line = json.dumps({"step": step, "weight": weight, **fact}, default=_plain)
+            self._sum = _next_sum(self._sum, line)
+            lines.append(f'{line[:-1]}{_SUM}{self._sum}"}}\n')
         with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
 
+def _next_sum(before: str, line: str) -> str:
+    return hashlib.sha256(f"{before}{line}".encode()).hexdigest()[:16]
+
+
+def _samples(file: Path, sealed: bool) -> Iterator[dict[str, Any]]:
+    """The samples in a file, each line compared with its checksum.
+
+    Raises:
+        TsaeError: at the first line that is not the one that was written there. A last line that has no end is left
+            out: the training was stopped while it was written.
+    """
+    last = ""
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            text, told, end = line.rpartition(_SUM)
+            if not (told or sealed):  # of an earlier version
+                yield json.loads(line)
+                continue
+            text = f"{text}}}"
+            last = _next_sum(last, text)
+            if end != f'{last}"}}\n' or not sealed:
+                raise TsaeError(f"line {number} is damaged, or lines before it are missing", where=file, fix=_FIX)
+            yield json.loads(text)
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value.item()
+
+
+def check_recording(path: Path, weights: Sequence[Path]) -> None:
+    """Compare weights and settings with their checksums.
+
+    Raises:
+        TsaeError: where one is damaged, or missing before the last. A training that was stopped may lack its last.
+    """
+    if not (path / SEAL).is_file():
+        return
+    need_seal(path, weights, _FIX)
+    names = sealed_names(path)
+    last = max((name for name in names if name.startswith("weights-")), default="")
+    check_seal(path, _FIX, [name for name in names if name != last or (path / last).is_file()])
+
+
+def check_samples(path: Path) -> bool:
+    """Compare all of a recording with its checksums; whether it has any.
+
+    Raises:
+        TsaeError: where something is damaged or missing.
+    """
+    check_recording(path, sorted(path.glob("weights-*.safetensors")))
+    sealed = (path / SEAL).is_file()
+    with reading(path / SAMPLES, _FIX):
+        for _ in _samples(path / SAMPLES, sealed):
+            pass
+    return sealed
 
 
 def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingPath, Rollouts]:
@@ -80,13 +149,15 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
         trained: the model, with the weights that the recorder followed.
 
     Raises:
-        TsaeError: where the folder holds no recording, or that of other weights.
+        TsaeError: where the folder holds no recording, that of other weights, or a damaged one.
     """
     path = Path(path)
     if not (path / SAMPLES).is_file():
         raise TsaeError(f"holds no {SAMPLES}", where=path, fix="Give the folder that a recorder wrote.")
     knots = {}
-    for file in sorted(path.glob("weights-*.safetensors")):
+    files = sorted(path.glob("weights-*.safetensors"))
+    check_recording(path, files)
+    for file in files:
         with reading(file, _FIX):
             found = load_file(file)
         if found.keys() != trained.parameters.keys():
@@ -95,8 +166,11 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
         knots[int(file.stem.removeprefix("weights-"))] = trained.join(found)
     records = []
     told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}
-    with reading(path / SAMPLES, _FIX), (path / SAMPLES).open(encoding="utf-8") as lines:
-        for sample in map(json.loads, lines):
+    sealed = (path / SEAL).is_file()
+    with reading(path / SAMPLES, _FIX):
+        for sample in _samples(path / SAMPLES, sealed):
             # A down-weighted sample acted as one with a smaller advantage.
             records.append({**told, **sample, "advantage": sample["advantage"] * sample["weight"]})
+        if sealed and max(knots, default=0) > max((record["step"] for record in records), default=0):
+            raise ValueError(f"its last samples are missing; there are weights of step {max(knots)}")
     return TrainingPath(trained, knots), Rollouts.from_records(records)

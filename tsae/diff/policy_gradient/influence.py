@@ -22,9 +22,9 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.errors import TsaeError
 
@@ -76,12 +76,12 @@ class Influence:
         return found.loc[order].head(n).reset_index(drop=True)
 
     def save(self, folder: str | Path) -> Path:
-        """Write influence.parquet and influence.json."""
+        """Write influence.parquet, and influence.json last."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "influence.json").unlink(missing_ok=True)
         self.table.to_parquet(folder / "influence.parquet", index=False)
-        write_json(folder / "influence.json", self.info)
-        seal(folder, _FILES)
+        write_sealed(folder, "influence.json", self.info, ["influence.parquet"])
         return folder
 
     @classmethod
@@ -94,5 +94,7 @@ class Influence:
         fix = "Make it again with `tsae influence`."
         check_seal(folder, fix)
         info = read_object(folder / "influence.json", fix)
+        if info.pop("sealed", False):
+            need_seal(folder, (folder / name for name in _FILES), fix)
         with reading(folder / "influence.parquet", fix):
             return cls(pd.read_parquet(folder / "influence.parquet"), info)

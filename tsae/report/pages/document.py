@@ -26,6 +26,8 @@ from tsae.report.packing import packed_plotly
 from tsae.report.templates import environment
 from tsae.report.text import script_json
 
+_MARK = b"\n<!-- sha256 %s -->\n"
+
 
 def render_page(
     template: str, title: str, drawn: Mapping[str, go.Figure | None], parts: Mapping[str, str] | None = None, **of: Any
@@ -63,7 +65,7 @@ def render_page(
 
 
 def write_page(path: str | Path, content: str) -> Path:
-    """Write a page whole or not at all; its folder is made.
+    """Write a page whole or not at all; its folder is made. A comment at its end holds its checksum.
 
     Raises:
         TsaeError: where the path is a folder.
@@ -72,9 +74,31 @@ def write_page(path: str | Path, content: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lone surrogates are shown by code point long before this; whatever escaped that must not stop the report.
     partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(content.encode("utf-8", "replace"))
+    page = content.encode("utf-8", "replace")
+    partial.write_bytes(page + _MARK % hashlib.sha256(page).hexdigest().encode())
     os.replace(partial, path)
     return path
+
+
+def is_page(path: Path) -> bool:
+    """Whether `write_page` wrote a file, by its beginning."""
+    with path.open("rb") as file:
+        return b'<meta name="generator" content="tsae">' in file.read(4096)
+
+
+def check_page(path: Path) -> bool:
+    """Compare a page with the checksum at its end; whether it has one.
+
+    Raises:
+        TsaeError: where its bytes have changed since it was written, or its end is missing.
+    """
+    page = path.read_bytes()
+    end = len(_MARK % (b"0" * 64))
+    if page.endswith(b"</html>"):
+        return False  # of an earlier version
+    if page[-end:] != _MARK % hashlib.sha256(page[:-end]).hexdigest().encode():
+        raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix="Make it again.")
+    return True
 
 
 def target(path: str | Path) -> Path:

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tsae.base.files import read_object, reading, write_json, writing
+from tsae.base.files import reading, write_json, writing
 from tsae.base.part import check_same_work, digest_of
+from tsae.base.seal import read_sealed, with_checksum
 
 
 class Request(NamedTuple):
@@ -87,7 +88,7 @@ class Batches:
             return
         with writing(self._path, "Make room, and give the same command again: it goes on from here."):
             content = {"of": self._of, "responses": [asdict(response) for response in responses]}
-            write_json(self._file(number), content)
+            write_json(self._file(number), with_checksum(content))
 
     def read(self, number: int, n: int) -> list[Response]:
         """The n responses of a batch.
@@ -99,7 +100,7 @@ class Batches:
             return self._held[number]
         file, fix = self._file(number), "Remove it, and sample again: only this batch is generated anew."
         with reading(file, fix):
-            content = read_object(file, fix)
+            content = read_sealed(file, fix)
             found = [_response(record) for record in content["responses"]]
             if content["of"] != self._of:
                 raise ValueError("it is of another sampling")

@@ -29,8 +29,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.files import reading, write_json
+from tsae.base.files import reading, sha256, write_json
 from tsae.base.provenance import write_run
+from tsae.base.seal import with_checksum, without_checksum
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -102,12 +103,20 @@ class RunFolder:
             self._cut_metrics(self.steps)
 
     def load(self) -> dict[str, torch.Tensor] | None:
-        """The tensors of the latest checkpoint, if there is one."""
+        """The tensors of the latest checkpoint, if there is one.
+
+        Raises:
+            TsaeError: where they are damaged.
+        """
         latest = self._latest()
         if latest is None:
             return None
-        with reading(latest, _ANEW):
-            return load_file(latest / "state.safetensors")
+        file = latest / "state.safetensors"
+        with reading(file, _ANEW):
+            expected = _read_json(latest / "state.json").get("tensors")  # none in those of earlier versions
+            if expected is not None and sha256(file) != expected:
+                raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
+            return load_file(file)
 
     def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the state after a number of steps. The checkpoint before stays until this one is whole.
@@ -122,13 +131,14 @@ class RunFolder:
             "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
             "inputs": self.inputs,
         }
+        tensors_file = partial / "state.safetensors"
         with self._writing():
             try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
-                write_json(partial / "state.json", state)
-                for path in (partial / "state.safetensors", partial / "state.json", partial, self.path):
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tensors_file)
+                write_json(partial / "state.json", with_checksum({**state, "tensors": sha256(tensors_file)}))
+                for path in (tensors_file, partial / "state.json", partial, self.path):
                     _flush(path)
                 _flush(self.path / "metrics.jsonl")
                 partial.rename(whole)
@@ -229,7 +239,7 @@ def _short(value: Any) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = without_checksum(parse_json(file.read_text(encoding="utf-8")), file, _ANEW)
         # What `_identity` reads; another stage's run.json has no training.
         if content.get("stage") == "train":
             content["config"]["training"], content["config"]["sae"], content["inputs"]

@@ -23,7 +23,7 @@ import torch
 from einops import reduce
 
 from tsae.base.files import write_json
-from tsae.base.seal import SEAL, seal
+from tsae.base.seal import SEAL, check_seal, need_seal, seal
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -132,6 +132,10 @@ class Stability:
         file = Path(folder) / FILE
         if not file.is_file():
             raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
+        fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
+        if (Path(folder) / SEAL).is_file():
+            need_seal(folder, [file], fix)
+            check_seal(folder, fix, [FILE])
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             return cls(

@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
+from tsae.base.files import sha256, write_json
 from tsae.base.provenance import version_of
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -95,8 +97,10 @@ class Journal:
         if not (folder / _STATE).is_file():
             return Job(part, folder, done=False)
         try:
-            done = self.skip >= _state(folder)["counts"].get("skipped", {}).keys()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            state = _state(folder)
+            done = self.skip >= state["counts"].get("skipped", {}).keys()
+            done = done and all(sha256(folder / name) == digest for name, digest in state["sha256"].items())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, TsaeError):
             done = False  # damaged: it is read again
         if not done:
             shutil.rmtree(folder)
@@ -135,8 +139,7 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / _STATE).read_text())
-    return found
+    return read_sealed(folder / _STATE, "Import again.")
 
 
 def begin(folder: Path) -> Path:
@@ -148,5 +151,6 @@ def begin(folder: Path) -> Path:
 
 def finish(begun: Path, state: Mapping[str, Any]) -> None:
     """Give a finished part its own folder."""
-    (begun / _STATE).write_text(json.dumps(state))
+    digests = {file.name: sha256(file) for file in sorted(begun.iterdir())}
+    write_json(begun / _STATE, with_checksum({**state, "sha256": digests}))
     os.replace(begun, begun.with_suffix(""))

@@ -1,0 +1,165 @@
+"""A byte that flips in what a stage reads is found by name, in files that no folder's seal names."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.builders import synthetic_store
+from support.damage import flip, unsealed
+from tsae.activations.shards.manifest import write_manifest
+from tsae.activations.store import ActivationStore
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.online.recording import SAMPLES, RecordingFolder, check_samples, read_recording
+from tsae.base.seal import SEAL, read_sealed, with_checksum
+from tsae.errors import TsaeError
+from tsae.pipeline import claim, read_stamp
+from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.running.journal import Journal, begin, finish
+from tsae.rollouts.sampling.batches import Batches, Response
+
+
+def test_content_carries_its_checksum(tmp_path: Path) -> None:
+    content = {"a": [1, 0.1, None, "ü\ud800"], "b": {"x": float("nan"), "1": -0.0}}
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(with_checksum(content)))
+    assert json.dumps(read_sealed(file, "")) == json.dumps(content)
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        with suppress(TsaeError):  # of white space nothing is said
+            assert json.dumps(read_sealed(file, "")) == json.dumps(content)
+    file.write_text(json.dumps(content))
+    assert json.dumps(read_sealed(file, "")) == json.dumps(content)
+    sealed = with_checksum(content)
+    for lost in ("checksum", "sealed"):
+        file.write_text(json.dumps({name: value for name, value in sealed.items() if name != lost}))
+        with pytest.raises(TsaeError, match="content has changed"):
+            read_sealed(file, "")
+    assert with_checksum(sealed) == sealed
+
+
+def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    file = store.path / "manifest.json"
+    write_manifest(file, store.manifest)
+    assert ActivationStore(store.path).manifest == store.manifest
+    file.write_text(file.read_text().replace('"step": 0', '"step": 7'))
+    with pytest.raises(TsaeError, match=r"manifest\.json: is damaged: its content has changed"):
+        ActivationStore(store.path)
+    write_manifest(file, store.manifest)
+    assert ActivationStore(unsealed(store.path)).manifest == store.manifest
+
+
+def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    flip(store.path / "rollouts.parquet", 200)
+    with pytest.raises(TsaeError, match=r"rollouts\.parquet: is damaged: its bytes have changed"):
+        _ = ActivationStore(store.path).rollouts
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> tuple[Path, TrainedWeights]:
+    trained = TrainedWeights(torch.nn.Linear(2, 2))
+    folder = RecordingFolder(tmp_path / "recording", {"learning_rate": 1e-3}, every=1)
+    fact = {"problem_id": "p", "advantage": 0.5, "prompt_ids": [1, 2], "response_ids": [3], "text": 'a", "sum": "b'}
+    for step in range(3):
+        if step:
+            folder.add(step, [fact, fact], [1.0, 0.5])
+        folder.keep_weights(trained, step)
+    return folder.path, trained
+
+
+def test_what_was_recorded_is_read_again(recording: tuple[Path, TrainedWeights]) -> None:
+    path, trained = recording
+    assert check_samples(path)
+    knots, rollouts = read_recording(path, trained)
+    assert knots.steps == [0, 1, 2]
+    assert rollouts.table["advantage"].to_pylist() == [0.5, 0.25, 0.5, 0.25]
+    assert "sum" not in rollouts.table.column_names
+    # The training was killed while it wrote a line, and before it wrote the last weights.
+    with (path / SAMPLES).open("a") as file:
+        file.write('{"step": 3, "wei')
+    (path / "weights-000002.safetensors").unlink()
+    assert len(read_recording(path, trained)[1]) == 4
+    # As earlier versions wrote it.
+    (path / SEAL).unlink()
+    lines = [{n: v for n, v in json.loads(line).items() if n != "sum"} for line in _lines(path)[:4]]
+    (path / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(read_recording(path, trained)[1]) == 4
+
+
+def _lines(path: Path) -> list[str]:
+    return (path / SAMPLES).read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "damage", ["weights", "weights lost", "settings", "digit", "line lost", "moved", "end", "seal"]
+)
+def test_a_changed_recording_is_refused(recording: tuple[Path, TrainedWeights], damage: str) -> None:
+    path, trained = recording
+    lines, said = _lines(path), r"samples\.jsonl: line 2 is damaged, or lines before it are missing"
+    if damage == "weights":
+        flip(path / "weights-000001.safetensors", -2)
+        said = r"weights-000001\.safetensors is damaged"
+    elif damage == "weights lost":
+        (path / "weights-000001.safetensors").unlink()
+        said = r"weights-000001\.safetensors is missing"
+    elif damage == "settings":
+        flip(path / "training_args.json", 25)
+        said = r"training_args\.json is damaged"
+    elif damage == "digit":
+        lines[1] = lines[1].replace('"weight": 0.5', '"weight": 0.7')
+    elif damage == "line lost":
+        del lines[1]
+    elif damage == "moved":
+        lines[1], lines[2] = lines[2], lines[1]
+    elif damage == "end":
+        lines, said = lines[:2], r"samples\.jsonl: cannot be read \(its last samples are missing"
+    else:
+        (path / SEAL).unlink()
+        said = "line 1 is damaged"
+    (path / SAMPLES).write_text("".join(lines))
+    with pytest.raises(TsaeError, match=said):
+        read_recording(path, trained)
+
+
+def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:
+    batches = Batches(tmp_path, "base", {"seed": 0})
+    batches.add(0, [Response((1, 2), "stop", (-0.5, -0.25))])
+    assert batches.read(0, 1) == [Response((1, 2), "stop", (-0.5, -0.25))]
+    file = tmp_path / "base" / "000000.json"
+    file.write_text(file.read_text().replace("-0.25", "-0.75"))
+    with pytest.raises(TsaeError, match=r"000000\.json: is damaged"):
+        batches.read(0, 1)
+
+
+def test_a_changed_part_of_an_import_is_read_again(tmp_path: Path) -> None:
+    part = Part((), 0, 0)
+    with Journal(tmp_path / "to.parquet", {}, ()) as journal:
+        job = journal.job(part)
+        begun = begin(job.folder)
+        (begun / "spool").write_bytes(b"rows" * 100)
+        finish(begun, {"counts": {}})
+        assert journal.job(part).done
+        flip(job.folder / "spool", 7)
+        assert not journal.job(part).done
+        assert not job.folder.exists()
+
+
+def test_a_changed_stamp_is_refused(tmp_path: Path) -> None:
+    claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
+    claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
+    assert read_stamp(tmp_path, "demo.json") == {"demo": {"seed": 0}}
+    file = tmp_path / "demo.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    for seed in (0, 1):
+        with pytest.raises(TsaeError, match=r"demo\.json: is damaged"):
+            claim(tmp_path, "demo.json", {"demo": {"seed": seed}}, "a demo")

@@ -1,0 +1,87 @@
+"""Which command made an output: a hidden file beside it, so that it can be made again.
+
+The command of ``out/features`` is in ``out/.features.command.json``. The folder in which the command was given is
+kept relative to the output, so that a tree of folders can be moved as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tsae.base.files import reading, write_json
+from tsae.base.provenance import version_of
+from tsae.base.seal import read_sealed, with_checksum
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """A command that made an output."""
+
+    words: tuple[str, ...]
+    """Without "tsae"."""
+    where: Path
+    """Its working folder."""
+
+    def __str__(self) -> str:
+        text = shlex.join(["tsae", *self.words])
+        here = self.where.resolve() == Path.cwd()
+        return text if here else f"(cd {shlex.quote(os.path.relpath(self.where))} && {text})"
+
+    def values(self, option: str) -> list[Path]:
+        """The paths that an option names."""
+        found: list[Path] = []
+        taking = False
+        for word in self.words:
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                taking = name.replace("_", "-") == option
+                word = value if equals else ""
+            if taking and word:
+                found.append(self.where / word)
+        return found
+
+
+def record_command(output: Path, words: Sequence[str]) -> None:
+    """Write down the command that made a file or folder. Where no further file can be written, it goes without."""
+    output = Path(os.path.abspath(output))
+    file, here = command_file(output), Path.cwd()
+    content = {
+        "command": list(words),
+        "from": os.path.relpath(here, output.parent),
+        "output": output.name,
+        "tsae": version_of("tsae"),
+    }
+    with suppress(OSError):  # the output is complete, and does not fail for this
+        write_json(file, with_checksum(content))
+
+
+def made_by(output: Path) -> MadeBy | None:
+    """The command that made a file or folder; None where it is not known: made by Python code, or moved since.
+
+    Raises:
+        TsaeError: where the record of it is damaged.
+    """
+    output = Path(os.path.abspath(output))
+    file = command_file(output)
+    if not file.is_file():
+        return None
+    fix = "Remove it: the command that made the output is then not known any more."
+    found = read_sealed(file, fix)
+    with reading(file, fix):
+        words, where = tuple(map(str, found["command"])), Path(os.path.normpath(output.parent / found["from"]))
+        if found["output"] != output.name:
+            raise TsaeError(f"is the command of {found['output']}", where=file, fix=fix)
+    command = MadeBy(words, where)
+    named = [Path(os.path.abspath(path)) for path in command.values("--to")]
+    return command if not named or output in named else None
+
+
+def command_file(output: Path) -> Path:
+    """Where the command of an output is written down."""
+    return output.with_name(f".{output.name}.command.json")

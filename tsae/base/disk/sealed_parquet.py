@@ -1,0 +1,112 @@
+"""Parquet files that carry their own checksum.
+
+A lone Parquet file has no folder whose `checksums.json` could name it, and Parquet's own checksums cover neither the
+headers of its pages nor its footer. So the file ends with::
+
+    … row groups, mark (12 bytes), SHA-256 (32 bytes), footer, length of the footer (4 bytes), "PAR1"
+
+The SHA-256 is that of all other bytes, without the mark. Readers of Parquet find the footer from the end, and the row
+groups by their offsets, so that every one reads the file. A copy that another program writes has no checksum, and is
+read as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow.parquet as pq
+
+from tsae.base.files import reading
+from tsae.errors import TsaeError
+
+_MARK = b"tsae:sha256\0"
+_SIZE = len(_MARK) + hashlib.sha256().digest_size
+_END = 8
+"""Bytes behind the footer."""
+_AT_ONCE = 1 << 20
+
+
+def seal_parquet(path: str | Path) -> None:
+    """Put a checksum into a Parquet file that was just written."""
+    with Path(path).open("r+b") as file:
+        start = _footer(file)
+        file.seek(start)
+        footer = file.read()
+        digest = _sha256(file, [(0, file.tell())])
+        file.seek(start)
+        file.write(_MARK + digest + footer)
+
+
+def check_parquet(path: str | Path, fix: str) -> bool:
+    """Compare a Parquet file with the checksum that it carries; whether it carries one.
+
+    A process reads the file again only if its size or times have changed.
+
+    Raises:
+        TsaeError: where its bytes have changed since it was written, or it had a checksum and has lost it.
+    """
+    with reading(path, fix):
+        found = os.stat(path)
+        state = _state(str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if state is False:
+        raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix=fix)
+    return state is True
+
+
+@lru_cache(maxsize=1 << 12)
+def _state(path: str, *_: int) -> bool | None:
+    """Whether a file is as it was written; None if it carries no checksum."""
+    with open(path, "rb") as file:
+        try:
+            start = _footer(file)
+            file.seek(max(0, start - _SIZE))
+            mark = file.read(_SIZE)
+            if not mark.startswith(_MARK):
+                # Between the data and the footer there is room for a checksum, and none of it.
+                return False if _end_of_data(path) == start - _SIZE else None
+        except ValueError:
+            return None  # no Parquet file: its readers say so
+        end = file.seek(0, os.SEEK_END)
+        return _sha256(file, [(0, start - _SIZE), (start, end)]) == mark[len(_MARK) :]
+
+
+def _footer(file: BinaryIO) -> int:
+    """Where the footer begins.
+
+    Raises:
+        ValueError: no Parquet file ends like this one.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END))
+    end = file.read(_END)
+    start = size - _END - int.from_bytes(end[:4], "little")
+    if end[4:] != b"PAR1" or start < len(b"PAR1"):
+        raise ValueError("it does not end like a Parquet file")
+    return start
+
+
+def _end_of_data(path: str) -> int:
+    """Where the row groups end, by the footer."""
+    metadata = pq.read_metadata(path)
+    ends = [4]
+    for g in range(metadata.num_row_groups):
+        for c in range(metadata.num_columns):
+            column = metadata.row_group(g).column(c)
+            first = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+            ends.append(first + column.total_compressed_size)
+    return max(ends)
+
+
+def _sha256(file: BinaryIO, parts: list[tuple[int, int]]) -> bytes:
+    digest = hashlib.sha256()
+    for start, stop in parts:
+        file.seek(start)
+        while start < stop:
+            piece = file.read(min(_AT_ONCE, stop - start))
+            digest.update(piece)
+            start += len(piece) or stop
+    return digest.digest()

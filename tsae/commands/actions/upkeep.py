@@ -1,0 +1,58 @@
+"""`tsae verify` and `tsae repair`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tsae.commands.common import as_json
+from tsae.commands.options.upkeep import Repair, Verify
+from tsae.errors import TsaeError
+from tsae.report.text import visible
+from tsae.upkeep.mend import next_step, remedy, repair
+from tsae.upkeep.verify import Finding, verify
+
+
+def run_verify(options: Verify) -> None:
+    _some(options.paths)
+    with as_json(options.json) as write:
+        findings = verify(options.paths)
+        print(_table(findings))
+        write({"artefacts": [{**found.as_dict(), "remedy": remedy(found)} for found in findings]})
+    _all_intact(findings, "Repair it: tsae repair" if next_step(findings) else "See docs/reliability.md")
+
+
+def run_repair(options: Repair) -> None:
+    _some(options.paths)
+    findings = repair(options.paths, dry_run=options.dry_run)
+    print(_table(findings))
+    if not options.dry_run:
+        _all_intact(findings, "Nothing that is known makes the rest again: give the commands that made it")
+
+
+def _some(paths: Sequence[Path]) -> None:
+    if not paths:
+        raise TsaeError("no path was given", where="PATHS", fix="Give files or folders that tsae wrote.")
+
+
+def _all_intact(findings: Sequence[Finding], fix: str) -> None:
+    """Raises TsaeError where something is not intact."""
+    bad = [finding for finding in findings if not finding.ok]
+    if bad:
+        raise TsaeError(
+            f"{len(bad)} of {len(findings)} artefacts are not intact", where=bad[0].artefact.path, fix=f"{fix}."
+        )
+
+
+def _table(findings: Sequence[Finding]) -> str:
+    """One line an artefact; below one that is not intact what makes it again."""
+    width = max(len(visible(str(finding.artefact.path))) for finding in findings)
+    kinds = max(len(finding.artefact.kind.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        path, kind = visible(str(finding.artefact.path)), finding.artefact.kind.name
+        what = f": {visible(finding.what)}" if finding.what else ""
+        lines.append(f"{path:<{width}}  {kind:<{kinds}}  {finding.state}{what}")
+        if remedy(finding):
+            lines.append(f"{'':<{width}}  {'':<{kinds}}  -> {visible(remedy(finding))}")
+    return "\n".join(lines)
