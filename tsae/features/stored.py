@@ -26,7 +26,9 @@ from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
 _READ = 1_000_000  # non-zeros of columns that are read at once
-_SPREAD = 64  # lines from the first to the last wanted one, for each of these, up to which their offsets are read at once
+_SPREAD = (
+    64  # lines from the first to the last wanted one, for each of these, up to which their offsets are read at once
+)
 _GAP = 20_000  # non-zeros between two wanted lines that are read too, because another call would take longer
 
 Key = slice | np.ndarray
