@@ -41,6 +41,11 @@ def side_means(values: Rows, rows: np.ndarray, problem: np.ndarray, problems: np
     return grouped_sums(values, rows, where, weight, len(problems))
 
 
+def some_columns(values: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Columns of (n, n_features) values, without a copy where these are all; features in order, each once."""
+    return values if len(features) == values.shape[1] else values[:, features]
+
+
 def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The rows that belong to the problems, and the index of each one's problem among these."""
     position = np.full(int(problem.max()) + 1, -1)

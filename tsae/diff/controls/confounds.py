@@ -30,7 +30,7 @@ from tsae.base.bootstrap import group_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import CONTRAST, Comparison
 from tsae.diff.contrast.draw_contrast import Contrast
-from tsae.diff.contrast.problem_means import difference_weights, group_difference
+from tsae.diff.contrast.problem_means import difference_weights, group_difference, some_columns
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
 from tsae.features.annotations import id_codes
@@ -111,17 +111,22 @@ def _control(
     assert contrast.inference is not None
     of, feature, effect = contrast.of, contrast.feature, contrast.inference.difference
     keys = {**of.key, "feature": feature, "control": control}
-    groups, plains = [], []
-    for part in of.bands or (of,):
+    parts, groups, comparable = of.bands or (of,), [], []
+    for part in parts:
         problems, differences = _controlled(features, rows, tokens, part, control, config.seed)
         if len(problems) < config.min_problems:
             nothing = {**dict.fromkeys(_NUMBERS, np.nan), "n_problems": 0, "verdict": TOO_FEW}
             return pd.DataFrame({**keys, **nothing, "rows": of.fingerprint})
-        groups.append(differences[:, feature])
-        weights = difference_weights(part.a, part.b, rows.problem, problems)
-        plains.append(weighted_sums(rows.columns, weights[:, None], feature)[:, 0])
+        groups.append(some_columns(differences, feature))
+        comparable.append(problems)
     mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
-    plain = plains[0] - (plains[1] if len(plains) > 1 else 0.0)
+    plain = effect
+    if not all(np.array_equal(found, part.problems) for found, part in zip(comparable, parts, strict=True)):
+        first, *others = (
+            difference_weights(part.a, part.b, rows.problem, found)
+            for found, part in zip(comparable, parts, strict=True)
+        )
+        plain = weighted_sums(rows.columns, (first - sum(others))[:, None], feature)[:, 0]
     kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
     shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
     survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)

@@ -121,7 +121,7 @@ def label_permutations(
     written_out = sum(some.problems * len(some.arrangements) for some in alike if some.arrangements is not None)
 
     def as_extreme(statistic: np.ndarray, of_right: np.ndarray | None, features: np.ndarray) -> np.ndarray:
-        if offset is not None:
+        if offset is not None and of_right is not None:
             statistic *= edge.sign[features].astype(np.float32)
             statistic -= np.outer(of_right, offset[features].astype(np.float32))
         return edge.as_extreme(statistic, features)
