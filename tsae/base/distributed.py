@@ -103,6 +103,11 @@ class Processes:
 ALONE = Processes()
 
 
+def joined() -> Processes:
+    """The processes that `join` has joined; this one alone where it has not."""
+    return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+
+
 @contextmanager
 def join(device: str, *, timeout: timedelta | None = None) -> Iterator[Processes]:
     """Join the processes that torchrun started for the time of the block, unless they were joined before.
