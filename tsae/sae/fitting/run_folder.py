@@ -5,7 +5,7 @@
     folder/
       metrics.jsonl              appended while training; cut back to the checkpoint when a run resumes
       checkpoint/0000000500/     state after 500 steps: written as `partial`, flushed to disk, then renamed
-        state.safetensors        weights, Adam's moments, counters
+        state.safetensors        weights, Adam's moments, counters; with a divided dictionary, a file for every process
         state.json               what is trained, on what
       sae.safetensors, config.json, training.json
       run.json                   written last: the training is finished, and checkpoint/ is removed
@@ -29,13 +29,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import reading, write_json
 from tsae.base.provenance import write_run
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
-_NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "wandb_project")
+_NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "wandb_project")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
 
@@ -100,16 +102,26 @@ class RunFolder:
         else:
             self._cut_metrics(self.steps)
 
-    def load(self) -> dict[str, torch.Tensor] | None:
-        """The tensors of the latest checkpoint, if there is one."""
+    def load(self, shards: Processes = ALONE) -> dict[str, torch.Tensor] | None:
+        """The tensors of the latest checkpoint, if there is one: those of the latents that this process holds.
+
+        Args:
+            shards: that hold the dictionary now, as many or as few as wrote it.
+        """
         latest = self._latest()
         if latest is None:
             return None
         with reading(latest, _ANEW):
-            return load_file(latest / "state.safetensors")
+            files = sorted(latest.glob("state*.safetensors"))
+            return load_file(files[0]) if len(files) == shards.size == 1 else load_latents(files, shards)
 
-    def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, steps: int, tensors: Mapping[str, torch.Tensor], shards: Processes = ALONE) -> None:
         """Write the state after a number of steps. The checkpoint before stays until this one is whole.
+
+        Args:
+            steps: their number.
+            tensors: of the latents that this process holds.
+            shards: that hold the dictionary; all of them save together.
 
         Raises:
             TsaeError: where it cannot be written, for instance on a full disk. The checkpoint before is then untouched.
@@ -123,17 +135,26 @@ class RunFolder:
         }
         with self._writing():
             try:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
+                if shards.first:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+                shards.wait()
+                of = "" if shards.size == 1 else f"-{shards.rank:05d}-of-{shards.size:05d}"
+                file = partial / f"state{of}.safetensors"
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file)
+                _flush(file)
+                shards.wait()
+                if not shards.first:
+                    return
                 write_json(partial / "state.json", state)
-                for path in (partial / "state.safetensors", partial / "state.json", partial, self.path):
+                for path in (partial / "state.json", partial, self.path):
                     _flush(path)
                 _flush(self.path / "metrics.jsonl")
                 partial.rename(whole)
                 _flush(self.checkpoints)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                if shards.first:
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise
         for other in self.checkpoints.iterdir():
             if other != whole:
