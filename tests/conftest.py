@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,17 @@ from support.builders import ARCHITECTURES, make_rollouts, save_model, save_pert
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# No pickle is loaded, and nothing asks another machine, here or in a process that a test starts.
+_GUARD = Path(__file__).parent / "support" / "guard"
+_folder = tempfile.TemporaryDirectory(prefix="tsae-guard-")
+_FORBIDDEN = Path(_folder.name) / "forbidden"
+_FORBIDDEN.touch()
+os.environ["TSAE_GUARD_LOG"] = str(_FORBIDDEN)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_GUARD), os.environ.get("PYTHONPATH")]))
+sys.path.append(str(_GUARD))  # some tests give their children this process's own path
+if (_guard := importlib.util.spec_from_file_location("guard", _GUARD / "sitecustomize.py")) and _guard.loader:
+    _guard.loader.exec_module(importlib.util.module_from_spec(_guard))
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -22,6 +35,15 @@ def _one_thread() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         assert torch.get_num_threads() == 1
+
+
+@pytest.fixture(autouse=True)
+def _nothing_forbidden() -> Iterator[None]:
+    """The test fails during which a pickle was loaded or another machine was asked, even if the error was caught."""
+    before = _FORBIDDEN.stat().st_size
+    yield
+    if _FORBIDDEN.stat().st_size > before:
+        pytest.fail(_FORBIDDEN.read_bytes()[before:].decode(), pytrace=False)
 
 
 @pytest.fixture(scope="session", params=ARCHITECTURES)

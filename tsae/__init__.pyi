@@ -3,6 +3,7 @@
 from . import testbed as testbed
 from .activations.config import CaptureConfig as CaptureConfig
 from .activations.config import LiveConfig as LiveConfig
+from .activations.config import StatesConfig as StatesConfig
 from .activations.live import LiveSource as LiveSource
 from .activations.recording.capture import capture as capture
 from .activations.store import ActivationStore as ActivationStore

@@ -1,8 +1,48 @@
-"""The one error class for what a user can put right."""
+"""The one error class for what a user can put right, and what no message and no file of ours may hold."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from typing import Any
+
+_HIDDEN = "***"
+_IN_URLS = (
+    # user:password@ before the host, also where Path has made one slash of two
+    re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2})[^/\s@'\"]+(?=@)"),
+    re.compile(r"([?&;][\w.-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w.-]*=)[^&;\s'\"]+", re.I),
+)
+_BY_SHAPE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16})\b"
+)
+_NAMES = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD)(?:_|$)|(?:API|ACCESS|SERVER|ACCOUNT)_?KEY", re.I)
+_SHORTEST = 8  # characters; a shorter value may be an everyday word
+
+
+def without_secrets(text: str) -> str:
+    """A text with passwords and keys as ***.
+
+    These are what stands before the host of a URL, values of a URL's query that are named like a key, what has the
+    shape of a key of Hugging Face, OpenAI, GitHub or AWS, and the values of environment variables that are named like
+    one, such as HF_TOKEN, TSAE_SERVER_KEY and AWS_SECRET_ACCESS_KEY.
+    """
+    for pattern in _IN_URLS:
+        text = pattern.sub(rf"\1{_HIDDEN}", text)
+    text = _BY_SHAPE.sub(_HIDDEN, text)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST and value in text and _NAMES.search(name):
+            text = text.replace(value, _HIDDEN)
+    return text
+
+
+def public(content: Any) -> Any:
+    """JSON content, all of whose texts are `without_secrets`."""
+    if isinstance(content, dict):
+        return {without_secrets(str(name)): public(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [public(value) for value in content]
+    return without_secrets(content) if isinstance(content, str) else content
 
 
 class TsaeError(Exception):
@@ -12,12 +52,14 @@ class TsaeError(Exception):
         what: what was found, and what was expected instead.
         where: the file, folder or argument in which it was found.
         fix: what to do about it.
+
+    Passwords and keys in any of them are hidden (`without_secrets`).
     """
 
     def __init__(self, what: str, *, where: str | Path | None = None, fix: str | None = None) -> None:
-        self.what = what.strip()
-        self.where = None if where is None else str(where)
-        self.fix = None if fix is None else fix.strip()
+        self.what = without_secrets(what.strip())
+        self.where = None if where is None else without_secrets(str(where))
+        self.fix = None if fix is None else without_secrets(fix.strip())
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
 from tsae.features.annotations import Annotator
 from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
@@ -198,7 +198,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
     """
-    wanted = json.loads(json.dumps(stamp, default=str))
+    wanted = public(json.loads(json.dumps(stamp, default=str)))
     copy = stamp_copy(folder, name)
     # A kill during the first write leaves only the temporary file, or the copy.
     beginning = {copy.name, f"{copy.name}.tmp", f"{name}.tmp"}

@@ -12,7 +12,6 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.files import read_object, write_json
 from tsae.base.provenance import versions
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
@@ -324,7 +324,7 @@ def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
         file = folder / "config.json"
         if file.is_file():
             try:
-                name = json.loads(file.read_text(encoding="utf-8")).get("_name_or_path")
+                name = parse_json(file.read_text(encoding="utf-8")).get("_name_or_path")
             except (ValueError, AttributeError):
                 continue  # Loading the checkpoint says what is wrong.
             # A resumed run names its own checkpoint.

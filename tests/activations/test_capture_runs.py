@@ -327,6 +327,45 @@ def test_a_part_of_another_capture_is_refused(
         capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
 
 
+def test_a_shard_of_another_capture_is_refused(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    """Parts ran on two machines, one of them with another precision, and were copied into one folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    capture_part(series, rollouts, SITES, to=here, part=Part(0, 2), config=CONFIG, progress=False)
+    other = replace(CONFIG, model_dtype="bfloat16")
+    capture_part(series, rollouts, SITES, to=there, part=Part(1, 2), config=other, progress=False)
+    shutil.copytree(there / "base", here / "base", dirs_exist_ok=True)
+    n = len(list((there / "base").glob("*.h5")))
+    what = rf"{n} shards are of another capture than the manifest, such as base/00001\.h5\. .*base/00001\.json"
+    with pytest.raises(TsaeError, match=what) as refused:
+        capture(series, rollouts, SITES, to=here, config=CONFIG, progress=False)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(TsaeError, match="of another capture"):
+        ActivationStore(here)
+    for file in (there / "base").iterdir():
+        (here / "base" / file.name).unlink()
+    capture(series, rollouts, SITES, to=here, config=CONFIG, progress=False)
+    assert contents(here) == contents(whole)
+
+
+def test_a_completed_manifest_whose_records_were_not_removed(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    """The process died while it joined the parts: before the manifest took its place, or after that."""
+    folder = tmp_path / "acts"
+    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    (folder / "manifest.json.part-1").write_text('{"format": "tsae-activ')
+    capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+    (folder / "base" / "00000.json").write_text("{}")
+    assert len(ActivationStore(folder).readers) == len(series)
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    (folder / "manifest.json").write_text('{"format": "tsae-activ')
+    with pytest.raises(TsaeError, match=r"manifest\.json: not a manifest \(JSONDecodeError"):
+        ActivationStore(folder)
+
+
 def test_parts_on_the_command_line(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,8 +21,9 @@ from support.builders import make_rollouts
 from support.children import start
 from support.memory import ERRORS, short_of_memory
 from support.trainings import checkpoint, interrupted, same_files
+from tsae.activations.batches.portions import equal_blocks
 from tsae.activations.batches.segments import unpacked
-from tsae.activations.live import LiveSource, LiveWindows, _equal_blocks
+from tsae.activations.live import LiveSource, LiveWindows
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
@@ -43,17 +44,21 @@ def source(series: CheckpointSeries, rollouts: Any) -> LiveSource:
 
 
 class Recording(LiveWindows):
-    """Notes every block that is filled, and the windows of every batch."""
+    """Notes every block, which of its portions are computed, and the windows of every batch."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.fills: list[tuple[int, int, int]] = []
+        self.fills: list[tuple[list[int], int]] = []  # portions of a block, and their tokens
+        self.computed: list[int] = []
         self.read: list[list[Token]] = []
         super().__init__(*args, **options)
 
-    def _fill(self, epoch: int, block: int, windows: np.ndarray) -> None:
-        if self._filled != (epoch, block):
-            super()._fill(epoch, block, windows)
-            self.fills.append((epoch, block, len(self._buffer)))
+    def _fill(self, portions: np.ndarray) -> None:
+        super()._fill(portions)
+        self.fills.append((portions.tolist(), len(self._row)))
+
+    def _computed(self, portion: int) -> np.ndarray:
+        self.computed.append(portion)
+        return super()._computed(portion)
 
     def _plan(self, number: int, windows: np.ndarray, *rest: Any) -> Any:
         tokens = []
@@ -134,27 +139,45 @@ def test_the_buffer_never_holds_more_than_its_limit(source: LiveSource, rollouts
     windows = Recording(source, SITE, held_out=False)
     for epoch in range(3):
         for _ in windows.epoch(epoch, 64):
-            assert len(windows._buffer) <= 400
-    sizes = [size for _, _, size in windows.fills]
+            assert sum(map(len, windows._ring._rows.values())) <= len(windows._ring.values) == 400
+    sizes = [size for _, size in windows.fills]
     assert max(sizes) <= 400
     # Even blocks, rather than a small last one.
     assert min(sizes) > 200
-    assert [e for e, _, _ in windows.fills] == sorted(e for e, _, _ in windows.fills)
-    assert len(windows.fills) == len({(e, b) for e, b, _ in windows.fills}) >= 3 * windows.n_tokens / 400
+    assert len(windows.fills) - 1 >= 3 * windows.n_tokens / 400  # the first of all is filled for the norms, too
+
+
+def test_an_epoch_begins_with_what_the_one_before_left_behind(source: LiveSource) -> None:
+    windows = Recording(source, SITE)
+    size, computed = windows._portions.size, []
+    for epoch in range(4):
+        windows.computed.clear()
+        list(windows.epoch(epoch, 64))
+        computed.append(size[windows.computed].sum())
+    held = computed[0] + size[windows.fills[0][0]].sum() - np.array(computed[1:])
+    assert computed[0] + size[windows.fills[0][0]].sum() == windows.n_tokens
+    assert (held > 400 - size.max() * 2).all()
+    assert (held <= 400).all()
+    # If all of it fits, nothing is computed twice.
+    whole = LiveSource(source.series, source.rollouts, SITE, config=replace(CONFIG, buffer_tokens=10_000))
+    again = Recording(whole, SITE)
+    for epoch in range(3):
+        list(again.epoch(epoch, 64))
+    assert sorted(again.computed) == list(range(len(again._portions.size)))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_are_few_and_fit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, most = rng.integers(1, 60, 300), int(rng.integers(60, 500))
-    block = _equal_blocks(size, most)
+    block = equal_blocks(size, most)
     assert (np.diff(block) >= 0).all()
     totals = np.bincount(block, weights=size)
     assert totals.max() <= most
     assert totals.min() > 0
     assert len(totals) <= max(1, size.sum() / (most - 59)) + 1
-    assert _equal_blocks(np.array([7]), 7).tolist() == [0]
-    assert _equal_blocks(np.full(10, 7), 7).tolist() == list(range(10))
+    assert equal_blocks(np.array([7]), 7).tolist() == [0]
+    assert equal_blocks(np.full(10, 7), 7).tolist() == list(range(10))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch(source: LiveSource) -> None:
@@ -177,16 +200,16 @@ def test_the_order_is_a_function_of_seed_and_epoch(source: LiveSource) -> None:
 def test_what_lies_behind_is_not_computed(source: LiveSource) -> None:
     windows = Recording(source, SITE)
     every = list(windows.epoch(2, 64))
-    n_blocks = sum(epoch == 2 for epoch, _, _ in windows.fills)
+    fills = [portions for portions, _ in windows.fills[1:]]
     for begin in (1, len(every) // 2, len(every) - 1, len(every)):
         again = Recording(source, SITE)
         rest = list(again.epoch(2, 64, start=begin))
         assert [b.number for b in rest] == [b.number for b in every[begin:]]
         assert all(torch.equal(a.x, b.x) for a, b in zip(rest, every[begin:], strict=True))
-        blocks = [block for epoch, block, _ in again.fills if epoch == 2]
-        assert blocks == list(range(n_blocks - len(blocks), n_blocks))
+        blocks = [portions for portions, _ in again.fills[1:]]
+        assert blocks == fills[len(fills) - len(blocks) :]
     assert len(blocks) == 0
-    assert again.fills[0][:2] == (0, 0)  # for the norms
+    assert again.fills[0] == windows.fills[0]  # for the norms
 
 
 def test_readers_get_equal_parts(series: CheckpointSeries, store: ActivationStore) -> None:
@@ -251,7 +274,7 @@ def test_live_and_stored_trainings_explain_as_much(source: LiveSource, store: Ac
     from_disk = tsae.train(store, SAE, training=training, progress=False)
     # On all problems: the one that is held out says little.
     a, b = (tsae.evaluate(sae, store, held_out=None) for sae in (live, from_disk))
-    assert a.fve == pytest.approx(b.fve, abs=0.03)
+    assert a.fve == pytest.approx(b.fve, abs=0.05)  # seeds of the stored one alone are .80 to .82
     assert min(a.fve, b.fve) > 0.75
     assert live.training_info["tokens_in_store"] == from_disk.training_info["tokens_in_store"]
     assert live.norm_limit == pytest.approx(from_disk.norm_limit, rel=0.2)
@@ -333,6 +356,7 @@ def test_another_buffer_is_another_training(source: LiveSource, series: Any, rol
     for change, message in [
         ({"buffer_tokens": 500}, r"inputs\.capture\.buffer_tokens was 400, is 500"),
         ({"batch_tokens": 64}, r"inputs\.capture\.batch_tokens was 128, is 64"),
+        ({"cache": tmp_path / "cache"}, r"inputs\.capture\.cache_gb was absent, is 50.0"),
     ]:
         other = LiveSource(series, rollouts, SITE, config=replace(CONFIG, **change))
         with pytest.raises(TsaeError, match=message):
@@ -417,7 +441,8 @@ def test_what_cannot_be_read_in_smaller_batches_is_refused(
         list(windows.epoch(1, 64))
     monkeypatch.delenv("WORLD_SIZE")
     short_of_memory(monkeypatch, 5, ERRORS[0])
-    with pytest.raises(TsaeError, match=r"trajectory \d+ does not fit into memory by itself while reader"):
+    smaller = pytest.warns(RuntimeWarning, match="was short of memory")
+    with smaller, pytest.raises(TsaeError, match=r"trajectory \d+ does not fit into memory by itself while reader"):
         list(windows.epoch(1, 64))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import signal
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,10 +38,30 @@ def test_the_job_array_says_the_same_command_with_a_part(tmp_path: Path) -> None
     assert "#SBATCH --array=1-7" in lines
     assert "#SBATCH --partition=gpu" in lines
     assert "#SBATCH --time=1:00:00" in lines
-    task = shlex.split(lines[-1].replace("$SLURM_ARRAY_TASK_ID", "3"))
-    options = parse(task[task.index("tsae") + 1 :])
+    (task,) = (shlex.split(line.replace("$SLURM_ARRAY_TASK_ID", "3")) for line in lines if '--part "' in line)
+    options = parse(task[task.index("tsae") + 1 : -1])
     assert (options.part, options.series, options.to) == ("3/7", ("my runs",), tmp_path / "acts")
     assert not options.spread.asked
+
+
+@pytest.mark.parametrize(("starts", "again"), [(0, True), (1, True), (2, False)])
+def test_a_task_asks_to_start_again_before_its_time_is_over(starts: int, again: bool, tmp_path: Path) -> None:
+    """Bash runs the script; a part is stood for by a command that waits, and SLURM by its signal and by `scontrol`."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\nexit 1\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    part = ["/bin/bash", "-c", f'echo "$@" > {tmp_path}/part; sleep 0.5; exit 7', "capture"]
+    script = slurm_script(part, Spread(parts=4, retries=2), tmp_path / "acts")
+    assert "#SBATCH --signal=B:USR1@60\n" in script
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "812"}
+    environment |= {"SLURM_RESTART_COUNT": str(starts)} if starts else {}
+    with subprocess.Popen(["bash", "-c", script], env=environment) as task:
+        while not (tmp_path / "part").is_file():
+            time.sleep(0.01)
+        task.send_signal(signal.SIGUSR1)
+        assert task.wait() == 7  # what the part says, if SLURM does not end the task
+    assert (tmp_path / "part").read_text() == "--part 3/4\n"
+    assert (tmp_path / "asked").is_file() == again
+    assert not again or (tmp_path / "asked").read_text() == "requeue 812\n"
 
 
 @pytest.mark.parametrize("option", ["--parts 0", "--workers -1", "--retries -1"])

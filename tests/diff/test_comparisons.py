@@ -19,12 +19,14 @@ from tsae.commands.actions.causal import opposed_features
 from tsae.commands.options.causal import Causal
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
-from tsae.diff.contrast.draw_contrast import draw
+from tsae.diff.contrast.draw_contrast import draw, problem_effects, question
+from tsae.diff.contrast.draw_contrast import tested_features as features_tested
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.controls import null_discoveries
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.controls.null_discoveries import null_counts, null_of
 from tsae.diff.measure_diff import feature_diff
+from tsae.diff.significance.inference import moved_p, q_values
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.report import render
@@ -296,15 +298,26 @@ def test_where_trajectories_cannot_be_split_there_is_no_null() -> None:
     assert np.isnan(null_counts(rows, [replace(of, b=of.b[first])], QUICK)).all()
 
 
-def test_null_discoveries_are_averaged_over_the_repeats() -> None:
-    """Against draws one by one, at a q that lets chance through."""
-    table, loose = log(n_problems=40), replace(QUICK, q=0.6, minimum_effect=0.0)
+@pytest.mark.parametrize(("least", "many"), [(0.0, 8), (0.05, 1)])
+def test_null_discoveries_are_averaged_over_the_repeats(
+    least: float, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against draws of all features one by one, at a q that lets chance through."""
+    monkeypatch.setattr(null_discoveries, "_MANY", many)
+    table, loose = log(n_problems=40), replace(QUICK, q=0.6, minimum_effect=least)
     rows = Rows.of(table, loose)
     found = [of for of in comparisons(table, rows, loose) if not of.note]
     seen = set()
     for of, (mean, share) in zip(found, null_counts(rows, found, loose, repeats=4), strict=True):
-        drawn = [null_discoveries._discoveries(rows, of, loose, repeat) for repeat in range(4)]
-        counted = [n for n in drawn if n is not None]
+        counted = []
+        for repeat in range(4):
+            null = null_of(rows, of, np.random.default_rng([loose.seed, 4, repeat]))
+            if len(null.problems) < loose.min_problems:
+                continue
+            effects = [problem_effects(rows, part) for part in null.bands or (null,)]
+            feature = features_tested(rows, null, effects, loose)
+            p = moved_p(question(rows, null, effects, feature, loose), loose)
+            counted.append(int((q_values(p) <= loose.q).sum()))
         if not counted:
             assert np.isnan([mean, share]).all()
         elif of.kind != "shift" or of.checkpoint == "run":  # whose halves are made first

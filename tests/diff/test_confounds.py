@@ -112,6 +112,7 @@ def test_what_tokens_explain_against_loops(monkeypatch: pytest.MonkeyPatch) -> N
     """Every token's mean in the other half of the problems; in one problem one outcome is missing, and some ids are one
     problem's own."""
     monkeypatch.setattr(confounds, "_IDS", 3)
+    monkeypatch.setattr(confounds, "_OFTEN", 0.2)
     rng = np.random.default_rng(0)
     records = [
         {"problem_id": f"p{p:02d}", "policy": "base", "prompt_ids": [1], "outcome": "success" if s % 2 else "failure",

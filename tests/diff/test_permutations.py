@@ -118,6 +118,27 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
     assert np.abs(other / 2000 - exact).max() < 4.5 * np.sqrt(0.25 / 2000)
 
 
+@pytest.mark.parametrize("written_out", [10_000, 30, 0])
+@pytest.mark.parametrize("least", [None, 0.05])
+def test_few_features_have_the_draws_that_many_have(
+    least: float | None, written_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an arrangement adds is looked up for a few, where arrangements are written out."""
+    monkeypatch.setattr("tsae.diff.significance.permutations._ARRANGEMENTS", written_out)
+    rng = np.random.default_rng(0)
+    problem = rng.permutation(np.repeat(np.arange(30), rng.integers(2, 9, 30)))
+    success = rng.random(len(problem)) < 0.4
+    first, last = np.unique(problem, return_index=True)[1], len(problem) - 1 - np.unique(problem[::-1], True)[1]
+    success[first], success[last] = True, False
+    values = PickedColumns.of(sp.csr_array(rng.exponential(size=(len(problem), 40)) + 0.3 * success[:, None]))
+    offset = None if least is None else np.full(40, least)
+    some = np.array([3, 17, 39])
+    many = label_permutations(values, success, problem, 0, offset)(700, np.arange(40))[0]
+    few = label_permutations(values, success, problem, 0, offset)(700, some)[0]
+    np.testing.assert_array_equal(few, many[some])
+    assert 0 < many[some].min() < many[some].max() < 700
+
+
 def test_weights_are_permuted_within_groups_as_all_arrangements_are() -> None:
     """Two groups of three and four rows, mixed up, and one whose weights are 0, against all 3! · 4! arrangements."""
     rng = np.random.default_rng(0)

@@ -127,6 +127,23 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
         encode(sae, shards, to=tmp_path, progress=False)
 
 
+def test_a_piece_of_another_sae_is_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
+    """Parts ran on two machines, one of them with an earlier SAE, and were copied into one folder."""
+    other = TemporalSAE(sae.d_model, sae.config, site=sae.site)
+    encode_part(sae, shards, to=tmp_path / "here", part=Part(0, 2), progress=False)
+    encode_part(other, shards, to=tmp_path / "there", part=Part(1, 2), progress=False)
+    with pytest.raises(TsaeError, match="its encoding did not finish"):
+        tsae.FeatureTable.load(tmp_path / "here")
+    shutil.copy(tmp_path / "there" / "pieces" / "000001.npz", tmp_path / "here" / "pieces")
+    with pytest.raises(TsaeError, match=r"000001\.npz: is a piece of another encoding\. Remove it") as refused:
+        encode(sae, shards, to=tmp_path / "here", progress=False)
+    assert "\n" not in str(refused.value)
+    (tmp_path / "here" / "pieces" / "000001.npz").unlink()
+    encode(sae, shards, to=tmp_path / "here", progress=False)
+    encode(sae, shards, to=tmp_path / "one", progress=False)
+    assert digests(tmp_path / "here") == digests(tmp_path / "one")
+
+
 def test_a_part_compares_its_own_shards_with_their_checksums(
     sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
 ) -> None:

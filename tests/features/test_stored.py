@@ -62,6 +62,8 @@ def test_rows_and_columns_are_those_of_scipy(
 ) -> None:
     monkeypatch.setattr(stored, "_BLOCK", at_once)
     monkeypatch.setattr(stored, "_READ", at_once)
+    monkeypatch.setattr(stored, "_GAP", at_once // 4)
+    monkeypatch.setattr(stored, "_SPREAD", at_once // 5)
     matrix, rng = random_matrix(shape, density, at_once), np.random.default_rng(0)
     found = on_disk(tmp_path / "one", matrix, at_once)
     dense = matrix.toarray()

@@ -422,3 +422,53 @@ def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -
     assert "Promotes" in card
     assert tab.page.locator(".pair").count() >= 1
     tab.close()
+
+
+# What data could do if some of it ever reached the page unescaped, and what the browser says that it blocked.
+INJECTIONS = {
+    "<script>window.__attacked = 1</script>": "script-src-elem",
+    "<img src=data:, onerror='window.__attacked = 1'>": "script-src-attr",
+    "<script src='https://example.org/a.js'></script>": "script-src-elem",
+    "<link rel=stylesheet href='https://example.org/a.css'>": "style-src-elem",
+    "<iframe srcdoc='<script>parent.__attacked = 1</script>'></iframe>": None,  # reported inside of it
+    "<iframe src='https://example.org/'></iframe>": "frame-src",
+    "<img src='https://example.org/a.png'>": "img-src",
+    "<base href='https://example.org/'>": "base-uri",
+    "<form action='https://example.org/'></form><script></script>": "form-action",
+    "<a id=bait href='javascript:window.__attacked = 1'>x</a>": "script-src-elem",
+}
+_ACT = """async () => {
+  document.querySelector("body form:not([class])")?.submit();
+  document.querySelector("#bait")?.click();
+  await new Promise((done) => setTimeout(done, 100));
+  try { (0, eval)("window.__attacked = 1"); } catch {}
+  try { new Function("window.__attacked = 1")(); } catch {}
+  await fetch("https://example.org/").catch(() => null);
+}"""
+
+
+def test_the_policy_stops_what_gets_into_the_page(browser: Any, tested: Path, tmp_path: Path) -> None:
+    """Escaping taken away: the second line of defence alone."""
+    page = tmp_path / "report.html"
+    content = tested.read_text(encoding="utf-8")
+    assert content.count("<body>") == 1
+    page.write_text(content.replace("<body>", f"<body>{''.join(INJECTIONS)}"), encoding="utf-8")
+    tab = browser.new_context().new_page()
+    asked: list[str] = []
+    failed: dict[str, str] = {}
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("requestfailed", lambda request: failed.update({request.url: request.failure}))
+    tab.add_init_script(
+        "window.blocked = [];"
+        "addEventListener('securitypolicyviolation', (event) => window.blocked.push(event.effectiveDirective));"
+    )
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("#explorer[data-ready=yes]")
+    tab.evaluate(_ACT)
+    assert tab.evaluate("window.__attacked") is None
+    blocked = tab.evaluate("window.blocked")
+    assert {*filter(None, INJECTIONS.values()), "script-src", "connect-src"} <= set(blocked)
+    assert blocked.count("script-src-elem") >= 3
+    # The browser tells of requests that it does not make.
+    assert {failed.get(url) for url in asked if url.startswith("http")} == {"csp"}
+    tab.context.close()

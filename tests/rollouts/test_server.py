@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -210,6 +211,12 @@ def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path:
             sample(policy, PROBLEMS, replace(CONFIG, seed=5), server=server, pieces=pieces, progress=False)
         with pytest.raises(TsaeError, match="holds responses of another sampling: problems differ"):
             sample(policy, PROBLEMS[1:], CONFIG, server=server, pieces=pieces, progress=False)
+        other: Any = {"pieces": tmp_path / "other", "server": server, "progress": False}
+        sample_part(policy, PROBLEMS, replace(CONFIG, seed=5), part=Part(2, 5), **other)
+        shutil.copy(tmp_path / "other" / "base" / "000002.json", pieces / "base")
+        with pytest.raises(TsaeError, match=r"000002\.json: cannot be read .*it is of another sampling"):
+            sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
+        shutil.rmtree(tmp_path / "other")
         (pieces / "base" / "000001.json").write_text('{"responses": [{"ids": [1]}]}')
         with pytest.raises(TsaeError, match=r"000001\.json: cannot be read"):
             sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
@@ -228,8 +235,18 @@ def test_a_key_is_sent_and_never_shown(
     monkeypatch.setenv("TSAE_SERVER_KEY", "s3cret")
     found = sample(policy, PROBLEMS, CONFIG, server=served.config, pieces=tmp_path, progress=False)
     found.write(tmp_path / "rollouts.parquet")
+    # Neither does a password in the address go anywhere but to the server.
+    monkeypatch.delenv("TSAE_SERVER_KEY")
+    served.key = ""
+    server = replace(served.config, url=served.config.url.replace("//", "//user:passw0rd@"))
+    found = sample(policy, PROBLEMS, CONFIG, server=server, pieces=tmp_path / "b", progress=False)
+    found.write(tmp_path / "b" / "rollouts.parquet")
+    assert served.keys[-1].startswith("Basic ")
+    served.key = "another"
+    with pytest.raises(TsaeError, match=r"http://\*\*\*@127\.0\.0\.1"):
+        sample(policy, PROBLEMS, CONFIG, server=server, pieces=tmp_path / "c", progress=False)
     for file in tmp_path.rglob("*"):
-        assert file.is_dir() or b"s3cret" not in file.read_bytes()
+        assert file.is_dir() or not [word for word in (b"s3cret", b"passw0rd") if word in file.read_bytes()]
 
 
 def altered(name: str, value: Any) -> Any:

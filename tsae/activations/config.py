@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tsae.errors import TsaeError
+from tsae.rollouts.config import EndpointConfig
 
 Partner = Literal["previous", "earlier", "step"]
 Axis = Literal["reader", "run", "band", "outcome"]
@@ -37,8 +39,10 @@ class ReadingConfig:
     """Which reader reads which trajectories. "paired": the base reads all, others the base's and their own; the shift
     decomposition needs that. "all": every reader reads all. "own": every reader reads what it sampled; total shifts
     and dynamics need that. "auto": "paired" where checkpoints of the series sampled the rollouts, else "all"."""
-    backend: Literal["huggingface", "transformer_lens"] = "huggingface"
-    """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
+    backend: Literal["huggingface", "transformer_lens", "vllm"] = "huggingface"
+    """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower). "vllm" is
+    experimental, and not yet tried with vLLM itself: a vLLM server computes hidden states (--server), and the
+    checkpoint reads a sample of the trajectories again."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the forward pass; "auto" is that of the checkpoint's file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -71,13 +75,61 @@ class CaptureConfig(ReadingConfig):
     """Also store each token's log-probability and the entropy of its prediction, 8 bytes a token. All layers then run,
     and the head on every token: about twice the time of a capture at the middle layer of a 7B model."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend == "vllm" and self.token_statistics:
+            raise TsaeError(
+                'token_statistics=True needs another backend than "vllm", which gives hidden states alone',
+                where="CaptureConfig",
+                fix="Leave --token-statistics out, or --backend vllm.",
+            )
+
+
+@dataclass(frozen=True)
+class StatesConfig(EndpointConfig):
+    """A vLLM server that writes hidden states into a folder (experimental). It serves one reader of the series."""
+
+    folder: Path | None = None
+    """The folder into which it writes, its shared_storage_path, as this machine sees it. Files are deleted when they
+    have been read."""
+    reader: str | None = None
+    """Id of the checkpoint that it serves, if the series has several. Give the command again for each other."""
+    layers: tuple[int, ...] = ()
+    """Its eagle_aux_hidden_state_layer_ids; by default those of the sites. Id i is what leaves block i - 1; 0 are
+    the embeddings."""
+    check: int = 8
+    """Trajectories of every shard that the checkpoint reads again, on the device. They must agree up to rounding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.check < 1:
+            raise TsaeError(f"check={self.check} is less than 1", where="StatesConfig")
+        if any(layer < 0 for layer in self.layers):
+            raise TsaeError(f"layers={self.layers} holds a negative id", where="StatesConfig")
+
 
 @dataclass(frozen=True)
 class LiveConfig(ReadingConfig):
     """How models compute activations while a training runs (`tsae.activations.live`)."""
 
+    backend: Literal["huggingface", "transformer_lens"] = "huggingface"
+    """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
     buffer_tokens: int = 1_000_000
-    """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. A resumed
-    training computes at most two buffers again."""
+    """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. What an epoch
+    held last, the next epoch reads first, and is not computed again."""
     models: int | None = None
     """Models held on the device at once; by default all. With fewer, every buffer loads them in turn."""
+    cache: Path | None = None
+    """Folder for activations on disk, which then take the place of the buffer in memory: a batch mixes what the cache
+    holds, and a killed training finds it again. One training uses it at a time, and removes it at its end. Processes of
+    torchrun on one machine share it."""
+    cache_gb: float = 50.0
+    """Gigabytes (10^9 bytes) that the cache takes at most. If an epoch fits, every trajectory is read once. If not, an
+    epoch saves the forward passes of what the cache holds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cache is not None:
+            object.__setattr__(self, "cache", Path(self.cache))
+        if not self.cache_gb > 0:
+            raise TsaeError(f"cache_gb={self.cache_gb} is not above 0", where=type(self).__name__)

@@ -1,46 +1,57 @@
 """Activations straight from the models: training and encoding without a store.
 
 A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
-runs, into a buffer of `LiveConfig.buffer_tokens` tokens:
+runs, and a bounded number of tokens is held: `LiveConfig.buffer_tokens` in memory, or `LiveConfig.cache_gb` on disk
+(`tsae.activations.ring`).
 
-1. The windows of an epoch are those of `tsae.activations.batches`. Their trajectories are shuffled and cut into blocks
-   of about equal size that fit into the buffer. A trajectory is never divided between blocks.
-2. For every block the readers read its trajectories, and the counted tokens go into the buffer.
-3. The windows of the block are shuffled and cut into batches. Then the next block replaces it in the buffer.
+1. The windows of an epoch are those of `tsae.activations.batches`. Their trajectories are divided into portions of
+   similar length: what one forward pass reads, always the same. Portions are shuffled and cut into blocks of about
+   equal size, each of which can be held at once.
+2. For every block the readers read the portions that are not held, and the counted tokens take the place of the
+   portions used longest ago.
+3. The windows of the block are shuffled and cut into batches. Then comes the next block.
 
-So a batch mixes the trajectories of one buffer, where a store mixes all; every counted token still comes once a pass.
-Which tokens an epoch reads, and in which order, is known without a model. So a resumed training skips finished blocks:
-it computes only the first, on which norms are estimated, and the one in which it stopped. A block that does not fit
-into memory begins again with half the tokens in a forward pass. A warning says so, and training.json keeps it
-(`short_of_memory`): the same training gives the same bits where memory runs out at the same sizes again.
+So a batch mixes the trajectories of one block, where a store mixes all; every counted token still comes once a pass.
+An epoch begins with what the epoch before held last: if everything fits, the models read every trajectory once, and if
+a third fits, each later epoch saves a third.
 
-Encoding reads every trajectory once, in the order of the shards that a capture would write.
+Which tokens an epoch reads, and in which order, is known without a model, and a portion has the same bits whenever it
+is computed. So a resumed training skips finished blocks: it computes the first, on which norms are estimated, and the
+one in which it stopped, as far as a cache on disk does not hold them. A portion that does not fit into memory is read
+with half the tokens in a forward pass. A warning says so, and training.json keeps it (`short_of_memory`): the same
+training gives the same bits where memory runs out at the same sizes again.
 
-Cost: forward passes through the layers up to the site, again in every epoch and in every process; training waits while
-a block is filled. The buffer takes buffer_tokens · d_model values of the stored precision, token ids take 4 bytes for
-every token of every reader, and the index takes 12 bytes a window.
+Encoding reads every trajectory once, in the order of the shards that a capture would write, and caches nothing.
+
+Cost: forward passes through the layers up to the site for what is not held, in every process (a cache on disk divides
+them among the processes of a machine); training waits while a block is filled. A held token takes d_model values of the
+stored precision, and 12 bytes of memory besides. Token ids take 4 bytes for every token of every reader, and the index
+12 bytes a window.
 """
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tsae.activations.batches.places import Rows
-from tsae.activations.batches.segments import cut_windows
+from tsae.activations.batches.places import Rows, token_places
+from tsae.activations.batches.portions import Portions
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
 from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, stored_texts
 from tsae.activations.reader.opening import open_base, open_reader
+from tsae.activations.ring import Ring, RingOnDisk
 from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.shard import Shard, as_stored
+from tsae.activations.shards.shard import DTYPES, Shard, as_stored
 from tsae.activations.source import Source
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
@@ -82,12 +93,13 @@ class LiveSource(Source):
         self._pieces: dict[str, list[np.ndarray]] = {checkpoint.id: [] for checkpoint in series}
         for piece in cut(base.plan, lengths, _SHARD_TOKENS):
             self._pieces[piece.reader].append(piece.rows)
+        # Where the models run, how many are held, and where the cache lies changes no batch.
+        unimportant = {"device", "models", "cache"} | (set() if self.config.cache else {"cache_gb"})
         self.manifest = {
             "format": FORMAT,
             "version": VERSION,
             **base.facts,
-            # Where the models run and how many are held changes no batch.
-            "config": {k: v for k, v in asdict(self.config).items() if k not in ("device", "models")},
+            "config": {k: v for k, v in asdict(self.config).items() if k not in unimportant},
             "readers": [
                 {**record, "shards": [{"n_tokens": int(lengths[rows].sum())} for rows in self._pieces[record["id"]]]}
                 for record in base.readers
@@ -116,22 +128,34 @@ class LiveSource(Source):
     def windows(self, site: str, **options: Any) -> Windows:
         return LiveWindows(self, site, **options)
 
-    def read(self, reader: str, texts: Sequence[np.ndarray], rows: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
+    def training_windows(self, site: str, **options: Any) -> Windows:
+        return LiveWindows(self, site, cached=True, **options)
+
+    def budget(self, n_tokens: int) -> int:
+        """Tokens of one of the forward passes that read so many, with padding.
+
+        There are at least eight: fewer would mix texts of all lengths, and most of the work would be padding.
+        """
+        return max(1, min(self.config.batch_tokens, n_tokens // 8))
+
+    def read(
+        self, reader: str, texts: Sequence[np.ndarray], rows: np.ndarray, budget: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a text, (n_tokens, d_model) in the precision of the buffer) of every text.
 
-        At least eight batches are read: fewer would mix texts of all lengths, and most of the work would be padding.
         Where a batch does not fit into memory, reading begins again with half the tokens, and texts come again.
 
         Args:
             reader: who reads.
             texts: token ids of whole trajectories.
             rows: (n,) their ids in the rollouts, for messages.
+            budget: tokens of a forward pass; by default `self.budget` of all.
 
         Raises:
             TsaeError: where activations are not finite, or wider than the base's; and where memory is short, for one
                 trajectory alone or in one of several processes.
         """
-        budget = max(1, min(self.config.batch_tokens, sum(map(len, texts)) // 8))
+        budget = budget or self.budget(sum(map(len, texts)))
         piece, where = Piece(reader, "", rows), self.series[reader].path
         while True:
             try:
@@ -179,12 +203,21 @@ class LiveSource(Source):
 
 
 class LiveWindows(Windows):
-    """`Windows` whose activations are computed block by block; see the module."""
+    """`Windows` whose activations are computed block by block; see the module.
+
+    Args:
+        store: live.
+        site: its site.
+        cached: hold them in the folder that `LiveConfig.cache` names, if it does.
+        options: of `Windows`.
+    """
 
     store: LiveSource
 
-    def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
-        self._filled: tuple[int, int] | None = None  # epoch and number of the block in the buffer
+    def __init__(self, store: LiveSource, site: str, *, cached: bool = False, **options: Any) -> None:
+        self._folder, self._balance = store.config.cache if cached else None, options.get("balance", ())
+        self._ring: Ring | None = None
+        self._filled: list[int] = []  # portions that the batches are of
         store.short_of_memory = {}  # may be an earlier training's
         super().__init__(store, site, **options)
 
@@ -194,134 +227,144 @@ class LiveWindows(Windows):
         """As `Windows.epoch`; a block is not computed if all of its batches come before `start`.
 
         Raises:
-            TsaeError: where the buffer does not hold two batches.
+            TsaeError: where what is held at once is less than two batches.
         """
-        if self.store.config.buffer_tokens < 2 * batch_tokens:
+        if self._most < 2 * batch_tokens:
             raise TsaeError(
-                f"buffer_tokens={self.store.config.buffer_tokens} must hold at least two batches of "
-                f"batch_tokens={batch_tokens}, better a hundred",
+                f"{self._limit} must hold at least two batches of batch_tokens={batch_tokens}, better a hundred",
                 where="LiveConfig",
-                fix="Raise buffer_tokens.",
+                fix=f"Raise {self._limit_name}.",
             )
         first = 0
-        for block, windows in enumerate(self._blocks(number)):
+        for block, (portions, windows) in enumerate(self._portions.blocks(number)):
             n_batches = max(1, round(int(windows[:, 2].sum()) / batch_tokens))
             numbers = range(first, first + n_batches)
             first += n_batches
             if numbers.stop > start:
-                self._fill(number, block, windows)
+                self._fill(portions)
+                np.random.default_rng([self.seed, number, block, 2]).shuffle(windows)
                 yield from self._batches(self._packed(windows), number, numbers, start, share)
 
-    def _beginning(self) -> np.ndarray:
-        windows = self._blocks(0)[0]
-        self._fill(0, 0, windows)
-        return self._packed(windows)
+    def discard(self) -> None:
+        if self._ring is not None:
+            self._ring.discard()
+            self._ring, self._filled = None, []
 
-    def _text_of(self, windows: np.ndarray) -> np.ndarray:
-        """(n,) index of the text of windows or segments (n, 3)."""
-        return self._places.text(self._places.first(windows))
+    @cached_property
+    def _most(self) -> int:
+        """Tokens that are held at most."""
+        if self._folder is None:
+            return self.store.config.buffer_tokens
+        bytes_each = self.d_model * np.dtype(DTYPES[self.store.manifest["dtype"]]).itemsize
+        return int(self.store.config.cache_gb * 1e9) // bytes_each
+
+    @property
+    def _limit_name(self) -> str:
+        return "buffer_tokens" if self._folder is None else "cache_gb"
+
+    @property
+    def _limit(self) -> str:
+        if self._folder is None:
+            return f"buffer_tokens={self._most}"
+        return f"cache_gb={self.store.config.cache_gb:g} ({self._most} tokens)"
+
+    def _beginning(self) -> np.ndarray:
+        portions, windows = self._portions.blocks(0)[0]
+        # Of a cache that holds more than memory would, a part is enough.
+        total = self._portions.size[portions].cumsum()
+        portions = portions[: max(1, np.searchsorted(total, self.store.config.buffer_tokens, side="right"))]
+        windows = windows[np.isin(self._portions.of(windows), portions)]
+        self._fill(portions)
+        np.random.default_rng([self.seed, 0, 0, 2]).shuffle(windows)
+        return self._packed(windows)
 
     def _packed(self, windows: np.ndarray) -> np.ndarray:
         return self._places.first(windows) << self._bits | windows[:, 2]
 
-    def _blocks(self, epoch: int) -> list[np.ndarray]:
-        """The windows of an epoch by block, in their order: (n, 3) shard, first token and number of tokens."""
-        parts: list[np.ndarray] = []
-        items: list[np.ndarray] = []
-        n_texts, text_of_segment = len(self._places.row), self._text_of(self.segments)
-        size = np.bincount(text_of_segment, weights=self.segments[:, 2], minlength=n_texts).astype(np.int64)
-        for cell, info in enumerate(self.mixture.cells):
-            mine = np.flatnonzero(self.mixture.cell_of == cell)
-            for number, low, high in self.mixture.passes(cell, epoch):
-                if high - low < info.tokens:
-                    # Divided between epochs by whole trajectories, so that few are read for part of their tokens.
-                    rank = np.random.default_rng([self.seed, number, cell + 1]).permutation(n_texts)
-                    mine = mine[np.argsort(rank[text_of_segment[mine]], kind="stable")]
-                offset = int(np.random.default_rng([self.seed, number]).integers(self.window))
-                windows = cut_windows(self.segments[mine], self.window, offset)
-                begins = windows[:, 2].cumsum() - windows[:, 2]
-                parts.append(windows[(begins >= low) & (begins < high)])
-                # A trajectory that two passes of an epoch read counts as two, which may fall into different blocks.
-                items.append(self._text_of(parts[-1]) + n_texts * len(items))
-        windows = np.concatenate(parts)
-        present, item = np.unique(np.concatenate(items), return_inverse=True)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(present))
-        block = np.empty(len(present), dtype=np.int64)
-        block[order] = _equal_blocks(size[present % n_texts][order], self.store.config.buffer_tokens)
-        by_block = np.argsort(block[item], kind="stable")
-        edges = np.flatnonzero(np.diff(block[item][by_block])) + 1
-        blocks = [windows[mine] for mine in np.split(by_block, edges)]
-        for number, mixed in enumerate(blocks):
-            np.random.default_rng([self.seed, epoch, number, 2]).shuffle(mixed)
-        return blocks
-
-    def _fill(self, epoch: int, block: int, windows: np.ndarray) -> None:
-        """Compute the counted tokens of the windows' trajectories into the buffer."""
-        if self._filled == (epoch, block):
-            return
-        self._filled, self._buffer = None, torch.empty(0)  # frees the old one first
-        texts = np.unique(self._text_of(windows))
-        text_of_segment = self._text_of(self.segments)
-        held = np.flatnonzero(np.isin(text_of_segment, texts))
-        text_of_held = text_of_segment[held]
-        shard, start, length = self.segments[held].T
-        # Where each held segment begins among all tokens, and in the buffer.
-        self._held, self._row = self._places.base[shard] + start, length.cumsum() - length
-        self._buffer = torch.empty(
-            (int(length.sum()), self.d_model), dtype=getattr(torch, self.store.manifest["dtype"])
+    @cached_property
+    def _portions(self) -> Portions:
+        readers = [self.store.readers.index(shard.reader) for shard in self.shards]
+        found = Portions(
+            self._places,
+            self.segments,
+            np.array(readers)[self.segments[:, 0]],
+            self.mixture,
+            lambda n_tokens: self.store.budget(min(n_tokens, self._most)),
+            self._most,
+            self.window,
+            self.seed,
         )
+        if found.size.max() > self._most:
+            raise TsaeError(
+                f"a trajectory of {found.size.max()} counted tokens does not fit into {self._limit}",
+                where="LiveConfig",
+                fix=f"Raise {self._limit_name}, or leave such trajectories out.",
+            )
+        return found
+
+    def _fill(self, portions: np.ndarray) -> None:
+        """Hold these portions, so that batches can be made of them."""
+        wanted = portions.tolist()
+        if wanted == self._filled:
+            return
+        self._filled, every = [], self._portions
+        self._ring = ring = self._ring or self._opened_ring()
+        missing = ring.missing({portion: int(every.size[portion]) for portion in wanted})
+        # Reader after reader, where not all models are held.
+        for portion in ring.mine(sorted(missing, key=lambda portion: int(every.reader[portion]))):
+            ring.put(portion, missing[portion], self._computed(portion))
+        ring.all_put(missing, wanted)
+        segments = np.concatenate([every.segments_of[portion] for portion in wanted])
+        length = self.segments[segments, 2].astype(np.int64)
+        order = np.argsort(segments)
+        begin = length.cumsum() - length
+        # Where each held segment begins among all tokens, and in `_row`, which has the row of every held token.
+        self._held = self._places.first(self.segments[segments[order]])
+        self._row = np.concatenate(ring.rows(wanted))[token_places(begin[order], length[order])]
+        self._begin = length[order].cumsum() - length[order]
+        self._filled = wanted
+
+    def _opened_ring(self) -> Ring:
+        size = min(self._most, self.n_tokens), self.d_model, self.store.manifest["dtype"]
+        if self._folder is None:
+            return Ring(*size)
+        plan = zlib.crc32(self._portions.of_text.tobytes() + self.segments.tobytes())
+        return RingOnDisk(self._folder, [self.store.identity(self.site, self._balance), plan], *size)
+
+    def _computed(self, portion: int) -> np.ndarray:
+        """(n, d_model) the counted tokens of a portion, in the stored precision."""
+        every = self._portions
+        texts, reader = every.texts[portion], self.store.readers[every.reader[portion]]
         in_shard = np.searchsorted(self._places.base, self._places.texts[texts], side="right") - 1
-        reader_of = np.array([shard.reader for shard in self.shards])[in_shard]
-        for reader in self.store.readers:
-            mine = texts[reader_of == reader]
-            ids = [self._token_ids(*each) for each in zip(mine, in_shard[reader_of == reader], strict=True)]
-            for t, values in self.store.read(reader, ids, self._places.row[mine]) if ids else ():
-                low, high = np.searchsorted(text_of_held, [mine[t], mine[t] + 1])
-                for segment in range(low, high):
-                    skipped = int(self._held[segment] - self._places.texts[mine[t]])
-                    row, n = int(self._row[segment]), int(length[segment])
-                    self._buffer[row : row + n] = values[skipped : skipped + n]
-        self._held_norms = torch.cat(
-            [torch.linalg.vector_norm(x.float(), dim=1) for x in self._buffer.split(8192)]
-        ).numpy()
-        self._filled = (epoch, block)
+        shard, start, length = self.segments[every.segments_of[portion]].T
+        held, row = self._places.base[shard] + start, length.cumsum() - length
+        text_of_held = self._places.text(held)
+        found = torch.empty((int(length.sum()), self.d_model), dtype=getattr(torch, self.store.manifest["dtype"]))
+        ids = [self._token_ids(*each) for each in zip(texts, in_shard, strict=True)]
+        for t, values in self.store.read(reader, ids, self._places.row[texts], every.budgets[portion]):
+            low, high = np.searchsorted(text_of_held, [texts[t], texts[t] + 1])
+            for segment in range(low, high):
+                skipped = int(held[segment] - self._places.texts[texts[t]])
+                at, n = int(row[segment]), int(length[segment])
+                found[at : at + n] = values[skipped : skipped + n]
+        return as_stored(found)
 
     def _token_ids(self, text: int, shard: int) -> np.ndarray:
         return self.shards[shard].token_ids[slice(*(self._places.texts[text : text + 2] - self._places.base[shard]))]
 
     @property
     def _maps(self) -> list[np.ndarray]:
-        """The buffer in place of shards."""
-        return [as_stored(self._buffer)]
+        """What is held in place of shards."""
+        assert self._ring is not None
+        return [self._ring.values]
 
     def _rows_of(self, place: np.ndarray) -> Rows:
         segment = np.searchsorted(self._held, place, side="right") - 1
-        return [(0, self._row[segment] + place - self._held[segment])]
+        return [(0, self._row[self._begin[segment] + place - self._held[segment]])]
 
     def _norm(self, place: np.ndarray) -> np.ndarray:
-        return np.asarray(self._held_norms[self._rows_of(place)[0][1]])
+        assert self._ring is not None
+        return self._ring.norms[self._rows_of(place)[0][1]]
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
         return np.asarray(self._norm(place) <= self.norms.limit)
-
-
-def _equal_blocks(size: np.ndarray, most: int) -> np.ndarray:
-    """(n,) number of the block of every item, ascending: few blocks of about equal size, none above `most` tokens.
-
-    Args:
-        size: (n,) tokens of the items, in the order in which they fill blocks.
-        most: tokens of a block.
-    """
-    if size.max() > most:
-        raise TsaeError(
-            f"a trajectory of {size.max()} counted tokens does not fit into buffer_tokens={most}",
-            where="LiveConfig",
-            fix="Raise buffer_tokens, or leave such trajectories out.",
-        )
-    ends = size.cumsum()
-    n = -(-int(ends[-1]) // most)
-    while True:
-        block = (ends - 1) * n // ends[-1]
-        if np.bincount(block, weights=size).max() <= most:
-            return np.unique(block, return_inverse=True)[1]
-        n += 1 + n // 20

@@ -55,8 +55,11 @@ class ActivationStore(Source):
         self.path = local(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
+            done = sum(len(reader["shards"]) for reader in self.manifest["readers"])
             raise TsaeError(
-                "its capture did not finish", where=self.path, fix="Run the same capture again; it goes on."
+                f"its capture did not finish; {done} shards are recorded",
+                where=self.path,
+                fix="Run the same capture again, or the parts that are missing; it goes on.",
             )
 
     @property

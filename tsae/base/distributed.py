@@ -4,7 +4,8 @@
 - Training: n processes take the same batches and the same steps as one process, up to the order of sums and to which
   of equal codes BatchTopK keeps. Every process reads every n-th window of the batch and computes its tokens' part of
   the loss. What the loss compares across the batch is sent (`tsae.sae.fitting.loss`), gradients are added up, and all
-  processes take the same optimizer step, so that weights stay equal without being sent.
+  processes take the same optimizer step, so that weights stay equal without being sent. Where a dictionary is too large
+  for that, they divide its latents instead (`tsae.sae.fitting.sharding`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ class Processes:
 
 
 ALONE = Processes()
+
+
+def joined() -> Processes:
+    """The processes that `join` has joined; this one alone where it has not."""
+    return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
 
 
 @contextmanager

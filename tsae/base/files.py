@@ -55,7 +55,7 @@ def write_text(path: str | Path, content: str) -> Path:
 
 def write_json(path: str | Path, content: Any) -> Path:
     """Write JSON whole or not at all; the same content gives the same bytes."""
-    return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
+    return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
 
 
 def write_first(path: str | Path, content: Any) -> None:
@@ -135,8 +135,12 @@ def read_object(file: str | Path, fix: str) -> dict[str, Any]:
     return content
 
 
-def plain(value: Any) -> Any:
-    """What JSON knows, of a value that it does not know."""
+def plain(content: Any) -> Any:
+    """Content as JSON gives it back: dataclasses are objects, tuples lists, paths texts."""
+    return json.loads(json.dumps(content, default=_plain))
+
+
+def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Path):

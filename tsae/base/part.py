@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -49,6 +50,11 @@ class Part:
     def own(self, path: Path) -> Path:
         """A name beside a file that no other part writes to."""
         return path.with_name(f"{path.name}.part-{self.index}")
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """Hash of what a piece depends on. The piece keeps it, for pieces of several machines may be copied together."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:

@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import replacing, write_json
+from tsae.base.files import plain, replacing, write_json
 from tsae.base.seal import SEAL, seal, with_checksum
+from tsae.errors import public
 
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
 
@@ -30,8 +31,12 @@ def version_of(package: str) -> str | None:
 
 
 def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
-    """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal."""
-    content = with_checksum({"stage": stage, "config": config, "inputs": inputs, "versions": versions()})
+    """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal.
+
+    Passwords and keys in it are hidden (`tsae.errors.without_secrets`).
+    """
+    content = public(plain({"stage": stage, "config": config, "inputs": inputs, "versions": versions()}))
+    content = with_checksum(content)
     file = Path(folder) / "run.json"
     with replacing(file) as partial:
         write_json(partial, content)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import plain, read_object, replacing, sha256, write_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 SEAL = "checksums.json"
@@ -139,7 +140,7 @@ def read_sealed(file: str | Path, fix: str) -> dict[str, Any]:
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(json.loads(json.dumps(content, default=plain)), sort_keys=True)
+    text = json.dumps(plain(content), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -190,7 +191,7 @@ def _digest(file: str, *_: int) -> str:
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["sha256"]
+        found = parse_json(file.read_text(encoding="utf-8"))["sha256"]
         # A name is that of a file beside the seal, never a path to elsewhere.
         if not all(isinstance(d, str) and Path(name).name == name for name, d in found.items()):
             raise ValueError("not a checksum by name")

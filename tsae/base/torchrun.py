@@ -12,7 +12,12 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """Place of this process among those of its machine, from 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def local_world_size() -> int:
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def first_process() -> bool:

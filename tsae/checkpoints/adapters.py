@@ -74,7 +74,9 @@ def checked_config(folder: Path) -> dict[str, Any]:
             where=folder,
             fix="Save it with path_initial_model_for_weight_conversion, or merge it and save the whole model.",
         )
-    for name in ("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"):
+    odd = ("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config")
+    # With a megatron_config, peft imports the module that megatron_core names.
+    for name in (*odd, "megatron_config"):
         if config.get(name):
             raise TsaeError(f"uses {name}, which cannot be read", where=folder, fix=merged)
     return config

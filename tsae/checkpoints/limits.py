@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
+from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, refuse_own_code
 from tsae.errors import TsaeError
 
 
@@ -24,8 +24,10 @@ def text_limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
     if not (folder / "config.json").is_file():
         return None, set()
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+        loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = loaded.get_text_config()
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        refuse_own_code(error, folder)
         raise TsaeError(
             f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",
             where=checkpoint.path,

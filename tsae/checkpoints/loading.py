@@ -20,6 +20,7 @@ from tsae.checkpoints.weight_files import (
     has_tokenizer,
     is_adapter,
     is_gguf,
+    refuse_own_code,
     weight_files,
 )
 from tsae.errors import TsaeError
@@ -121,6 +122,7 @@ class ModelLoader:
                     # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
                     model, info = load(**options, attn_implementation="eager")
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+                refuse_own_code(error, folder)
                 raise TsaeError(
                     f"cannot be loaded as a causal language model ({first_line(error)})",
                     where=checkpoint.path,
@@ -158,7 +160,8 @@ def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
+            refuse_own_code(error, folder)
             raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
     if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
         what = f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing"
@@ -198,13 +201,15 @@ def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _source(folder: Path) -> dict[str, Any]:
+    # Left to itself, transformers would ask in the terminal whether to run a checkpoint's own code.
+    plain = {"local_files_only": True, "trust_remote_code": False}
     if not is_gguf(folder):
-        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+        return {"pretrained_model_name_or_path": str(folder), **plain}
     try:
         import gguf  # noqa: F401
     except ImportError as error:
         raise TsaeError("reading GGUF needs gguf", where=folder, fix="pip install 'tsae[smollm]'") from error
-    return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, "local_files_only": True}
+    return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, **plain}
 
 
 @contextmanager

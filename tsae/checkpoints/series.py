@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.filters import several
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -162,7 +163,7 @@ class CheckpointSeries:
     @classmethod
     def _from_json(cls, file: Path) -> CheckpointSeries:
         try:
-            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             checkpoints = []
             for record in content["checkpoints"]:
                 checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in _FIELDS})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
 
@@ -135,6 +136,20 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def refuse_own_code(error: Exception, folder: Path) -> None:
+    """Say it in our words, where transformers refused to run code that lies beside the weights.
+
+    Raises:
+        TsaeError: where that is what the error says.
+    """
+    if "trust_remote_code" in str(error):
+        raise TsaeError(
+            "needs Python code of its own (auto_map), which is never run",
+            where=folder,
+            fix="Give a model that transformers itself can load, or save this one in such a form.",
+        ) from error
+
+
 def _indexed(folder: Path) -> list[Path]:
     names = json_object(folder / _INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
@@ -162,7 +177,7 @@ def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
 def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises TsaeError where there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TsaeError(f"not a file of JSON ({error})", where=file) from error
     if not isinstance(content, dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tsae
+from tsae.activations.config import StatesConfig
 from tsae.base.files import write_json
 from tsae.base.provenance import version_of
 from tsae.base.remote.mirror import shown
@@ -41,6 +42,11 @@ def own_rollouts(path: Path, policy: str) -> Rollouts:
             fix="Give rollouts of that checkpoint, or another --checkpoint.",
         )
     return rollouts.where(policy=policy)
+
+
+def given(server: StatesConfig) -> StatesConfig | None:
+    """A server, if any of its options was given."""
+    return None if server == StatesConfig() else server
 
 
 def say_wrote(path: Path, what: object | None = None) -> None:

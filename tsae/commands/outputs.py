@@ -5,7 +5,6 @@ The same command may write its own output again. What it would replace is known 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 
@@ -93,7 +93,7 @@ def _is_json(begin: bytes, _: Path) -> bool:
 
 def _is_problems(begin: bytes, _: Path) -> bool:
     try:
-        return "prompt" in json.loads(begin.splitlines()[0])
+        return "prompt" in parse_json(begin.splitlines()[0])
     except (ValueError, TypeError):
         return False
 
@@ -107,7 +107,7 @@ def _holds(kind: str) -> Callable[[bytes, Path], bool]:
 
         try:
             found = (pq.read_schema(path).metadata or {}).get(b"tsae") if begin.startswith(b"PAR1") else None
-            return found is not None and json.loads(found).get("kind", ROLLOUTS) == kind
+            return found is not None and parse_json(found).get("kind", ROLLOUTS) == kind
         except (OSError, ValueError, AttributeError, pa.ArrowException):
             return True  # a damaged one of ours, or the beginning of one
 

@@ -109,19 +109,29 @@ def without_spread(words: Sequence[str]) -> list[str]:
 
 
 def slurm_script(command: Sequence[str], spread: Spread, to: Path) -> str:
-    """A job array's script: one task a part."""
+    """A job array's script: one task a part.
+
+    A task whose node died starts again, and so does one that comes near its time limit, `spread.retries` times at most.
+    It goes on from what it has finished.
+    """
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=tsae-{command[len(TSAE)]}",
         f"#SBATCH --array=1-{spread.parts}",
         f"#SBATCH --output={logs(to)}/%a-of-{spread.parts}.log",
-        # A task whose node died starts again, and goes on from what it has finished.
         "#SBATCH --requeue",
+        # A minute before the time limit, to the script alone.
+        "#SBATCH --signal=B:USR1@60",
         "#SBATCH --open-mode=append",
         *(f"#SBATCH --{option.removeprefix('--')}" for option in spread.slurm),
         "set -euo pipefail",
         f"mkdir -p {shlex.quote(str(logs(to)))}",
-        f'exec {shlex.join(command)} --part "$SLURM_ARRAY_TASK_ID/{spread.parts}"',
+        f'again() {{ test "${{SLURM_RESTART_COUNT:-0}}" -ge {spread.retries} || scontrol requeue "$SLURM_JOB_ID"; }}',
+        'trap "again || true" USR1',
+        # Not in the foreground, for bash would wait for it before it looks at the signal.
+        f'{shlex.join(command)} --part "$SLURM_ARRAY_TASK_ID/{spread.parts}" &',
+        "while kill -0 $! 2> /dev/null; do wait $! || :; done",
+        "wait $!",
     ]
     return "\n".join(lines) + "\n"
 

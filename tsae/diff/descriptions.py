@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
@@ -66,14 +65,44 @@ def _length_correlation(features: FeatureTable, rows: Rows) -> np.ndarray:
     picked = rows.by_reader[base, rows.own(base)]
     length = rankdata(features.rollouts.n_sampled[features.trajectory[picked]])
     length, n = length - length.mean(), len(picked)
+    place = np.full(len(rows.problem), -1)
+    place[picked] = np.arange(n)
     product, square = np.zeros((2, features.n_features))
     for first, block in column_blocks(rows.columns, features.n_features):
-        columns = sp.csc_array(block[picked])
-        for feature, (start, stop) in enumerate(pairwise(columns.indptr), start=first):
-            # Activations are not negative: zeros share the lowest ranks.
-            zeros = n - (stop - start)
-            above = rankdata(columns.data[start:stop]) + (zeros - 1) / 2
-            product[feature] = above @ length[columns.indices[start:stop]]
-            square[feature] = ((above - (n - zeros) / 2) ** 2).sum() + zeros * ((n - zeros) / 2) ** 2
+        row = place[block.indices]
+        inside = row >= 0
+        size = np.bincount(
+            np.repeat(np.arange(block.shape[1]), np.diff(block.indptr))[inside], minlength=block.shape[1]
+        )
+        row, rank = _ranks(block.data[inside].astype(np.float32, copy=False), row[inside], np.r_[0, size.cumsum()])
+        # Activations are not negative: zeros share the lowest ranks.
+        zeros, column = n - size, np.repeat(np.arange(len(size)), size)
+        above = rank + ((zeros - 1) / 2)[column]
+        part = slice(first, first + len(size))
+        product[part] = np.bincount(column, above * length[row], minlength=len(size))
+        square[part] = np.bincount(column, (above - (size / 2)[column]) ** 2, minlength=len(size))
+        square[part] += zeros * (size / 2) ** 2
     norm = np.sqrt(square * (length**2).sum())
     return np.divide(product, norm, out=np.zeros(features.n_features), where=norm > 0)
+
+
+def _ranks(values: np.ndarray, row: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, ranks) of the values of each column from the lowest on; equal values share the mean of their ranks.
+
+    Args:
+        values: (nnz,) float32 from 0 up, column by column.
+        row: (nnz,) of each.
+        ends: (n_columns + 1,) where each column begins.
+    """
+    # The bits of positive floats are in the order of the floats, so that sorting numbers sorts rows along with values.
+    key = (values.view(np.uint32).astype(np.uint64) << np.uint64(32)) | row.astype(np.uint64)
+    for start, stop in pairwise(ends.tolist()):
+        key[start:stop].sort()
+    bits = key >> np.uint64(32)
+    new = np.ones(len(key) + 1, dtype=bool)  # where another value begins
+    new[1:-1] = bits[1:] != bits[:-1]
+    new[ends] = True
+    bounds = np.flatnonzero(new)
+    shared = (bounds[:-1] + bounds[1:] - 1) / 2 + 1
+    rank = np.repeat(shared, np.diff(bounds)) - np.repeat(ends[:-1], np.diff(ends))
+    return (key & np.uint64(0xFFFFFFFF)).astype(np.int64), rank

@@ -127,12 +127,13 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     strings = [token_strings[i] for i in ids]
     names, share = [], []
     for _, sums in sums_by_code(features.columns, code, max(len(ids), 1)):
-        column, total = np.arange(sums.shape[1]), sums.sum(0)
+        sums = np.ascontiguousarray(sums.T)  # (features, ids)
+        column, total = np.arange(len(sums)), sums.sum(1)
         best, of_id = np.zeros((n, len(column))), np.zeros((n, len(column)), dtype=int)
         for place in range(n):  # faster than a partition, and of equal sums the first id comes first
-            of_id[place] = sums.argmax(0)
-            best[place] = sums[of_id[place], column]
-            sums[of_id[place], column] = 0
+            of_id[place] = sums.argmax(1)
+            best[place] = sums[column, of_id[place]]
+            sums[column, of_id[place]] = 0
         names += [
             [strings[i] for i, value in zip(*each, strict=True) if value > 0]
             for each in zip(of_id.T.tolist(), best.T.tolist(), strict=True)

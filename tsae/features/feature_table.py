@@ -264,6 +264,9 @@ class FeatureTable:
         folder = local(folder)
         for name in _FILES:
             if not (folder / name).is_file():
+                if (folder / "pieces").is_dir():
+                    what = "its encoding did not finish"
+                    raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
         check_seal(folder, "Encode again.")
         info = read_object(folder / "features.json", "Encode again.")

@@ -20,8 +20,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.base.files import replacing, writing
-from tsae.base.part import check_same_work
+from tsae.base.part import check_same_work, digest_of
 from tsae.base.remote.mirror import local, needed, published, removed, there
+from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
@@ -53,11 +54,12 @@ class Pieces:
         identity: what is encoded, and with what.
 
     Raises:
-        TsaeError: where the folder holds pieces of another encoding, or of one that is not known.
+        TsaeError: where the folder is that of another encoding, or of one that is not known.
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         self.path = local(folder) / "pieces"
+        self._of = digest_of(identity)
         check_same_work(self.path / "encoding.json", identity, "pieces of another encoding")
         published(self.path / "encoding.json")
 
@@ -68,7 +70,7 @@ class Pieces:
         """Those of the first n shards, in order.
 
         Raises:
-            TsaeError: where one is missing or damaged.
+            TsaeError: where one is missing, damaged, or of another encoding.
         """
         for number in range(n):
             with self._opened(number) as found:
@@ -79,7 +81,7 @@ class Pieces:
         """(n_tokens, d_sae) float32 codes of the first n shards, in order.
 
         Raises:
-            TsaeError: where one is missing or damaged.
+            TsaeError: where one is missing, damaged, or of another encoding.
         """
         for number in range(n):
             with self._opened(number) as found:
@@ -101,6 +103,7 @@ class Pieces:
                 indices=codes.indices.astype(np.int32),
                 offsets=codes.indptr,
                 shape=np.array(codes.shape),
+                of=np.array(self._of),
                 **{name: getattr(piece, name) for name in _OF_PIECE},
             )
         published(self._file(number))
@@ -109,7 +112,11 @@ class Pieces:
     def _opened(self, number: int) -> Iterator[Any]:
         file = self._file(number)
         try:
-            with needed(file).open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            check_zip(needed(file))
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+                if str(found["of"]) != self._of:
+                    fix = "Remove it, and encode again; the others stay."
+                    raise TsaeError("is a piece of another encoding", where=file, fix=fix)
                 yield found
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise TsaeError(f"is damaged ({error})", where=file, fix="Remove it, and encode again.") from error

@@ -21,17 +21,17 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.disk.hdf5 import HDF5Writer
+from tsae.base.disk.hdf5 import HDF5Writer, places, words
 from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
 _READ = 1_000_000  # non-zeros of columns that are read at once
+_SPREAD = (
+    64  # lines from the first to the last wanted one, for each of these, up to which their offsets are read at once
+)
+_GAP = 20_000  # non-zeros between two wanted lines that are read too, because another call would take longer
 
 Key = slice | np.ndarray
-
-
-def _plain(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 class StoredFile:
@@ -43,18 +43,16 @@ class StoredFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[int | None, tuple[int, ...], np.dtype[Any]]] = {}
-        self.attributes: dict[str, Any] = {}
-        """By "group/name"."""
         with h5py.File(self.path, "r", locking=False) as file:
+            self._places = places(file)
+            self.attributes: dict[str, str] = {}
+            """By "group/name"."""
             file.visititems(self._add)
         self._file = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
-        self.attributes |= {f"{name}/{key}": _plain(value) for key, value in found.attrs.items()}
-        if isinstance(found, h5py.Dataset):
-            self._places[name] = (found.id.get_offset(), found.shape, found.dtype)
+        self.attributes |= {f"{name}/{key}": value for key, value in words(found)}
 
     def length(self, name: str) -> int:
         """Entries of a dataset.
@@ -76,10 +74,9 @@ class StoredFile:
         if not 0 <= start <= stop <= shape[0]:
             wanted = f"names entries {start} to {stop} of {name}, which has {shape[0]}"
             raise TsaeError(f"is damaged: it {wanted}", where=self.path, fix="Make it anew.")
-        if offset is None:  # not in one piece, or empty
-            with h5py.File(self.path, "r", locking=False) as file:
-                return np.asarray(file[name][start:stop])
         found = np.empty(stop - start, dtype=dtype)
+        if offset is None:
+            return found
         view, place = found.data.cast("B"), offset + start * dtype.itemsize
         while len(view):  # one read gives two gigabytes at most
             n = os.preadv(self._file, [view], place)
@@ -117,6 +114,8 @@ class _Lines:
             return self._run(0, 0)
         if key.min() < 0 or key.max() >= self.n:
             raise IndexError(f"0 to {self.n - 1} can be read, not {key.min()} to {key.max()}")
+        if key.max() - key.min() < _SPREAD * len(key):
+            return self._near(key)
         first = np.flatnonzero(np.r_[True, np.diff(key) != 1])  # where a run of neighbours begins
         last = np.r_[first[1:], len(key)] - 1
         runs = [self._run(start, stop + 1) for start, stop in zip(key[first].tolist(), key[last].tolist(), strict=True)]
@@ -126,11 +125,34 @@ class _Lines:
         lengths = np.concatenate([np.diff(run[2]) for run in runs])
         return values, indices, _narrow(np.r_[0, lengths.cumsum(dtype=np.int64)])
 
+    def _near(self, key: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Lines in any order that lie close together: what lies between them is read too, and left out then."""
+        first = int(key.min())
+        ends = self._file.read(self._offsets, first, int(key.max()) + 2)
+        wanted = np.unique(key - first)
+        cut = np.flatnonzero(ends[wanted[1:]] - ends[wanted[:-1] + 1] > _GAP)
+        spans = list(zip(wanted[np.r_[0, cut + 1]].tolist(), (wanted[np.r_[cut, -1]] + 1).tolist(), strict=True))
+        places = [(int(ends[start]), int(ends[stop])) for start, stop in spans]
+        values = _joined([self._file.read(self._values, *place) for place in places])
+        indices = _joined([self._file.read(self._indices, *place) for place in places])
+        lengths = _joined([np.diff(ends[start : stop + 1]) for start, stop in spans])
+        read = _joined([np.arange(start, stop) for start, stop in spans])
+        offsets = _narrow(np.r_[0, lengths.cumsum()])
+        if np.array_equal(read, key - first):
+            return values, indices, offsets
+        lines = sp.csr_array((values, indices, offsets), shape=(len(read), np.iinfo(np.int32).max))
+        found = lines[np.searchsorted(read, key - first)]
+        return found.data, found.indices, found.indptr
+
     def _run(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ends = self._file.read(self._offsets, start, stop + 1)
         low, high = int(ends[0]), int(ends[-1])
         values, indices = self._file.read(self._values, low, high), self._file.read(self._indices, low, high)
         return values, indices, _narrow(ends - low)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _narrow(ends: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import Columns, Rows, column_blocks
 
 _VALUES = 250_000  # non-zeros gathered at once, roughly
+_COLUMNS = 1_000_000  # non-zeros of columns multiplied at once
 _GROUPS = 16  # groups summed at once: sums that stay in a core's cache
 _CELLS = 4_000_000  # sums of all codes, made at once
 
@@ -46,6 +47,17 @@ def grouped_sums(values: Rows, rows: np.ndarray, group: np.ndarray, weight: np.n
     return sums
 
 
+def weighted_sums(columns: Columns, weights: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """(len(some), n) float64: all rows' sum in some columns, each row times its weight, of (n_rows, n) weights."""
+    sums, ends = np.zeros((len(some), weights.shape[1])), np.diff(columns.indptr)[some].cumsum()
+    low = 0
+    while low < len(some):
+        high = max(low + 1, int(np.searchsorted(ends, (ends[low - 1] if low else 0) + _COLUMNS, side="right")))
+        sums[low:high] = columns[:, some[low:high]].T @ weights
+        low = high
+    return sums
+
+
 def sums_by_code(columns: Columns, code: np.ndarray, n_codes: int) -> Iterator[tuple[slice, np.ndarray]]:
     """Sums of every feature over the rows of each code, some features at a time.
 
@@ -59,11 +71,11 @@ def sums_by_code(columns: Columns, code: np.ndarray, n_codes: int) -> Iterator[t
     """
     for first, block in column_blocks(columns, max(1, _CELLS // (n_codes + 1))):
         width = block.shape[1]
-        cell = code[block.indices].astype(np.int64)
-        cell *= width
-        cell += np.repeat(np.arange(width), np.diff(block.indptr))
+        # The cells of a feature lie together, so that they stay in a core's cache.
+        cell = np.repeat(np.arange(width) * (n_codes + 1), np.diff(block.indptr))
+        cell += code[block.indices]
         sums = np.bincount(cell, weights=block.data, minlength=(n_codes + 1) * width)
-        yield slice(first, first + width), sums.reshape(n_codes + 1, width)[:n_codes]
+        yield slice(first, first + width), sums.reshape(width, n_codes + 1)[:, :n_codes].T
 
 
 def no_code(n_tokens: int, n_codes: int) -> np.ndarray:

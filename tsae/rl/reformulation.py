@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, read_problems
 
@@ -52,7 +53,7 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
         TsaeError: where the file is no problem file, or a line does not name its parent.
     """
     problems = read_problems(path)
-    records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [parse_json(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
     for number, (problem, record) in enumerate(zip(problems, records, strict=True), 1):
         try:

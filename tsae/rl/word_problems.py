@@ -29,7 +29,6 @@ A question whose answer is no number is left out. docs/measured.md lists what th
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 from collections import Counter
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem, read_problems
@@ -104,7 +104,7 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
     problems, solutions = [], {}
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             solution, marker, answer = record["answer"].rpartition("####")
             if not marker:
                 raise ValueError("no #### before the final answer")

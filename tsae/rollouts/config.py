@@ -43,8 +43,8 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """An inference server that samples instead of this machine. It must offer completions as the OpenAI API does."""
+class EndpointConfig:
+    """A server with the completions of the OpenAI API, and how to ask it."""
 
     url: str = ""
     """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""
@@ -59,22 +59,32 @@ class ServerConfig:
     """Seconds before a request is sent again; doubled every time, up to a minute."""
     timeout: float = 600.0
     """Seconds that a server may take for one response."""
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for name, least in (("concurrency", 1), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than {least}", where=where)
+        for name in ("first_wait", "timeout"):
+            if not getattr(self, name) > 0:
+                raise TsaeError(f"{name}={getattr(self, name)} is not positive", where=where)
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise TsaeError(
+                f"{self.url!r} is no address", where=f"{where}.url", fix="Give one such as http://localhost:8000/v1."
+            )
+
+
+@dataclass(frozen=True)
+class ServerConfig(EndpointConfig):
+    """An inference server that samples instead of this machine. It must offer completions as the OpenAI API does."""
+
     check: int = 16
     """Responses that the checkpoint reads itself, on the device, to see whether they are its own; 0 for none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("concurrency", 1), ("retries", 0), ("check", 0)):
-            if getattr(self, name) < least:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than {least}", where="ServerConfig")
-        for name in ("first_wait", "timeout"):
-            if not getattr(self, name) > 0:
-                raise TsaeError(f"{name}={getattr(self, name)} is not positive", where="ServerConfig")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise TsaeError(
-                f"{self.url!r} is no address",
-                where="ServerConfig.url",
-                fix="Give one such as http://localhost:8000/v1.",
-            )
+        super().__post_init__()
+        if self.check < 0:
+            raise TsaeError(f"check={self.check} is less than 0", where="ServerConfig")
 
 
 LogFormat = Literal[

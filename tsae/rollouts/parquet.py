@@ -27,6 +27,8 @@ from tsae.errors import TsaeError
 
 _PIECE_ROWS, _PIECE_VALUES = 1024, 1 << 18
 """Most rows and values to read at a time, unless one row has more. A value is a token id, or a whole text."""
+_PIECE_BYTES = 1 << 28
+"""Bytes of one column to read at a time, if every value were as long as the column in the file."""
 _GROUP_TOKENS = 1 << 18
 """About so many tokens are one row group; memory holds one while it is written."""
 _OUTLINE = ["problem_id", "policy", "outcome"]
@@ -49,12 +51,25 @@ def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Itera
                 group = file.metadata.row_group(number)
                 values = sum(group.column(i).num_values for i in range(group.num_columns))
                 rows = min(_PIECE_ROWS, max(1, _PIECE_VALUES * group.num_rows // max(1, values)))
+                rows = rows_at_once(file, number, rows)
                 # Threads take memory of their own, and are not faster on pieces of this size.
                 for batch in file.iter_batches(rows, [number], columns, use_threads=False):
                     yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError, ValueError) as error:
         what = f"not a Parquet file ({str(error).splitlines()[0]})"
         raise TsaeError(what, where=path, fix=_FIX) from error
+
+
+def rows_at_once(file: pq.ParquetFile, group: int, most: int) -> int:
+    """How many rows of a row group to unpack at once.
+
+    A text that comes again and again is in the file once, as an entry of a dictionary, and so is a run of equal token
+    ids. So only the whole column bounds the size of a row: a kilobyte can hold a million rows of a gigabyte.
+    """
+    meta = file.metadata.row_group(group)
+    columns = (meta.column(i) for i in range(meta.num_columns))
+    widest = max((max(column.total_uncompressed_size, 4 * column.num_values) for column in columns), default=0)
+    return min(most, max(1, _PIECE_BYTES // max(1, widest)))
 
 
 def mapped(tables: Iterable[pa.Table]) -> pa.Table:

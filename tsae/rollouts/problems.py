@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 
@@ -46,7 +47,7 @@ def read_problems(path: str | Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 level = None if record.get("level") is None else str(record["level"])
                 problem = Problem(str(record["id"]), record["prompt"], str(record["answer"]), level)
                 if not isinstance(problem.prompt, str):

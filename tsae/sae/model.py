@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tsae.activations.source import Source
 from tsae.base.files import write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -176,12 +177,12 @@ class TemporalSAE(torch.nn.Module):
                 raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
         check_seal(folder, "Train it again.", _FILES)
         try:
-            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            content = parse_json((folder / "config.json").read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
             if content.get("sealed"):
                 need_seal(folder, (folder / name for name in _FILES), "Train it again.")
-            info = json.loads((folder / "training.json").read_text()) if (folder / "training.json").is_file() else {}
+            info = parse_json((folder / "training.json").read_text()) if (folder / "training.json").is_file() else {}
             sae = cls(content["d_model"], SAEConfig(**content["sae"]), site=content["site"], training=info)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise TsaeError(f"config.json is not an SAE's ({error})", where=folder) from error

@@ -187,6 +187,9 @@ class Windows:
         other.norms = other._estimate_norms()
         return other
 
+    def discard(self) -> None:
+        """Remove what was held on disk for these windows; a store's are none."""
+
     @cached_property
     def _maps(self) -> list[np.ndarray]:
         # Looking a dataset up in its file takes longer than reading a few windows of it.

@@ -49,6 +49,16 @@ class OutOfMemory(Exception):
         """(b,) trajectories of the batch, the longest first."""
 
 
+class Misread(Exception):
+    """What came back for a trajectory is not what the model computes on it."""
+
+    def __init__(self, text: int, what: str, where: str, fix: str) -> None:
+        self.text = text
+        """Position of the trajectory in what was read."""
+        self.what, self.where, self.fix = what, where, fix
+        """The parts of the message for the user."""
+
+
 def plan_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
     """Positions of trajectories of similar length; a batch holds at most batch_tokens with padding, or one trajectory.
 
@@ -67,6 +77,7 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
 
     Raises:
         OutOfMemory: where a batch does not fit.
+        Misread: as the reader, of a trajectory's position in the texts.
     """
     lengths = np.array([len(text) for text in texts])
     for batch in plan_batches(lengths, batch_tokens):
@@ -74,6 +85,8 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
         try:
             values = reader.read(ids, mask)
             found = {name: _without_padding(value, mask.bool()) for name, value in values.items()}
+        except Misread as error:
+            raise Misread(int(batch[error.text]), error.what, error.where, error.fix) from error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

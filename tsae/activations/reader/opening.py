@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from tsae.activations.catalogue import READER_INFO
-from tsae.activations.config import CaptureConfig, ReadingConfig
+from tsae.activations.config import CaptureConfig, ReadingConfig, StatesConfig
 from tsae.activations.reader.assignment import check_context, check_tokenizer, plan_readers
 from tsae.activations.reader.forward_passes import Reader
+from tsae.activations.reader.states import START, StatesReader
 from tsae.activations.shards.shard import DTYPES
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.bridge import TransformerLensReader
@@ -92,19 +94,43 @@ def as_reader(
     device: str,
     loader: ModelLoader | None,
     model: PreTrainedModel | None,
+    server: StatesConfig | None = None,
 ) -> Reader:
-    """A checkpoint with hooks; `model` is its own, where it is loaded already."""
+    """A checkpoint with hooks; `model` is its own, where it is loaded already. If there is a server, that computes.
+
+    Raises:
+        TsaeError: where the backend needs a server and there is none.
+    """
     reader: HuggingFaceReader | TransformerLensReader
     if config.backend == "transformer_lens":
         reader = TransformerLensReader(checkpoint, sites, device=device, dtype=config.model_dtype)
     else:
         reader = HuggingFaceReader(_load(checkpoint, config, loader) if model is None else model, sites)
+    if config.backend == "vllm":
+        server = check_server(server)
+        dtype = reader.model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        return StatesReader(server, reader, sites, dtype)
     return PredictingReader(reader) if isinstance(config, CaptureConfig) and config.token_statistics else reader
 
 
 def open_reader(checkpoint: Checkpoint, sites: list[str], config: ReadingConfig) -> Reader:
     """One checkpoint as a reader, with a loader of its own."""
     return as_reader(checkpoint, sites, config, config.device, _loader(config, config.device), None)
+
+
+def check_server(server: StatesConfig | None) -> StatesConfig:
+    """A server that can be asked.
+
+    Raises:
+        TsaeError: where there is none, or its address or folder is missing.
+    """
+    if server is None or not server.url or server.folder is None:
+        raise TsaeError(
+            "needs the address of a vLLM server and the folder into which it writes hidden states",
+            where="the backend vllm",
+            fix=f"Give --server.url and --server.folder; start the server as: {START}.",
+        )
+    return server
 
 
 def _loader(config: ReadingConfig, device: str) -> ModelLoader | None:

@@ -27,12 +27,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, Reader
-from tsae.activations.reader.opening import as_reader, open_base
+from tsae.activations.reader.opening import as_reader, check_server, open_base
 from tsae.activations.recording.shard_capture import capture_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file, write_manifest
+from tsae.activations.shards.manifest import (
+    FORMAT,
+    VERSION,
+    as_record,
+    essence,
+    inside,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
@@ -58,6 +67,7 @@ def capture(
     *,
     to: str | Path,
     config: CaptureConfig | None = None,
+    server: StatesConfig | None = None,
     progress: bool = True,
 ) -> ActivationStore:
     """Record residual-stream activations of every reader over its trajectories.
@@ -68,12 +78,14 @@ def capture(
         sites: TransformerLens names; by default the output of the middle block.
         to: folder of the store. An interrupted capture is completed; a finished one is opened.
         config: defaults of `CaptureConfig`.
+        server: that computes for one of the readers, with the backend "vllm".
         progress: show a bar.
 
     Raises:
         TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context or
             too long for memory, non-finite activations, or a folder that holds another capture. A new capture then
-            leaves nothing behind, except where memory was short; a resumed one keeps what it had.
+            leaves nothing behind, except where memory was short; a resumed one keeps what it had. Also where a server
+            computed for one reader, and others have still to read.
     """
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
     if auto and world_size() > 1:
@@ -89,8 +101,9 @@ def capture(
         processes.wait()
         part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
         refusal: TsaeError | None = None
+        missing: list[str] = []
         try:
-            _capture(series, rollouts, sites, to, config, progress and processes.first, part, device)
+            missing = _capture(series, rollouts, sites, to, config, progress and processes.first, part, device, server)
         except TsaeError as error:
             refusal = error
         short = refusal is not None and isinstance(refusal.__cause__, OutOfMemory)
@@ -98,9 +111,17 @@ def capture(
         if any(states):
             # The user will change a reader or the config, and then no shard can be used again. Memory alone may
             # suffice the next time.
-            if fresh and processes.first and max(states) == 1 and (to / "manifest.json").is_file():
+            # A server may only have stopped.
+            useless = max(states) == 1 and (server is None or not _recorded(to))
+            if fresh and processes.first and useless and (to / "manifest.json").is_file():
                 removed(to)
             raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
+        if server is not None and missing:
+            raise TsaeError(
+                f"other readers have {len(missing)} shards still to record, such as {missing[0]}",
+                where=to,
+                fix="Capture these with servers of their own.",
+            )
         return ActivationStore(to)
 
 
@@ -112,6 +133,7 @@ def capture_part(
     to: str | Path,
     part: Part,
     config: CaptureConfig | None = None,
+    server: StatesConfig | None = None,
     progress: bool = True,
 ) -> list[str]:
     """Record one part of the shards, as `capture` would; start the others wherever the folder can be reached.
@@ -119,6 +141,7 @@ def capture_part(
     Args:
         series, rollouts, sites, to, config, progress: as for `capture`, the same in all parts.
         part: which shards.
+        server: as for `capture`; other parts may have others.
 
     Returns:
         shards that other parts have still to record. If there are none, the store is complete.
@@ -131,7 +154,7 @@ def capture_part(
         raise TsaeError(
             "parts are for processes that torchrun did not start", where="part", fix="Leave one of them out."
         )
-    return _capture(series, rollouts, sites, local(to), config, progress, part, config.device)
+    return _capture(series, rollouts, sites, local(to), config, progress, part, config.device, server)
 
 
 def _capture(
@@ -143,7 +166,9 @@ def _capture(
     progress: bool,
     part: Part,
     device: str,
+    server: StatesConfig | None,
 ) -> list[str]:
+    served = _served(series, config, server)
     base = open_base(series, rollouts, sites or (), config, device)
     model: PreTrainedModel | None = base.model
     sites, plan, loader = base.sites, base.plan, base.loader
@@ -166,7 +191,7 @@ def _capture(
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens))
     done = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
-    mine = pieces[part.index :: part.n]
+    mine = [piece for piece in pieces if served in (None, piece.reader)][part.index :: part.n]
     sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
     reader: Reader | None = None
     current = ""
@@ -178,12 +203,33 @@ def _capture(
                 reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
                 model = None
                 bar.set_postfix_str(current, refresh=False)
-                reader, kept = as_reader(series[current], sites, config, device, loader, kept), None
+                reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
-            record = write_manifest(inside(to, record_file(piece.file)), entry)
+            record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
+
+
+def _recorded(to: Path) -> bool:
+    """Whether a capture has recorded any shard."""
+    return (to / "manifest.json").is_file() and any(reader["shards"] for reader in read_manifest(to)["readers"])
+
+
+def _served(series: CheckpointSeries, config: CaptureConfig, server: StatesConfig | None) -> str | None:
+    """The only reader that can read here, because a server serves it; None where all can."""
+    if config.backend != "vllm":
+        if server is not None:
+            raise TsaeError(f"is given, and the backend is {config.backend}", where="server", fix="Add --backend vllm.")
+        return None
+    server = check_server(server)
+    if server.reader is None and len(series) > 1:
+        raise TsaeError(
+            f"a server serves one checkpoint, and here are {', '.join(checkpoint.id for checkpoint in series)}",
+            where="StatesConfig.reader",
+            fix="Name it (--server.reader), and give the command again for each of the others.",
+        )
+    return series[server.reader].id if server.reader else series.base.id
 
 
 def _complete(
@@ -243,11 +289,6 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
     """Refuse a manifest of another capture."""
-
-    def essence(manifest: dict[str, Any]) -> dict[str, Any]:
-        readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
-        return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
-
     a, b = essence(found), essence(wanted)
     different = sorted(key for key in b if a.get(key) != b[key])
     if different:

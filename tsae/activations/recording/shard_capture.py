@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tsae.activations.reader.assignment import Piece
-from tsae.activations.reader.forward_passes import Batch, OutOfMemory, Reader, read_batches, stored_texts
+from tsae.activations.reader.forward_passes import (
+    Batch,
+    Misread,
+    OutOfMemory,
+    Reader,
+    read_batches,
+    stored_texts,
+)
+from tsae.activations.reader.states import StatesReader
 from tsae.activations.shards.manifest import inside
 from tsae.activations.shards.shard import STATISTICS
 from tsae.activations.shards.writer import ShardWriter
@@ -40,7 +48,8 @@ def capture_shard(
         bar: progress, in tokens.
 
     Raises:
-        TsaeError: where activations are not finite or overflow, or one trajectory alone does not fit into memory.
+        TsaeError: where activations are not finite or overflow, one trajectory alone does not fit into memory, or a
+            server gives other activations than the checkpoint computes.
     """
     texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
     offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
@@ -49,23 +58,40 @@ def capture_shard(
     origin = {"weights": weights, "rollouts": manifest["rollouts"]}
     statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
     path, before = inside(folder, piece.file), bar.n
+    again = reader.sample(len(texts), piece.file) if isinstance(reader, StatesReader) else frozenset()
     while True:
         short: OutOfMemory | None = None
+        differences: list[float] = []
         ids, dtype = np.concatenate(texts), manifest["dtype"]
         with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
+                    differences += _read_again(reader, again, texts, batch)
                     _put(writer, batch, piece, rollouts, manifest, checkpoint)
                     bar.update(sum(batch.lengths))
             except OutOfMemory as error:
                 short = error
+            except Misread as error:
+                row = int(piece.rows[error.text])
+                problem = rollouts.table["problem_id"][row].as_py()
+                raise TsaeError(
+                    f"{error.what} (trajectory {row} of {piece.reader}, problem {problem})",
+                    where=error.where,
+                    fix=error.fix,
+                ) from error
             if short is None:
+                same = (
+                    {"read_again": {"trajectories": len(again), "largest_difference": max(differences)}}
+                    if again
+                    else {}
+                )
                 return {
                     "file": piece.file,
                     "n_tokens": int(offsets[-1]),
                     "n_trajectories": len(piece.rows),
                     "batch_tokens": batch_tokens,
                     "sha256": writer.finish(),
+                    **same,
                 }
         if len(short.texts) == 1:
             t = int(short.texts[0])
@@ -77,6 +103,21 @@ def capture_shard(
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
+
+
+def _read_again(reader: Reader, again: frozenset[int], texts: Sequence[np.ndarray], batch: Batch) -> list[float]:
+    """Have the checkpoint read those of a batch's trajectories that are in the sample, and say how far each was away.
+
+    Raises:
+        Misread: where it computes something else.
+    """
+    found = []
+    for number, t in enumerate(batch.texts.tolist()):
+        if t in again and isinstance(reader, StatesReader):
+            start = sum(batch.lengths[:number])
+            mine = {name: value[start : start + batch.lengths[number]] for name, value in batch.values.items()}
+            found.append(reader.difference(t, texts[t], mine))
+    return found
 
 
 def _put(

@@ -2,6 +2,7 @@
 
 While a capture goes on, every finished shard has a record of its own beside it (READER/NUMBER.json), so that processes
 that know nothing of each other can write into one store. When all shards are there, their records go into the manifest.
+A record says of which capture it is, for parts of several machines may be copied into one folder.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
 from tsae.base.files import write_json
+from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
 from tsae.base.seal import with_checksum, without_checksum
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"
@@ -31,7 +34,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = parse_json(file.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
         if known:
             _check_structure(manifest)
@@ -47,6 +50,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         found = f"format {manifest['format']} version {manifest['version']}"
         raise TsaeError(f"{found}, expected {FORMAT} version {VERSION}", where=file)
     return dict(manifest)
+
+
+def essence(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What makes a capture this one: the manifest without what is done already."""
+    readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
+    return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
 
 
 def write_manifest(file: Path, manifest: Mapping[str, Any]) -> Path:
@@ -73,18 +82,35 @@ def record_file(shard: str) -> str:
     return str(Path(shard).with_suffix(".json"))
 
 
+def as_record(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    """The record of a shard, from its entry for the manifest: it says of which capture the shard is."""
+    return {**entry, "capture": digest_of(essence(manifest))}
+
+
 def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
+    capture = digest_of(essence(manifest))
+    foreign: list[str] = []
     for reader in manifest["readers"]:
         known = {shard["file"]: shard for shard in reader["shards"]}
         for file in inside(folder, reader["id"]).glob("*.json"):
             name = f"{reader['id']}/{file.stem}.h5"
             if name not in known:
-                record = without_checksum(json.loads(file.read_text(encoding="utf-8")), file, f"Remove it. {_FIX}")
+                record = parse_json(file.read_text(encoding="utf-8"))
+                record = without_checksum(record, file, f"Remove it. {_FIX}")
                 _check_types(record, _SHARD)
                 if record["file"] != name:
                     raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
+                if record.pop("capture", None) != capture:
+                    foreign.append(name)
                 known[name] = record
         reader["shards"] = [known[name] for name in sorted(known)]
+    if foreign:
+        first = min(foreign)
+        raise TsaeError(
+            f"{len(foreign)} shards are of another capture than the manifest, such as {first}",
+            where=folder,
+            fix=f"Remove these with their records, such as {record_file(first)}, and give the same capture again.",
+        )
 
 
 def _check_structure(manifest: dict[str, Any]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base.disk.hdf5 import Place, words
+from tsae.base.disk.hdf5 import places as stored_places
 from tsae.base.remote.mirror import needed
 from tsae.base.seal import unchanged
 from tsae.errors import TsaeError
@@ -28,15 +30,6 @@ CHANGED = "its bytes have changed: the SHA-256 is not that of the manifest"
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
-
-
-class Place(NamedTuple):
-    """Where a dataset lies in its file."""
-
-    offset: int | None
-    """Bytes before it; None where it is empty or not contiguous."""
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True)
@@ -180,30 +173,9 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
     """Attributes of a shard's file, and the places of its datasets."""
     try:
         with h5py.File(path, "r", locking=False) as file:
-            found = {name: Place(v.id.get_offset(), v.shape, v.dtype) for name, v in _datasets(file)}
-            return dict(_words(file)), found
+            return dict(words(file)), stored_places(file)
     except (OSError, LookupError, RuntimeError, ValueError, TypeError) as error:
         raise TsaeError(f"cannot read the shard ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
-
-
-def _words(file: h5py.File) -> Iterator[tuple[str, str]]:
-    """Attributes of a fixed length.
-
-    HDF5 keeps the others in a heap, in which it walks in a circle for ever when a byte of it is damaged.
-    """
-    for name in file.attrs:
-        found = file.attrs.get_id(name)
-        if found.shape == () and found.dtype.kind == "S":
-            yield name, bytes(file.attrs[name]).decode()
-
-
-def _datasets(group: h5py.Group, under: str = "") -> Iterator[tuple[str, h5py.Dataset]]:
-    for name in group:
-        item = group[name]  # raises where the header is damaged; `items()` would give None
-        if isinstance(item, h5py.Dataset):
-            yield under + name, item
-        elif isinstance(item, h5py.Group):
-            yield from _datasets(item, f"{under}{name}/")
 
 
 def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
@@ -211,10 +183,8 @@ def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
     if name not in places:
         raise TsaeError(f"has no /{name}", where=path, fix=REPAIR)
     offset, shape, dtype = places[name]
-    if 0 in shape:
-        return np.empty(shape, dtype)
     if offset is None:
-        raise TsaeError(f"/{name} is not stored contiguously", where=path, fix="Capture again.")
+        return np.empty(shape, dtype)
     return np.memmap(needed(path), mode="r", dtype=dtype, offset=offset, shape=shape)
 
 

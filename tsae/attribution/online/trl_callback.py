@@ -35,7 +35,7 @@ from tsae.attribution.online.guard import Guard
 from tsae.attribution.online.recorder import Recorder
 from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
 
 _ROW = "tsae_row"
 """Name of the column of row numbers."""
@@ -118,7 +118,8 @@ class AttributionCallback(TrainerCallback):
         trained = TrainedWeights(model, [name for name, p in model.named_parameters() if p.requires_grad])
         folder = None
         if self.folder is not None:
-            settings = {k: v for k, v in json.loads(args.to_json_string()).items() if not k.endswith("_token")}
+            given = json.loads(args.to_json_string())
+            settings = public({k: v for k, v in given.items() if not k.endswith("_token")})
             folder = RecordingFolder(self.folder, settings | {"max_steps": state.max_steps}, every=self.every)
         self._recorder = Recorder(
             trained,

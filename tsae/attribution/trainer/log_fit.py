@@ -5,15 +5,14 @@ What contradicts is refused; what is missing, or had to be assumed, becomes a no
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.trainer.recipe import Recipe
+from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
@@ -100,7 +99,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     if not file.is_file():
         return {}
     text = file.read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    found: dict[str, Any] = parse_json(text) if file.suffix == ".json" else parse_yaml(text)
     if "actor_rollout_ref" not in found:
         return found
     part, algorithm = found["actor_rollout_ref"], found.get("algorithm", {})

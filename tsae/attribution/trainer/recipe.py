@@ -7,7 +7,6 @@ pickle such as `training_args.bin` is never loaded. What the file does not say h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 
 _FILES = ("training_args.json", "training_args.yaml", "config.yaml", ".hydra/config.yaml")
@@ -85,7 +85,7 @@ def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
 def _load(file: Path) -> dict[str, Any]:
     text = file.read_text(encoding="utf-8")
     try:
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        found = parse_json(text) if file.suffix == ".json" else parse_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise TsaeError(f"is no {file.suffix[1:].upper()} ({str(error).splitlines()[0]})", where=file) from error
     if not isinstance(found, dict):

@@ -23,6 +23,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from tsae.base.files import writing
 from tsae.base.part import Part
 from tsae.base.torchrun import first_process
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 _PATIENCE_S = 1.0
@@ -127,7 +128,7 @@ def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
 def _owner(file: Path) -> str:
     """Who holds a lock, in words."""
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
         return f"process {int(found['process'])} on {found['host']!s:.80}, since {found['since']!s:.40}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"another process (if it has died, remove {file.name})"

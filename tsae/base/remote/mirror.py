@@ -15,7 +15,6 @@ Whether a copy is still that of the URL is told by what the file system says of 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,8 @@ from typing import Any
 from uuid import uuid4
 
 from tsae.base.files import write_json
-from tsae.errors import TsaeError
+from tsae.base.untrusted import parse_json
+from tsae.errors import TsaeError, without_secrets
 
 CACHE, CACHE_GB = "TSAE_CACHE", "TSAE_CACHE_GB"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
@@ -42,6 +42,11 @@ _lock = threading.RLock()
 _mirrors: dict[Path, Mirror] = {}
 _used: dict[Path, int] = {}
 """When this process last used a file, in nanoseconds."""
+
+
+def _name(url: str) -> str:
+    """The last part of a URL, without a query, which may hold a key."""
+    return url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def is_url(path: str | Path) -> bool:
@@ -72,7 +77,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
         return Path(path)
     url = url_of(path)
     with _lock:
-        root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rstrip("/").rpartition("/")[2]
+        root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
         mirror = _mirrors.setdefault(root, Mirror(url, root))
     if fetch:
         mirror.refresh()
@@ -82,13 +87,13 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
 def shown(path: str | Path) -> str:
     """What messages call a path: its URL, if it has one."""
     mirror = _of(Path(path))
-    return str(path) if mirror is None else mirror.url_of(Path(path))
+    return str(path) if mirror is None else without_secrets(mirror.url_of(Path(path)))
 
 
 def in_words(text: str) -> str:
     """A message that names URLs and not their copies."""
     for root, mirror in _mirrors.items():
-        text = text.replace(str(root), mirror.url)
+        text = text.replace(str(root), without_secrets(mirror.url))
     return text
 
 
@@ -314,7 +319,7 @@ class Mirror:
         """Of every file that is on both sides: its state there and here."""
         if self._noted is None:
             try:
-                found = json.loads(self._index.read_text(encoding="utf-8"))
+                found = parse_json(self._index.read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 found = {}
             self._noted = found if isinstance(found, dict) else {}

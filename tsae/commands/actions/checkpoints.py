@@ -6,7 +6,7 @@ import tsae
 from tsae.activations.recording.capture import capture_part
 from tsae.base.part import Part
 from tsae.base.torchrun import first_process
-from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.common import as_json, given, load_series, say_wrote
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.errors import TsaeError
 from tsae.report.pages.drift import write_drift
@@ -17,13 +17,16 @@ def run_capture(options: Capture) -> None:
     series = load_series(*options.series)
     series = series.select(options.checkpoints) if options.checkpoints else series.final()
     rollouts = tsae.Rollouts.read(options.rollouts)
-    if options.part is not None:
-        part = Part.of(options.part)
-        missing = capture_part(series, rollouts, list(options.sites), to=options.to, part=part, config=options.config)
+    sites, config, server = list(options.sites), options.config, given(options.server)
+    # A server computes for one reader; what the others read comes by other commands.
+    if options.part is not None or server is not None:
+        part = Part() if options.part is None else Part.of(options.part)
+        missing = capture_part(series, rollouts, sites, to=options.to, part=part, config=config, server=server)
         if missing:
-            print(f"part {part} is done; other parts have {len(missing)} shards still to record, such as {missing[0]}")
+            done = f"part {part}" if options.part is not None else "this"
+            print(f"{done} is done; other parts have {len(missing)} shards still to record, such as {missing[0]}")
             return
-    store = tsae.capture(series, rollouts, list(options.sites), to=options.to, config=options.config)
+    store = tsae.capture(series, rollouts, sites, to=options.to, config=config, server=server)
     if first_process():
         say_wrote(store.path, store)
 

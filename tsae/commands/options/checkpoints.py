@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes
 
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.commands.options.spread import Spread
 
 
@@ -36,6 +36,7 @@ class Capture:
     """Record only a part of the shards, such as 2/7. Parts know nothing of each other; the last one to finish completes
     the store, which is the same as that of one process."""
     config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
+    server: StatesConfig = field(default_factory=StatesConfig)
     spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)
 
 

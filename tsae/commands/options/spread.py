@@ -22,7 +22,7 @@ class Spread:
     workers: int = 0
     """Local parts at a time; 0: one for each GPU with --device cuda, else one."""
     retries: int = 2
-    """How often a part is started again."""
+    """How often a part is started again. SLURM starts it again when its node died or its time is nearly over."""
     slurm: tuple[str, ...] = ()
     """Options of the job array, such as --slurm partition=gpu gres=gpu:1 time=4:00:00."""
     ray: tuple[str, ...] = ()

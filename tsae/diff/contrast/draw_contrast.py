@@ -34,7 +34,7 @@ from scipy.stats import rankdata
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
-from tsae.diff.contrast.problem_means import side_means, within_problem_auroc
+from tsae.diff.contrast.problem_means import side_means, some_columns, within_problem_auroc
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import Inference, Tested, infer, interaction, outcomes, paired
 from tsae.diff.significance.power import detectable_delta
@@ -112,7 +112,7 @@ def tested_features(rows: Rows, of: Comparison, effects: list[Effects], config: 
 def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.ndarray, config: DiffConfig) -> Tested:
     """The difference of the given features and its tests."""
     scale, seed = rows.scales[of.checkpoint].deviation[feature], config.seed
-    first, *others = ((effect.a - effect.b)[:, feature] for effect in effects)
+    first, *others = (some_columns(effect.a - effect.b, feature) for effect in effects)
     if others:
         return interaction(first, others[0], scale, seed)
     if of.kind == "shift":

@@ -18,6 +18,15 @@ def group_difference(
     return side_means(values, a, problem, problems) - side_means(values, b, problem, problems)
 
 
+def difference_weights(a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
+    """(n_rows,) weights under which the rows' values add up to the mean over problems of `group_difference`."""
+    weights = np.zeros(len(problem))
+    for sign, side in ((1.0, a), (-1.0, b)):
+        rows, where = _of_problems(side, problem, problems)
+        weights[rows] += sign / (np.bincount(where, minlength=len(problems))[where] * len(problems))
+    return weights
+
+
 def side_means(values: Rows, rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
     """(n_problems, n_features) mean over the given rows of every problem.
 
@@ -30,6 +39,11 @@ def side_means(values: Rows, rows: np.ndarray, problem: np.ndarray, problems: np
     rows, where = _of_problems(rows, problem, problems)
     weight = 1.0 / np.bincount(where, minlength=len(problems))[where]
     return grouped_sums(values, rows, where, weight, len(problems))
+
+
+def some_columns(values: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Columns of (n, n_features) values, without a copy where these are all; features in order, each once."""
+    return values if len(features) == values.shape[1] else values[:, features]
 
 
 def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

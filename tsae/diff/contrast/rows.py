@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import side_means
@@ -81,6 +82,12 @@ class Rows:
     def own(self, reader: str) -> str | None:
         """The policy whose trajectories count as a reader's: its own, or None for all."""
         return reader if not self.pooled and len(self.by_reader[reader, reader]) else None
+
+    def of_features(self, some: np.ndarray) -> Rows:
+        """The same rows with some features only, in memory."""
+        columns = sp.csc_array(self.columns[:, some])
+        scales = {reader: Scale(*(each[some] for each in scale)) for reader, scale in self.scales.items()}
+        return replace(self, values=sp.csr_array(columns), columns=columns, scales=scales)
 
     def without_tokens(self, features: FeatureTable) -> dict[str, int]:
         """Number of trajectories without a token of the span, by reader; readers with none are left out."""

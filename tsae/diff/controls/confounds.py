@@ -30,18 +30,19 @@ from tsae.base.bootstrap import group_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import CONTRAST, Comparison
 from tsae.diff.contrast.draw_contrast import Contrast
-from tsae.diff.contrast.problem_means import group_difference
+from tsae.diff.contrast.problem_means import difference_weights, group_difference, some_columns
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
 from tsae.features.annotations import id_codes
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import grouped_sums, no_code, sums_by_code
+from tsae.features.sums import grouped_sums, no_code, sums_by_code, weighted_sums
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
 _NUMBERS = ("difference", "low", "high", "n_problems", "plain", "kept", "verdict")
 _KEPT = 0.5
 _SHOWN = 0.5  # of the effect, that the comparable problems show without the control
+_OFTEN = 0.1  # of the problems have a token id, from which on a dense product is faster than a sparse one
 _IDS = 4096  # token ids whose frequencies are made dense at once
 _TOKENS = 100_000  # that are gathered at once
 _DENSE_BYTES = 64_000_000  # of all frequencies
@@ -110,16 +111,22 @@ def _control(
     assert contrast.inference is not None
     of, feature, effect = contrast.of, contrast.feature, contrast.inference.difference
     keys = {**of.key, "feature": feature, "control": control}
-    groups, plains = [], []
-    for part in of.bands or (of,):
+    parts, groups, comparable = of.bands or (of,), [], []
+    for part in parts:
         problems, differences = _controlled(features, rows, tokens, part, control, config.seed)
         if len(problems) < config.min_problems:
             nothing = {**dict.fromkeys(_NUMBERS, np.nan), "n_problems": 0, "verdict": TOO_FEW}
             return pd.DataFrame({**keys, **nothing, "rows": of.fingerprint})
-        groups.append(differences[:, feature])
-        plains.append(group_difference(rows.values, part.a, part.b, rows.problem, problems)[:, feature].mean(0))
+        groups.append(some_columns(differences, feature))
+        comparable.append(problems)
     mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
-    plain = plains[0] - (plains[1] if len(plains) > 1 else 0.0)
+    plain = effect
+    if not all(np.array_equal(found, part.problems) for found, part in zip(comparable, parts, strict=True)):
+        first, *others = (
+            difference_weights(part.a, part.b, rows.problem, found)
+            for found, part in zip(comparable, parts, strict=True)
+        )
+        plain = weighted_sums(rows.columns, (first - sum(others))[:, None], feature)[:, 0]
     kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
     shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
     survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)
@@ -233,25 +240,62 @@ def _expected(
             code[index] = of_half
             count += np.bincount(of_half, minlength=2 * n_ids)
             frequency = frequency + sp.csr_array((weight[at], (where[at], ids)), shape=frequency.shape)
-    # Problems that use the means of half 0 come first, so that each half is a slice.
-    by_half = np.argsort(1 - half, kind="stable")
-    often, first_half = sp.csc_array(frequency[by_half], dtype=np.float32), int((half == 1).sum())
-    count = rearrange(count, "(half id) -> half id", half=2)
-    mine = [slice(0, first_half), slice(first_half, n)]
-    unseen = [frequency[by_half[mine[number]]] @ (count[number] == 0).astype(float) for number in (0, 1)]
-    # Made dense once where there is room, else for every block of features.
-    whole = list(_dense_parts(often)) if 4 * often.shape[0] * n_ids <= _DENSE_BYTES else None
+    # Ids of many problems come first: so both kinds are a slice.
+    problems_of_id = np.bincount(sp.coo_array(frequency).col, minlength=n_ids)
+    order, n_common = np.argsort(-problems_of_id, kind="stable"), int((problems_of_id >= _OFTEN * n).sum())
+    code = _renumbered(code, order)
+    count = rearrange(count, "(half id) -> half id", half=2)[:, order]
+    halves = [
+        _Half.of(np.flatnonzero(half != number), frequency[half != number][:, order], count[number], n_common)
+        for number in (0, 1)
+    ]
     expected = np.zeros((n, features.n_features))
     for some, sums in sums_by_code(features.columns, code, 2 * n_ids):
-        sums = rearrange(sums, "(half id) feature -> half id feature", half=2)
-        overall = reduce(sums, "half id feature -> half feature", "sum")
-        means = (sums / np.maximum(count, 1)[:, :, None]).astype(np.float32)
-        for ids, dense in whole or _dense_parts(often):
-            for number in (0, 1):
-                expected[mine[number], some] += dense[mine[number]] @ means[number, ids]
-        for number in (0, 1):
-            expected[mine[number], some] += np.outer(unseen[number], overall[number] / max(count[number].sum(), 1))
-    return expected[np.argsort(by_half)]
+        for of, own in zip(halves, rearrange(sums, "(half id) feature -> half id feature", half=2), strict=True):
+            expected[of.problems, some] = of.expected(own)
+    return expected
+
+
+def _renumbered(code: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Codes (half, id) after the ids were put into another order."""
+    n_ids = len(order)
+    place = np.argsort(order)
+    return np.concatenate([place, place + n_ids, [2 * n_ids]]).astype(code.dtype)[code]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Half of the problems, whose features are expected by the other half's means."""
+
+    problems: np.ndarray
+    """(n,) places among all problems."""
+    often: sp.csc_array
+    """(n, n_common) how much more often one side has each common token id, over the tokens that its mean is over."""
+    dense: list[tuple[slice, np.ndarray]] | None
+    """The same, dense, where there is room; else it is made so for every block of features."""
+    seldom: sp.csr_array
+    """(n, the other ids): a dense product would multiply zeros."""
+    unseen: np.ndarray
+    """(n,) how much more often one side has an id that the other half lacks."""
+    n_tokens: float
+    """Of the other half."""
+
+    @classmethod
+    def of(cls, problems: np.ndarray, frequency: sp.csr_array, count: np.ndarray, n_common: int) -> _Half:
+        unseen = frequency @ (count == 0).astype(float)
+        columns = sp.csc_array(frequency @ sp.diags_array(1 / np.maximum(count, 1)), dtype=np.float32)
+        often, seldom = sp.csc_array(columns[:, :n_common]), sp.csr_array(columns[:, n_common:])
+        dense = list(_dense_parts(often)) if 8 * often.shape[0] * n_common <= _DENSE_BYTES else None
+        return cls(problems, often, dense, seldom, unseen, max(float(count.sum()), 1))
+
+    def expected(self, sums: np.ndarray) -> np.ndarray:
+        """(n, features) differences from (n_ids, features) sums over the other half's tokens with each id."""
+        single, n_common = sums.astype(np.float32), self.often.shape[1]
+        found = np.outer(self.unseen, sums.sum(0) / self.n_tokens)
+        for ids, dense in _dense_parts(self.often) if self.dense is None else self.dense:
+            found += dense @ single[ids]
+        found += self.seldom @ single[n_common:]
+        return found
 
 
 def _dense_parts(often: sp.csc_array) -> Iterator[tuple[slice, np.ndarray]]:

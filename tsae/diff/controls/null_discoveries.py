@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,12 +15,16 @@ import numpy as np
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison
-from tsae.diff.contrast.draw_contrast import problem_effects, question, tested_features
+from tsae.diff.contrast.draw_contrast import problem_effects, question
+from tsae.diff.contrast.problem_means import difference_weights
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import moved_p, q_values
 from tsae.diff.threads import in_threads
+from tsae.features.sums import no_code, sums_by_code, weighted_sums
 
 REPEATS = 5
+_BYTES = 64_000_000  # of weights of rows, for the differences that one pass computes
+_MANY = 8  # of so many features at most one is read by itself; of more, the rows are
 
 
 def null_counts(
@@ -33,7 +37,7 @@ def null_counts(
         drawn, within prompts (trajectories of a problem are then the same), and if fewer than min_problems problems
         have two trajectories to split.
     """
-    jobs: list[Callable[[], int | None]] = []
+    drawn: list[Comparison] = []
     start: list[int | None] = []
     halves: dict[tuple[str, bytes], int] = {}
     for of in found:
@@ -45,14 +49,16 @@ def null_counts(
         if of.kind == "shift" and key in halves:
             start.append(halves[key])
             continue
-        start.append(len(jobs))
+        start.append(len(drawn))
         if of.kind == "shift":
-            halves[key] = len(jobs)
-        jobs += [partial(_discoveries, rows, of, config, repeat) for repeat in range(repeats)]
-    counts = list(in_threads(jobs, config.threads))
+            halves[key] = len(drawn)
+        drawn.append(of)
+    at_once = max(1, _BYTES // (8 * len(rows.problem) * repeats))
+    batches = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
+    counts = [count for batch in batches for count in _discoveries(rows, batch, config, repeats)]
     result = []
-    for first in start:
-        each = [] if first is None else [n for n in counts[first : first + repeats] if n is not None]
+    for place in start:
+        each = counts[place] if place is not None else []
         result.append((float(np.mean(each)), float(np.mean(np.array(each) > 0))) if each else (np.nan, np.nan))
     return result
 
@@ -78,14 +84,59 @@ def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:
     return replace(of, a=both[order][shuffled], b=both[order][~shuffled])
 
 
-def _discoveries(rows: Rows, of: Comparison, config: DiffConfig, repeat: int) -> int | None:
-    """Number of discoveries without the effect; None with too few problems."""
-    nothing = null_of(rows, of, np.random.default_rng([config.seed, 4, repeat]))
-    if len(nothing.problems) < config.min_problems:
-        return None
-    effects = [problem_effects(rows, part) for part in nothing.bands or (nothing,)]
-    feature = tested_features(rows, nothing, effects, config)
-    if not len(feature):
-        return 0
-    p = moved_p(question(rows, nothing, effects, feature, config), config)
-    return int((q_values(p, config.fdr) <= config.q).sum())
+def _discoveries(rows: Rows, found: Sequence[Comparison], config: DiffConfig, repeats: int) -> list[list[int]]:
+    """Number of discoveries without the effect, of every comparison and repeat; repeats with too few problems aside."""
+    drawn = [
+        [null_of(rows, of, np.random.default_rng([config.seed, 4, repeat])) for repeat in range(repeats)]
+        for of in found
+    ]
+    drawn = [[null for null in nulls if len(null.problems) >= config.min_problems] for nulls in drawn]
+    every = [_weights(rows, null) for nulls in drawn for null in nulls]
+    if not every:
+        return [[] for _ in drawn]
+    # One pass over all rows finds the few features whose difference is large enough to be a discovery.
+    weights, parts = np.stack(every, axis=1), np.array_split(np.arange(rows.columns.shape[1]), config.threads)
+    passes = [partial(weighted_sums, rows.columns, weights, part) for part in parts]
+    difference = iter(np.concatenate(list(in_threads(passes, config.threads))).T)
+    jobs = [partial(_count, rows, nulls, [next(difference) for _ in nulls], config) for nulls in drawn]
+    return list(in_threads(jobs, config.threads))
+
+
+def _weights(rows: Rows, of: Comparison) -> np.ndarray:
+    """(n_rows,) weights under which the rows add up to the difference that is compared."""
+    if of.bands is not None:
+        harder, easier = (_weights(rows, band) for band in of.bands)
+        return np.asarray(harder - easier)
+    return difference_weights(of.a, of.b, rows.problem, of.problems)
+
+
+def _count(rows: Rows, nulls: Sequence[Comparison], differences: Sequence[np.ndarray], config: DiffConfig) -> list[int]:
+    """Number of discoveries in every repeat of one comparison, from its differences of all features."""
+    counts, tested = [], None
+    for of, difference in zip(nulls, differences, strict=True):
+        deviation = rows.scales[of.checkpoint].deviation
+        # A little less, for rounding: `moved_p` decides.
+        close = np.flatnonzero((np.abs(difference) > config.minimum_effect * deviation * (1 - 1e-6)) & (deviation > 0))
+        if tested is None and len(close):
+            tested = _tested(rows, of, config)  # that are the same in all repeats
+        if tested is None or not len(close := np.intersect1d(close, tested)):
+            counts.append(0)
+            continue
+        few = _MANY * len(close) <= len(deviation)
+        some, feature = (rows.of_features(close), np.arange(len(close))) if few else (rows, close)
+        effects = [problem_effects(some, part) for part in of.bands or (of,)]
+        found = moved_p(question(some, of, effects, feature, config), config, len(tested))
+        p = np.ones(len(tested))
+        p[: len(close)] = found
+        counts.append(int((q_values(p, config.fdr) <= config.q).sum()))
+    return counts
+
+
+def _tested(rows: Rows, of: Comparison, config: DiffConfig) -> np.ndarray:
+    """The features that `tested_features` of `tsae.diff.contrast.draw_contrast` gives, from one pass."""
+    code = no_code(len(rows.problem), n_problems := int(rows.problem.max()) + 1)
+    for part in of.bands or (of,):
+        for side in (part.a, part.b):
+            code[side] = rows.problem[side]
+    active = np.concatenate([(sums > 0).sum(0) for _, sums in sums_by_code(rows.columns, code, n_problems)])
+    return np.flatnonzero((active >= config.min_problems) & (rows.scales[of.checkpoint].deviation > 0))

@@ -224,9 +224,11 @@ def weighted(
 def infer(tested: Tested, config: DiffConfig) -> Inference:
     """Compute size, interval and both tests."""
     difference, scale = tested.difference, tested.scale
-    draws = (config.n_bootstrap, config.confidence, config.seed)
-    half, error, p_at = studentised(tested.groups, *draws, np.zeros_like(difference))
-    p = p_differs = moved_p(tested, config)
+    leasts = (np.zeros_like(difference), config.minimum_effect * scale)
+    half, error, (p_at, p_at_least) = studentised(
+        tested.groups, config.n_bootstrap, config.confidence, config.seed, *leasts
+    )
+    p = p_differs = _moved(tested, config, half, p_at_least)
     if config.minimum_effect > 0:
         p_differs = _permutation_p(tested, None, config)
         p_differs = np.where(half >= np.abs(difference), np.maximum(p_differs, p_at), p_differs)
@@ -251,20 +253,42 @@ def paired_inference(differences: np.ndarray, scale: np.ndarray, config: DiffCon
     return infer(paired(differences, scale, config.seed), config)
 
 
-def moved_p(tested: Tested, config: DiffConfig) -> np.ndarray:
-    """(n_features,) p of |Δ| ≤ minimum_effect; 1 where Δ lies there."""
+def moved_p(tested: Tested, config: DiffConfig, n_features: int | None = None) -> np.ndarray:
+    """(n_features,) p of |Δ| ≤ minimum_effect; 1 where Δ lies there.
+
+    Args:
+        tested: some features of a contrast.
+        config: draws and minimum effect.
+        n_features: that the contrast has; those that are not given have p = 1. By default those that are given.
+    """
+    least = config.minimum_effect * tested.scale
+    half, p_at = np.empty((2, len(least)))
+    beyond = np.flatnonzero(np.abs(tested.difference) > least)
+    groups = [group[:, beyond] for group in tested.groups]
+    half[beyond], _, (p_at[beyond],) = studentised(
+        groups, config.n_bootstrap, config.confidence, config.seed, least[beyond]
+    )
+    return _moved(tested, config, half, p_at, n_features)
+
+
+def _moved(
+    tested: Tested, config: DiffConfig, half: np.ndarray, p_at: np.ndarray, n_features: int | None = None
+) -> np.ndarray:
+    """`moved_p`, with half the interval and the bootstrap's own p of features beyond the minimum effect."""
     size, least = np.abs(tested.difference), config.minimum_effect * tested.scale
     beyond = np.flatnonzero(size > least)
-    p = _permutation_p(tested, least, config, among=beyond)
-    groups = [group[:, beyond] for group in tested.groups]
-    half, _, p_at = studentised(groups, config.n_bootstrap, config.confidence, config.seed, least[beyond])
+    p = _permutation_p(tested, least, config, beyond, n_features)[: len(size)]
     # The interval reaches the null.
-    p[beyond] = np.where(half >= size[beyond] - least[beyond], np.maximum(p[beyond], p_at), p[beyond])
+    p[beyond] = np.where(half[beyond] >= size[beyond] - least[beyond], np.maximum(p[beyond], p_at[beyond]), p[beyond])
     return p
 
 
 def _permutation_p(
-    tested: Tested, least: np.ndarray | None, config: DiffConfig, among: np.ndarray | None = None
+    tested: Tested,
+    least: np.ndarray | None,
+    config: DiffConfig,
+    among: np.ndarray | None = None,
+    n_features: int | None = None,
 ) -> np.ndarray:
-    n_features, count = len(tested.scale), tested.tests(least)
+    n_features, count = n_features or len(tested.scale), tested.tests(least)
     return sequential_p(count, tested.n_tests, n_features, config.n_permutations, config.q, config.fdr, among)

@@ -23,6 +23,7 @@ from tsae.features.stored import PickedColumns
 _BLOCK = 250  # draws at once
 _DENSE_BYTES = 24_000_000  # of sparse values made dense at once, and of draws
 _ARRANGEMENTS = 10_000  # of labels within a problem that are written out, to be drawn by number
+_FEW = 8  # features up to which it is faster to look up what an arrangement adds than to multiply
 
 Count = Callable[[int, np.ndarray], np.ndarray]
 """(draws, features) -> (n_tests, n_features): how many of these further draws are as extreme as the observed value."""
@@ -114,28 +115,43 @@ def label_permutations(
         _Alike.of(int(n), int(k), int(problems), n_problems)
         for (n, k), problems in zip(*np.unique(np.stack([size, n_success], 1), axis=0, return_counts=True), strict=True)
     ]
+    bounds = np.cumsum([some.problems * some.size for some in alike])[:-1]
     wide = max(1, _DENSE_BYTES // (4 * len(problem)))  # features made dense at once
     at_once = max(1, _DENSE_BYTES // (4 * _BLOCK * len(problem)))  # blocks of draws for which they are
+    written_out = sum(some.problems * len(some.arrangements) for some in alike if some.arrangements is not None)
+
+    def as_extreme(statistic: np.ndarray, of_right: np.ndarray | None, features: np.ndarray) -> np.ndarray:
+        if offset is not None and of_right is not None:
+            statistic *= edge.sign[features].astype(np.float32)
+            statistic -= np.outer(of_right, offset[features].astype(np.float32))
+        return edge.as_extreme(statistic, features)
 
     def count(draws: int, features: np.ndarray) -> np.ndarray:
+        if len(features) <= _FEW and 4 * written_out * (len(features) + 1) <= _DENSE_BYTES:
+            return count_few(draws, features)
         parts = [slice(start, start + wide) for start in range(0, len(features), wide)]
         extreme = np.zeros(len(features), dtype=np.int64)
         dense = columns.dense(features) if len(parts) == 1 else None
         blocks = list(_blocks(draws))
         for low in range(0, len(blocks), at_once):
-            # (draws, n_rows) weights
-            every = [
-                np.concatenate([some.draw(block, rng) for some in alike], axis=1)
-                for block in blocks[low : low + at_once]
-            ]
+            every = [_joint(alike, block, rng) for block in blocks[low : low + at_once]]
             for part in parts:
                 of_part = columns.dense(features[part]) if dense is None else dense
                 for drawn in every:
-                    statistic = drawn @ of_part
-                    if offset is not None:
-                        statistic *= edge.sign[features[part]].astype(np.float32)
-                        statistic -= np.outer(drawn @ right, offset[features[part]].astype(np.float32))
-                    extreme[part] += edge.as_extreme(statistic, features[part])
+                    of_right = None if offset is None else drawn @ right
+                    extreme[part] += as_extreme(drawn @ of_part, of_right, features[part])
+        return extreme[None]
+
+    def count_few(draws: int, features: np.ndarray) -> np.ndarray:
+        """The same draws. A draw is the sum of what each problem's arrangement adds."""
+        values = np.column_stack([columns.dense(features), right])
+        tables = [some.table(part) for some, part in zip(alike, np.split(values, bounds), strict=True)]
+        extreme = np.zeros(len(features), dtype=np.int64)
+        for block in _blocks(draws):
+            sums = np.zeros((block, values.shape[1]), dtype=np.float32)
+            for some, table in zip(alike, tables, strict=True):
+                sums += some.sums(some.draw(block, rng), table)
+            extreme += as_extreme(np.ascontiguousarray(sums[:, :-1]), sums[:, -1], features)
         return extreme[None]
 
     return count
@@ -164,10 +180,9 @@ class _Alike:
         return cls(size, n_success, problems, weights, every)
 
     def draw(self, draws: int, rng: np.random.Generator) -> np.ndarray:
-        """(draws, problems · size) weights under labels permuted within problems."""
+        """Permute labels within problems: (draws, problems) numbers of arrangements, or (draws, rows) weights."""
         if self.arrangements is not None:
-            which = rng.integers(0, len(self.arrangements), size=(draws, self.problems))
-            return self.arrangements.take(which, axis=0).reshape(draws, -1)
+            return rng.integers(0, len(self.arrangements), size=(draws, self.problems))
         # Selection sampling: each row is a success with probability successes left / rows left.
         drawn = np.empty((draws, self.problems, self.size), dtype=np.float32)
         left = np.full((draws, self.problems), self.n_success, dtype=np.float32)
@@ -176,6 +191,30 @@ class _Alike:
             left -= chosen
             drawn[:, :, i] = self.weights[chosen.view(np.uint8)]
         return drawn.reshape(draws, -1)
+
+    def table(self, values: np.ndarray) -> np.ndarray:
+        """What `sums` needs of (rows, n) values: (n, problems · arrangements), or the values themselves."""
+        if self.arrangements is None:
+            return values
+        of_problems = values.T.reshape(values.shape[1], self.problems, self.size)
+        return (of_problems @ self.arrangements.T).reshape(values.shape[1], -1)
+
+    def sums(self, drawn: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """(draws, n) weighted sums of the values under what was drawn."""
+        if self.arrangements is None:
+            return np.asarray(drawn @ table)
+        place = drawn + np.arange(self.problems) * len(self.arrangements)
+        return np.stack([of_one.take(place).sum(1) for of_one in table], axis=1)
+
+
+def _joint(alike: list[_Alike], draws: int, rng: np.random.Generator) -> np.ndarray:
+    """(draws, n_rows) weights of all rows under permuted labels."""
+    weights, low = np.empty((draws, sum(some.problems * some.size for some in alike)), dtype=np.float32), 0
+    for some in alike:
+        drawn, part = some.draw(draws, rng), weights[:, low : low + some.problems * some.size]
+        part[:] = drawn if some.arrangements is None else some.arrangements.take(drawn, axis=0).reshape(draws, -1)
+        low += part.shape[1]
+    return weights
 
 
 def together(*counts: Count) -> Count:

@@ -55,10 +55,12 @@ def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
     """
     shown = contrasts_shown(diff)
     order = [*first, *_by_strength(diff, shown, set(first))]
-    found = None
+    found = activity = None
     if diff.source is not None:
+        # First, since it needs the most memory, and the examples stay in it.
+        activity = histograms(diff.source, diff.info["config"]["span"])
         found = contexts(diff.source, order, diff.info.get("token_strings", {}))
-    parts = {"features": packed(_features(diff, shown, order, found))}
+    parts = {"features": packed(_features(diff, shown, order, found, activity))}
     if diff.dynamics is not None and len(diff.dynamics):
         parts["steps"] = packed(_steps(diff.dynamics))
     if found is not None:
@@ -101,8 +103,14 @@ def _by_strength(diff: FeatureDiff, shown: pd.DataFrame, taken: set[int]) -> lis
     return [int(f) for f in order if active[f] and int(f) not in taken]
 
 
-def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: Contexts | None) -> str:
-    """JSON of all features and their effects, column by column."""
+def _features(
+    diff: FeatureDiff,
+    shown: pd.DataFrame,
+    order: list[int],
+    found: Contexts | None,
+    activity: tuple[np.ndarray, np.ndarray] | None,
+) -> str:
+    """JSON of all features and their effects, column by column; `activity` is what `histograms` gives."""
     table = diff.features
     columns: dict[str, Any] = {
         "group": [visible(str(g)) for g in table.group],
@@ -137,8 +145,8 @@ def _features(diff: FeatureDiff, shown: pd.DataFrame, order: list[int], found: C
     }
     text = script_json({"info": info, "columns": columns})[:-1]
     text += ',"numbers":{' + ",".join(f'"{name}":{number_array(a.to_numpy())}' for name, a in arrays.items()) + "}"
-    if diff.source is not None:
-        counts, top = histograms(diff.source, diff.info["config"]["span"])
+    if activity is not None:
+        counts, top = activity
         text += f',"histogram":{script_json(counts)},"maximum":{number_array(top)}'
     return f'{text},"effects":[{",".join(effects)}]}}'
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tsae.base.files import reading, write_json, writing
-from tsae.base.part import check_same_work
+from tsae.base.part import check_same_work, digest_of
 from tsae.base.seal import read_sealed, with_checksum
 
 
@@ -73,6 +73,7 @@ class Batches:
 
     def __init__(self, folder: Path | None, policy: str, identity: dict[str, Any]) -> None:
         self._held: dict[int, list[Response]] = {}
+        self._of = digest_of(identity)
         self._path = None if folder is None else folder / policy
         if self._path is not None:
             check_same_work(self._path / "sampling.json", identity, "responses of another sampling")
@@ -86,20 +87,23 @@ class Batches:
             self._held[number] = list(responses)
             return
         with writing(self._path, "Make room, and give the same command again: it goes on from here."):
-            content = {"responses": [asdict(response) for response in responses]}
+            content = {"of": self._of, "responses": [asdict(response) for response in responses]}
             write_json(self._file(number), with_checksum(content))
 
     def read(self, number: int, n: int) -> list[Response]:
         """The n responses of a batch.
 
         Raises:
-            TsaeError: where its file is missing or damaged.
+            TsaeError: where its file is missing, damaged, or of another sampling.
         """
         if self._path is None:
             return self._held[number]
         file, fix = self._file(number), "Remove it, and sample again: only this batch is generated anew."
         with reading(file, fix):
-            found = [_response(record) for record in read_sealed(file, fix)["responses"]]
+            content = read_sealed(file, fix)
+            found = [_response(record) for record in content["responses"]]
+            if content["of"] != self._of:
+                raise ValueError("it is of another sampling")
             if len(found) != n:
                 raise ValueError(f"it holds {len(found)} responses, expected {n}")
         return found

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -19,15 +17,12 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.prompts import tokenize
 from tsae.rollouts.sampling.batches import Request, Response
+from tsae.rollouts.sampling.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEY = "TSAE_SERVER_KEY"
-"""Environment variable with the server's key."""
-_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
 _SHAPES = ("ids, and all settings", "ids", "text")
-_LONGEST_WAIT = 60.0
 
 
 class Server:
@@ -46,20 +41,9 @@ class Server:
     def __init__(
         self, server: ServerConfig, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
     ) -> None:
-        import requests
-
         self.server, self.config, self.tokenizer, self.ends = server, config, tokenizer, list(ends)
-        self.url = server.url.rstrip("/")
-        self._key = os.environ.get(KEY, "")
-        self._session = requests.Session()
-        # Nothing of ~/.netrc or of proxies goes to a server that the user named.
-        self._session.trust_env = False
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=server.concurrency, pool_block=False)
-        self._session.mount("http://", adapter)
-        self._session.mount("https://", adapter)
-        if self._key:
-            self._session.headers["Authorization"] = f"Bearer {self._key}"
-        self.model = server.model or self._only_model()
+        self.endpoint = Endpoint(server)
+        self.url = self.endpoint.url
         self.shape: str | None = None
         """How requests are written; found out with the first one."""
 
@@ -104,24 +88,18 @@ class Server:
         """
         shapes = [self.shape] if self.shape else list(_SHAPES)
         for shape in shapes:
-            status, body = self._post("completions", self._request(prompt, seed, shape))
+            status, body = self.endpoint.complete(self._request(prompt, seed, shape))
             if status == 200:
                 response = self._response(prompt, body)
                 self.shape = shape
                 return response
             if status not in (400, 422) or shape == shapes[-1]:
                 break
-        raise TsaeError(
-            f"refuses a completion with status {status} ({self._said(body)})",
-            where=self.url,
-            fix=f"Set {KEY} to a valid key." if status in (401, 403) else
-            "Give the address with its /v1, and the model by the name that the server has for it (--server.model).",
-        )  # fmt: skip
+        raise self.endpoint.refusal(status, body)
 
     def _request(self, prompt: list[int], seed: int, shape: str) -> dict[str, Any]:
         config = self.config
         body = {
-            "model": self.model,
             "prompt": prompt,
             "max_tokens": config.max_new_tokens,
             "temperature": config.temperature,
@@ -202,76 +180,9 @@ class Server:
     def _collected(self, number: int, futures: list[Future[Response]]) -> tuple[int, list[Response]]:
         return number, [future.result() for future in futures]
 
-    def _only_model(self) -> str:
-        status, body = self._get("models")
-        try:
-            names = [str(model["id"]) for model in body["data"]]
-        except (KeyError, TypeError):
-            names = []
-        if status != 200 or len(names) != 1:
-            what = f"serves {', '.join(names)}" if names else f"does not say what it serves (status {status})"
-            raise TsaeError(what, where=self.url, fix="Name the model with --server.model.")
-        return names[0]
-
     def _seed(self, name: str, number: int) -> int:
         digest = hashlib.sha256(f"{self.config.seed}/{name}/{number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
-
-    def _post(self, path: str, content: dict[str, Any]) -> tuple[int, Any]:
-        return self._asked("POST", path, content)
-
-    def _get(self, path: str) -> tuple[int, Any]:
-        return self._asked("GET", path, None)
-
-    def _asked(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[int, Any]:
-        """(status, JSON) of an answer. A failure that may pass is asked again; every wait is longer than the last."""
-        import requests
-
-        said = ""
-        for attempt in range(self.server.retries + 1):
-            wait = min(_LONGEST_WAIT, self.server.first_wait * 2**attempt)
-            try:
-                answer = self._session.request(
-                    method, f"{self.url}/{path}", json=content, timeout=self.server.timeout, allow_redirects=False
-                )
-                if answer.status_code not in _AGAIN:
-                    return answer.status_code, answer.json() if answer.status_code == 200 else _content(answer)
-                said = f"status {answer.status_code}: {self._said(_content(answer))}"
-                wait = _asked_to_wait(answer.headers.get("Retry-After", "")) or wait
-            except requests.JSONDecodeError:
-                said = "its answer is not JSON"
-            except requests.RequestException as error:
-                said = f"{type(error).__name__}"
-            if attempt < self.server.retries:
-                time.sleep(wait)
-        raise TsaeError(
-            f"does not answer, asked {self.server.retries + 1} times ({said})",
-            where=self.url,
-            fix="Look after the server, and give the same command again; what it has answered is kept.",
-        )
-
-    def _said(self, body: Any) -> str:
-        """What a server says of a refusal, in one line, without the key."""
-        found = body
-        for name in ("error", "message", "detail"):
-            found = found.get(name, found) if isinstance(found, dict) else found
-        text = " ".join((found if isinstance(found, str) else json.dumps(found)).split())[:200]
-        return text.replace(self._key, "***") if self._key else text
-
-
-def _content(answer: Any) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        return answer.text[:200]
-
-
-def _asked_to_wait(header: str) -> float:
-    """Seconds of a Retry-After header; 0 for none, or a date."""
-    try:
-        return min(_LONGEST_WAIT, max(0.0, float(header)))
-    except ValueError:
-        return 0.0
 
 
 def _same_text(theirs: str, ours: str) -> bool:

@@ -19,7 +19,6 @@ sae_lens itself is not imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE
@@ -92,7 +92,7 @@ def load_folder(folder: Path, site: str | None = None) -> LensSAE:
         if not (folder / name).is_file():
             raise TsaeError(f"holds no {name}", where=folder, fix="Save it with sae_lens's save_model.")
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         metadata = dict(config.get("metadata") or {})
         architecture, d_model, d_sae = str(config.get("architecture")), int(config["d_in"]), int(config["d_sae"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

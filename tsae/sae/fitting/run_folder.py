@@ -5,7 +5,7 @@
     folder/
       metrics.jsonl              appended while training; cut back to the checkpoint when a run resumes
       checkpoint/0000000500/     state after 500 steps: written as `partial`, flushed to disk, then renamed
-        state.safetensors        weights, Adam's moments, counters
+        state.safetensors        weights, Adam's moments, counters; with a divided dictionary, a file for every process
         state.json               what is trained, on what
       sae.safetensors, config.json, training.json
       run.json                   written last: the training is finished, and checkpoint/ is removed
@@ -29,14 +29,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import reading, sha256, write_json
 from tsae.base.provenance import write_run
 from tsae.base.seal import with_checksum, without_checksum
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
-_NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "wandb_project")
+_NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "wandb_project")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
 
@@ -101,8 +104,11 @@ class RunFolder:
         else:
             self._cut_metrics(self.steps)
 
-    def load(self) -> dict[str, torch.Tensor] | None:
-        """The tensors of the latest checkpoint, if there is one.
+    def load(self, shards: Processes = ALONE) -> dict[str, torch.Tensor] | None:
+        """The tensors of the latest checkpoint, if there is one: those of the latents that this process holds.
+
+        Args:
+            shards: that hold the dictionary now, as many or as few as wrote it.
 
         Raises:
             TsaeError: where they are damaged.
@@ -110,15 +116,26 @@ class RunFolder:
         latest = self._latest()
         if latest is None:
             return None
-        file = latest / "state.safetensors"
-        with reading(file, _ANEW):
-            expected = _read_json(latest / "state.json").get("tensors")  # none in those of earlier versions
-            if expected is not None and sha256(file) != expected:
-                raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
-            return load_file(file)
+        with reading(latest, _ANEW):
+            files = sorted(latest.glob("state*.safetensors"))
+            # None in those of earlier versions.
+            expected = _read_json(latest / "state.json").get("tensors", {file.name: None for file in files})
+            if sorted(expected) != [file.name for file in files]:
+                raise TsaeError(
+                    f"holds {len(files)} files of tensors, expected {len(expected)}", where=latest, fix=_ANEW
+                )
+            for file in files:
+                if expected[file.name] not in (None, sha256(file)):
+                    raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
+            return load_file(files[0]) if len(files) == shards.size == 1 else load_latents(files, shards)
 
-    def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, steps: int, tensors: Mapping[str, torch.Tensor], shards: Processes = ALONE) -> None:
         """Write the state after a number of steps. The checkpoint before stays until this one is whole.
+
+        Args:
+            steps: their number.
+            tensors: of the latents that this process holds.
+            shards: that hold the dictionary; all of them save together.
 
         Raises:
             TsaeError: where it cannot be written, for instance on a full disk. The checkpoint before is then untouched.
@@ -130,20 +147,29 @@ class RunFolder:
             "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
             "inputs": self.inputs,
         }
-        tensors_file = partial / "state.safetensors"
         with self._writing():
             try:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tensors_file)
-                write_json(partial / "state.json", with_checksum({**state, "tensors": sha256(tensors_file)}))
-                for path in (tensors_file, partial / "state.json", partial, self.path):
+                if shards.first:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+                shards.wait()
+                of = "" if shards.size == 1 else f"-{shards.rank:05d}-of-{shards.size:05d}"
+                file = partial / f"state{of}.safetensors"
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file)
+                _flush(file)
+                shards.wait()
+                if not shards.first:
+                    return
+                written = {file.name: sha256(file) for file in sorted(partial.glob("state*.safetensors"))}
+                write_json(partial / "state.json", with_checksum({**state, "tensors": written}))
+                for path in (partial / "state.json", partial, self.path):
                     _flush(path)
                 _flush(self.path / "metrics.jsonl")
                 partial.rename(whole)
                 _flush(self.checkpoints)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                if shards.first:
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise
         for other in self.checkpoints.iterdir():
             if other != whole:
@@ -155,7 +181,7 @@ class RunFolder:
         with reading(file, _ANEW):
             lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         with reading(file, _ANEW):
-            return dict(json.loads(lines[-1])) if lines else {}
+            return dict(parse_json(lines[-1])) if lines else {}
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl."""
@@ -189,7 +215,7 @@ class RunFolder:
         for line in lines:
             # A kill may have cut the last line.
             with reading(file, _ANEW):
-                if not line.endswith("\n") or json.loads(line)["step"] >= steps:
+                if not line.endswith("\n") or parse_json(line)["step"] >= steps:
                     break
             kept.append(line)
         partial = file.with_suffix(".tmp")
@@ -238,7 +264,7 @@ def _short(value: Any) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = without_checksum(json.loads(file.read_text(encoding="utf-8")), file, _ANEW)
+        content = without_checksum(parse_json(file.read_text(encoding="utf-8")), file, _ANEW)
         # What `_identity` reads; another stage's run.json has no training.
         if content.get("stage") == "train":
             content["config"]["training"], content["config"]["sae"], content["inputs"]

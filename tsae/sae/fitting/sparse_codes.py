@@ -4,7 +4,8 @@ Of n · d_sae pre-activations BatchTopK keeps k · n (0.4 % at k 32 of 8,192). O
 Decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the
 codes that are kept. The values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
 
-Where a process holds a share of a batch (`tsae.base.distributed`), the codes are selected in the whole batch.
+Where a process holds a share of a batch (`tsae.base.distributed`) or of the dictionary (`tsae.sae.fitting.sharding`),
+the codes are selected among those of all processes.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def encode_topk(
     k: int,
     precision: Precision = "float32",
     processes: Processes = ALONE,
+    shards: Processes = ALONE,
 ) -> Codes:
     """BatchTopK(ReLU((x − centre) W + b)) as sparse codes.
 
@@ -93,8 +95,13 @@ def encode_topk(
         k: codes kept per token, on average over the tokens of all processes.
         precision: of the products with x.
         processes: that hold the batch.
+        shards: that hold the dictionary, of which weight and bias are this one's part. One of these two is alone.
     """
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, k, precision, processes)
+    wanted, among = k * len(x), processes
+    if shards.size > 1:  # all of them together as many as one with the whole dictionary
+        ends = [wanted * rank // shards.size for rank in (shards.rank, shards.rank + 1)]
+        wanted, among = ends[1] - ends[0], shards
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, wanted, precision, among)
     return Codes(values, token, latent, len(x))
 
 
@@ -292,12 +299,12 @@ class _EncodeTopK(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor,
         centre: torch.Tensor,
-        k: int,
+        wanted: int,
         precision: Precision,
         processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_sae = weight.shape[1]
-        index, values = _largest(_Preactivations(x, weight, bias - centre @ weight, precision), k * len(x), processes)
+        index, values = _largest(_Preactivations(x, weight, bias - centre @ weight, precision), wanted, processes)
         token = index // d_sae
         latent = index - token * d_sae
         ctx.save_for_backward(x, weight, centre, token, latent)

@@ -13,7 +13,6 @@ its SAE by fingerprint: beside other weights, such as those of a later training 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from einops import reduce
 
 from tsae.base.files import write_json
 from tsae.base.seal import SEAL, check_seal, need_seal, seal
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
@@ -137,7 +137,7 @@ class Stability:
             need_seal(folder, [file], fix)
             check_seal(folder, fix, [FILE])
         try:
-            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             return cls(
                 sae=str(content["sae"]),
                 others=tuple(content["others"]),

@@ -23,7 +23,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tsae.base.proportions import wilson_interval
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import equal, expressions, number_in
 from tsae.rollouts.logs.entries.hashes import place_hash
@@ -255,7 +255,7 @@ class _Judge:
         if len(answer) > _LONGEST_ANSWER and "\\boxed" not in answer:
             return None
         with suppress(ValueError):
-            if isinstance(json.loads(answer), (dict, list)):
+            if isinstance(parse_json(answer), (dict, list)):
                 return None
         return (self.given(answer) or expressions(f"${answer}$")) if self.name == "math-verify" else self.given(answer)
 

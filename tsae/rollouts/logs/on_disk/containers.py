@@ -5,16 +5,21 @@ No code in a file is run: ``.pt`` files are loaded as tensors and plain containe
 
 from __future__ import annotations
 
-import json
-import pickle
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.packed import unpacked
+
+_LARGEST_SAMPLE = 1 << 28
+"""Bytes of one sample of an Inspect log, unpacked."""
+_LEAST = 1_000_000
+"""Values that a small file may stand for too."""
 
 
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
@@ -28,10 +33,12 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     import torch
 
     try:
+        if zipfile.is_zipfile(path):
+            check_zip(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise TsaeError(
             f"is no file of tensors and plain containers alone ({_cause(error)}); what may run code is not loaded",
             where=path,
@@ -41,6 +48,13 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
         raise TsaeError(
             f"not a file of torch.save ({_cause(error)})", where=path, fix="Copy the file again, or leave it out."
         ) from error
+    # A list that is in many places takes a byte or more in the file for each.
+    if not weighs_within(found, max(_LEAST, path.stat().st_size)):
+        raise TsaeError(
+            "stands for more values than it has bytes: its lists hold each other",
+            where=path,
+            fix="Leave it out, and ask where it is from.",
+        )
     samples = found.get("samples") if isinstance(found, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         columns = f"; its keys are {', '.join(map(str, found))}" if isinstance(found, dict) else ""
@@ -67,7 +81,7 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
             raise TsaeError(
                 f"has more than {most >> 20} MiB", where=path, fix="Give JSON lines, one trajectory a line."
             )
-        found = json.loads(whole.decode("utf-8-sig"))
+        found = parse_json(whole.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise TsaeError(
             f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."
@@ -96,6 +110,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
             fix="pip install 'tsae[inspect]'.",
         ) from error
     try:
+        check_zip(path, most=_LARGEST_SAMPLE)
         log = read_eval_log(str(path), header_only=True)
         head = {"model": log.eval.model, "task": log.eval.task}
         # A run that was stopped has fewer samples than the header says; summaries exist only for these.

@@ -5,7 +5,6 @@ A file, or a range of its lines or row groups, is read as it was when the import
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,9 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk import containers
 from tsae.rollouts.logs.on_disk.packed import bare, is_packed, unpacked
+from tsae.rollouts.parquet import rows_at_once
 
 _A_LOG = re.compile(
     # Folders of checkpoints are full of .pt and .json files: only names as slime and rLLM give them are logs.
@@ -200,7 +201,7 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         kind, cut = TsaeError, ""
         if not line.endswith(b"\n"):
@@ -219,7 +220,9 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
         with pq.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as table:
             sizes, size = group_bytes(table), file.path.stat().st_size
             for group in range(file.start, len(sizes) if file.stop is None else file.stop):
-                for batch in table.iter_batches(256, [group], use_threads=False):
+                for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
+                    if batch.nbytes > LONGEST_LINE:
+                        _refuse_long_rows(batch, number, file.path)
                     for row in batch.to_pylist():
                         yield number, row
                         number += 1
@@ -232,6 +235,16 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
             where=file.path,
             fix="Copy the file again, or leave it out.",
         ) from error
+
+
+def _refuse_long_rows(batch: pa.RecordBatch, first: int, path: Path) -> None:
+    sizes = [batch.slice(row, 1).nbytes for row in range(len(batch))]
+    if max(sizes) > LONGEST_LINE:
+        raise TsaeError(
+            f"row {first + sizes.index(max(sizes))} has more than {LONGEST_LINE >> 20} MiB",
+            where=path,
+            fix="Leave it out: no trajectory is as long.",
+        )
 
 
 def group_bytes(table: pq.ParquetFile) -> list[int]:

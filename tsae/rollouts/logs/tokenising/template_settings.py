@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tsae.base.untrusted import parse_yaml
+
 _CONFIG = Path(".hydra") / "config.yaml"
 _LEVELS_UP = 2  # From the folder of the log to that of the run.
 
@@ -30,7 +32,7 @@ def find_settings(log: Path) -> Settings | None:
         if not (above / _CONFIG).is_file():
             continue
         try:
-            config = yaml.safe_load((above / _CONFIG).read_text(encoding="utf-8"))
+            config = parse_yaml((above / _CONFIG).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return None  # An import does not need the trainer's config.
         data = config.get("data") if isinstance(config, dict) else None

@@ -7,10 +7,10 @@ others.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from tsae.base.untrusted import parse_json
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
@@ -42,7 +42,7 @@ def _entry(row: Fields) -> Entry:
 
 def _messages(found: Any) -> list[dict[str, Any]] | None:
     try:
-        messages = json.loads(found) if isinstance(found, str) else found
+        messages = parse_json(found) if isinstance(found, str) else found
     except ValueError:
         return None
     return messages if is_conversation(messages) else None

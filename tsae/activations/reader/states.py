@@ -1,0 +1,276 @@
+"""Hidden states that a vLLM server writes (experimental): an alternative to forward passes on this machine.
+
+A server that was started with the method ``extract_hidden_states`` and the connector ``ExampleHiddenStatesConnector``
+writes one file a request. For every trajectory:
+
+1. Its token ids go out as a prompt, for one new token. The answer names the file (``hidden_states_path``).
+2. The server holds a lock (PATH.lock) until the file is whole. It is read then: ``token_ids`` (n_tokens,) and
+   ``hidden_states`` (n_tokens, n_layers, d_model). Both are deleted.
+3. Ids and lengths must be those of the trajectory, and all values finite. No token may be without states.
+4. Layers stand in ascending order, whatever the order in the server's settings: states are collected while the model
+   runs. Id i is what enters block i, which is what leaves block i - 1; 0 are the embeddings.
+
+Engines have given shortened states (vLLM issue 44485: cached prefixes) and other requests' states (speculators issue
+279: batches), and the rest looks right then. So every request has a cache of its own (``cache_salt``), and the
+checkpoint itself reads a sample of every shard again: `StatesReader.difference`.
+
+All this is from vLLM's source and documentation. It has not yet been run against vLLM itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from tsae.activations.config import StatesConfig
+from tsae.activations.reader.forward_passes import Misread, OutOfMemory, Reader, read_batches
+from tsae.checkpoints.forward.hooks import Site
+from tsae.errors import TsaeError
+from tsae.rollouts.sampling.endpoint import Endpoint
+
+START = (
+    'vllm serve CHECKPOINT --no-enable-prefix-caching --no-enable-chunked-prefill --speculative-config \'{"method": '
+    '"extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": '
+    '{"eagle_aux_hidden_state_layer_ids": [15]}}}\' --kv-transfer-config \'{"kv_connector": '
+    '"ExampleHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": '
+    '"/dev/shm/states"}}\''
+)
+"""How a server is started whose layer 15, what leaves block 14, is captured."""
+_MEDIAN, _LARGEST = 8, 48
+"""How far states may be from the checkpoint's own, in units of the coarser precision, for the median token and for any
+token. The unit is at least that of TF32, with which GPUs may multiply float32. In SmolLM2-135M, bfloat16 moves the
+median token by 2 units and any token by 28; the next block's states are 27 units away, and another token's 92."""
+_FINEST = 2.0**-10
+
+
+class StatesReader:
+    """Reads residual streams through a vLLM server.
+
+    Args:
+        server: where it is, and what it was started with.
+        own: the checkpoint itself, for the sample.
+        sites: TransformerLens names.
+        dtype: stored precision.
+
+    Raises:
+        TsaeError: where the server does not answer, does not give these sites' layers, or the folder is not there.
+    """
+
+    def __init__(self, server: StatesConfig, own: Reader, sites: Sequence[str], dtype: torch.dtype) -> None:
+        assert server.folder is not None
+        self.server, self.own, self.dtype = server, own, dtype
+        self.folder = server.folder.resolve()
+        if not self.folder.is_dir():
+            raise TsaeError("is no folder", where=server.folder, fix="Give the server's shared_storage_path.")
+        ids = {site: (found := Site.parse(site)).layer + (found.point == "post") for site in sites}
+        self.layers = sorted(set(server.layers or ids.values()))
+        missing = next((site for site, id in ids.items() if id not in self.layers), None)
+        if missing is not None:
+            raise TsaeError(
+                f"{missing} is layer {ids[missing]} of vLLM, and the server gives {', '.join(map(str, self.layers))}",
+                where="StatesConfig.layers",
+                fix="Start it with that id among its eagle_aux_hidden_state_layer_ids, or choose other sites.",
+            )
+        self.columns = {site: self.layers.index(id) for site, id in ids.items()}
+        self.endpoint = Endpoint(server)
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As `HuggingFaceReader.read`: for every site (B, T, d_model), on the CPU.
+
+        Raises:
+            Misread: where the states of a trajectory are not what they should be.
+            TsaeError: where the server refuses, does not write states, or fails too often.
+        """
+        texts = [ids[real].tolist() for ids, real in zip(input_ids.cpu(), attention_mask.cpu().bool(), strict=True)]
+        with ThreadPoolExecutor(min(self.server.concurrency, len(texts))) as pool:
+            running = [pool.submit(self._states, number, text) for number, text in enumerate(texts)]
+            try:
+                found = [future.result() for future in running]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        values = {}
+        for site, column in self.columns.items():
+            padded = torch.zeros((*attention_mask.shape, found[0].shape[-1]), dtype=found[0].dtype)
+            for number, (states, mask) in enumerate(zip(found, attention_mask.cpu().bool(), strict=True)):
+                padded[number, mask] = states[:, column]
+            values[site] = padded
+        return values
+
+    def sample(self, n: int, name: str) -> frozenset[int]:
+        """Which of a shard's n trajectories the checkpoint reads again; the same ones whenever it is captured."""
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+        chosen = np.random.default_rng(seed).choice(n, min(n, self.server.check), replace=False)
+        return frozenset(chosen.tolist())
+
+    def difference(self, text: int, ids: np.ndarray, values: Mapping[str, torch.Tensor]) -> float:
+        """Have the checkpoint read a trajectory again.
+
+        Args:
+            text: position of the trajectory, for errors.
+            ids: (n_tokens,) of the trajectory.
+            values: by site (n_tokens, d_model), what the server gave.
+
+        Returns:
+            the largest distance of a token's state from the checkpoint's own, as a share of the latter's norm.
+
+        Raises:
+            Misread: where it is more than rounding.
+            OutOfMemory: where the checkpoint cannot read the trajectory.
+        """
+        try:
+            (batch,) = read_batches(self.own, [ids], len(ids))
+        except OutOfMemory as error:
+            raise OutOfMemory(np.array([text])) from error
+        most = 0.0
+        for site, theirs in values.items():
+            ours = batch.values[site].cpu()
+            if ours.shape != theirs.shape:
+                self._refuse(text, f"have d_model {theirs.shape[-1]} at {site}, expected {ours.shape[-1]}")
+            far = (theirs.float() - ours.float()).norm(dim=-1) / ours.float().norm(dim=-1).clamp_min(1e-30)
+            unit = max(torch.finfo(theirs.dtype).eps, torch.finfo(ours.dtype).eps, _FINEST)
+            median, largest = float(far.median()), float(far.max())
+            if not (median <= _MEDIAN * unit and largest <= _LARGEST * unit):
+                at = int(far.argmax())
+                self._refuse(
+                    text,
+                    f"at {site} are {median:.2g} of their norm away from the checkpoint's own on the median token, and "
+                    f"{largest:.2g} on token {at}; rounding makes at most {_MEDIAN * unit:.2g} and "
+                    f"{_LARGEST * unit:.2g}",
+                    "See that the server has this checkpoint's weights and these layers (--server.layers), and neither "
+                    "cached prefixes nor chunked prefill. Try --server.concurrency 1. If that helps, the server mixes "
+                    "up requests; use another version of vLLM, or --backend huggingface.",
+                )
+            most = max(most, largest)
+        return most
+
+    def _states(self, text: int, ids: list[int]) -> torch.Tensor:
+        """(n_tokens, n_layers, d_model) of one trajectory."""
+        # Cached states of another request's prefix would not be written.
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "n": 1, "cache_salt": secrets.token_urlsafe(32)}
+        status, answer = self.endpoint.complete(body)
+        if status != 200:
+            raise self.endpoint.refusal(status, answer)
+        path = self._path(answer)
+        found = self._when_written(text, path)
+        states = self._checked(text, ids, found)
+        try:
+            for file in (path, _lock_of(path)):
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise TsaeError(
+                f"cannot be deleted ({error.strerror})",
+                where=path,
+                fix="Let the server write as the user who reads, or the folder fills up.",
+            ) from error
+        return states
+
+    def _path(self, answer: Any) -> Path:
+        """Where the states are. The server's word is not enough to read, and delete, a file somewhere else."""
+        try:
+            named = answer["kv_transfer_params"]["hidden_states_path"]
+        except (KeyError, TypeError):
+            named = None
+        if not isinstance(named, str):
+            raise TsaeError(
+                "names no file of hidden states", where=self.endpoint.url, fix=f"Start it as: {START}."
+            )  # fmt: skip
+        path = Path(named).resolve()
+        if not path.is_relative_to(self.folder):
+            raise TsaeError(
+                f"writes hidden states to {named!r}, outside of {self.folder}",
+                where=self.endpoint.url,
+                fix="Give its shared_storage_path as --server.folder, by the same path on both sides.",
+            )
+        return path
+
+    def _when_written(self, text: int, path: Path) -> dict[str, torch.Tensor]:
+        """What the file holds, once the server has let go of its lock, or, without one, once it is whole."""
+        # As long as a request would be tried again.
+        patience = time.monotonic() + self.server.first_wait * 2**self.server.retries
+        wait = 0.002
+        while True:
+            try:
+                return _unlocked(path, lambda: load(path.read_bytes()))
+            except (OSError, SafetensorError) as error:
+                why = "is still being written" if isinstance(error, BlockingIOError) else str(error) or "is missing"
+                if time.monotonic() > patience:
+                    raise Misread(
+                        text,
+                        f"the server named {path.name} for its states, which cannot be read ({why})",
+                        str(self.folder),
+                        "Look after the server and its disk, and give the same command again.",
+                    ) from error
+            time.sleep(wait)
+            wait = min(2 * wait, self.server.first_wait)
+
+    def _checked(self, text: int, ids: list[int], found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        missing = {"hidden_states", "token_ids"} - found.keys()
+        if missing:
+            self._refuse(text, f"lack {' and '.join(sorted(missing))}; the file holds {', '.join(sorted(found))}")
+        states, read = found["hidden_states"], found["token_ids"].flatten().tolist()
+        if states.ndim != 3:
+            self._refuse(text, f"have the shape {tuple(states.shape)}, expected (tokens, layers, d_model)")
+        if read != ids:
+            self._refuse(text, f"are of other token ids: {len(read)}, expected the trajectory's {len(ids)}")
+        if len(states) != len(ids):
+            self._refuse(
+                text,
+                f"are of {len(states)} tokens, expected {len(ids)}",
+                "Start the server with --no-enable-prefix-caching and --no-enable-chunked-prefill.",
+            )
+        if states.shape[1] != len(self.layers):
+            self._refuse(
+                text,
+                f"are of {states.shape[1]} layers, expected {len(self.layers)} ({', '.join(map(str, self.layers))})",
+                "Give the server's eagle_aux_hidden_state_layer_ids as --server.layers.",
+            )
+        precision = str(states.dtype).removeprefix("torch.")
+        if not states.is_floating_point() or torch.finfo(states.dtype).eps > torch.finfo(self.dtype).eps:
+            self._refuse(
+                text,
+                f"are {precision}, and the store is {str(self.dtype).removeprefix('torch.')}",
+                f"Store what the server computes (--dtype {precision}), or start it with a finer --dtype.",
+            )
+        if not bool(torch.isfinite(states).all()):
+            self._refuse(text, "are not finite")
+        empty = (states[:, [i for i, layer in enumerate(self.layers) if layer > 0]] == 0).all(-1)
+        if bool(empty.any()):
+            self._refuse(text, f"are all zero on token {int(empty.any(-1).nonzero()[0])}")
+        return states
+
+    def _refuse(
+        self, text: int, what: str, fix: str = "Look after the server; restart it, or use another version."
+    ) -> NoReturn:
+        raise Misread(text, f"the server's states {what}", self.endpoint.url, fix)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _unlocked(path: Path, read: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Read while nobody writes.
+
+    Raises:
+        BlockingIOError: where the server still holds the lock.
+    """
+    import fcntl  # vLLM runs on Linux alone, tsae elsewhere too.
+
+    try:
+        file = _lock_of(path).open("rb")
+    except FileNotFoundError:  # Older servers have none, or write before they answer.
+        return read()
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return read()

@@ -1,0 +1,87 @@
+"""Files from strangers: parsed without surprises, and never larger in memory than what was read allows.
+
+A few hundred bytes can stand for more than any memory holds: YAML and pickles of tensors may name one list many times,
+a zip archive may unpack to anything, JSON may be nested deeper than the interpreter's stack.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+_HOLDERS = (Mapping, list, tuple, set, frozenset)
+_MOST_YAML = 100_000  # values, when each alias is counted again
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        json.JSONDecodeError: also where it is nested too deeply, or a number has thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from error
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        yaml.YAMLError: also where it is nested too deeply, has an impossible date, or its aliases stand for too much.
+    """
+    try:
+        found = yaml.safe_load(text)
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply") from error
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from error
+    if not weighs_within(found, _MOST_YAML):
+        raise yaml.YAMLError(f"stands for more than {_MOST_YAML:,} values")
+    return found
+
+
+def weighs_within(content: Any, most: int) -> bool:
+    """Whether lists and objects hold at most so many values, when one that is in several places counts in each."""
+    total, waiting = 0, [content]
+    while waiting:
+        found = waiting.pop()
+        if not isinstance(found, _HOLDERS):
+            continue
+        total += len(found)
+        if total > most:
+            return False
+        values = found.values() if isinstance(found, Mapping) else found
+        waiting += [value for value in values if isinstance(value, _HOLDERS)]
+    return True
+
+
+def check_zip(file: str | Path | IO[bytes], *, most: int | None = None) -> None:
+    """Refuse a zip archive that would unpack to more than it should. Nothing is unpacked.
+
+    Args:
+        file: the archive.
+        most: bytes that one member may have; by default members must be stored as they are, not compressed.
+
+    Raises:
+        ValueError: where a member is larger, or is compressed.
+        zipfile.BadZipFile: where it is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if most is None and (member.compress_type != zipfile.ZIP_STORED or member.file_size > member.compress_size):
+                raise ValueError(f"its part {member.filename} is compressed, which nothing of ours is")
+            if most is not None and member.file_size > most:
+                raise ValueError(f"its part {member.filename} unpacks to {member.file_size:,} bytes")
