@@ -31,12 +31,23 @@ class Artefact:
     run: Path | None = None
     """The folder of the run that it is a stage of."""
 
+    @property
+    def shown(self) -> str:
+        """Its path for messages: relative to the working folder, if it lies below."""
+        return shown_path(self.path)
+
+
+def shown_path(path: Path) -> str:
+    """A path, relative to the working folder if it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
 
 def find_artefacts(path: Path) -> list[Artefact]:
-    """What tsae wrote at a path and below, and stages of a run that are not there; in the order in which they rest on
-    each other. Hidden files and folders are left out, and links to folders are not followed.
+    """What tsae wrote at an absolute path and below, and stages of a run that are not there; in the order in which they
+    rest on each other. Hidden files and folders are left out, and links to folders are not followed.
     """
-    run = next((folder for folder in (path, *path.absolute().parents) if _stamp(folder) is not None), None)
+    run = next((folder for folder in (path, *path.parents) if _stamp(folder) is not None), None)
     found = {artefact.path: artefact for artefact in _walk(path, run)}
     if path.is_dir():
         for missing in _missing(path):

@@ -35,7 +35,7 @@ from tsae.errors import TsaeError
 from tsae.pipeline import stamp_copy
 from tsae.run import find_series
 from tsae.testbed import series as shipped_series
-from tsae.upkeep.find import aside_name
+from tsae.upkeep.find import aside_name, shown_path
 from tsae.upkeep.kinds import AGAIN, STAMP
 from tsae.upkeep.verify import Finding, verify
 
@@ -52,12 +52,12 @@ class Step:
     command: MadeBy | None = None
 
     def __str__(self) -> str:
-        path = self.findings[0].artefact.path
+        path = self.findings[0].artefact.shown
         if self.does == "copy":
             return f"{path}: from its second copy"
         if self.does == "shards":
             return f"{path}: its damaged shards are captured again"
-        names = ", ".join(str(finding.artefact.path) for finding in self.findings)
+        names = ", ".join(finding.artefact.shown for finding in self.findings)
         return f"{names}: {self.command}"
 
 
@@ -67,7 +67,7 @@ def remedy(finding: Finding) -> str:
         return ""
     if _copied(finding) or _of_shards(finding):
         path = finding.artefact.path
-        return f"tsae repair {path.parent if finding.artefact.kind is STAMP else path}"
+        return f"tsae repair {shown_path(path.parent if finding.artefact.kind is STAMP else path)}"
     return "" if finding.command is None else str(finding.command)
 
 
@@ -276,7 +276,7 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
         kept = path.with_name(f"{path.name}.before-repair")
         _remove(kept)
         aside.rename(kept)
-        return f"{path} is made again; the one before is kept as {kept.name}"
+        return f"{shown_path(path)} is made again; the one before is kept as {kept.name}"
     old, new = sealed_digests(aside), sealed_digests(path)
     same = bool(old) and all(new.get(name) == told for name, told in old.items() if name in new)
     if path.is_dir() and same:
@@ -292,9 +292,9 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
         kept = path.with_name(f"{path.name}.damaged")
         _remove(kept)
         aside.rename(kept)
-        return f"{path} is made again; {', '.join(left)} of the damaged one is kept in {kept.name}"
+        return f"{shown_path(path)} is made again; {', '.join(left)} of the damaged one is kept in {kept.name}"
     _remove(aside)
-    return f"{path} is made again{', with the same bytes' if same else ''}"
+    return f"{shown_path(path)} is made again{', with the same bytes' if same else ''}"
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,7 @@ from tsae.base.seal import digest
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
-from tsae.upkeep.find import Artefact, find_artefacts
+from tsae.upkeep.find import Artefact, find_artefacts, shown_path
 from tsae.upkeep.kinds import AGAIN, STAMP, OtherVersion
 from tsae.upkeep.stamped import stamped_command
 
@@ -65,12 +66,12 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "path": str(self.artefact.path),
+            "path": self.artefact.shown,
             "kind": self.artefact.kind.name,
             "state": self.state,
             "what": self.what,
             "command": None if self.command is None else str(self.command),
-            "run": None if self.artefact.run is None else str(self.artefact.run),
+            "run": None if self.artefact.run is None else shown_path(self.artefact.run),
         }
 
 
@@ -89,7 +90,7 @@ def verify(paths: Sequence[str | Path], *, progress: bool = True) -> list[Findin
     """
     artefacts: dict[Path, Artefact] = {}
     strange = []
-    for path in map(Path, paths):
+    for path in (Path(os.path.abspath(path)) for path in paths):
         if not path.exists():
             raise TsaeError("is not there", where=path, fix="Give a folder or file that tsae wrote.")
         found = find_artefacts(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tsae.commands.common import as_json
 from tsae.commands.options.upkeep import Repair, Verify
@@ -14,7 +13,6 @@ from tsae.upkeep.verify import Finding, verify
 
 
 def run_verify(options: Verify) -> None:
-    _some(options.paths)
     with as_json(options.json) as write:
         findings = verify(options.paths)
         print(_table(findings))
@@ -23,16 +21,10 @@ def run_verify(options: Verify) -> None:
 
 
 def run_repair(options: Repair) -> None:
-    _some(options.paths)
     findings = repair(options.paths, dry_run=options.dry_run)
     print(_table(findings))
     if not options.dry_run:
         _all_intact(findings, "Nothing that is known makes the rest again: give the commands that made it")
-
-
-def _some(paths: Sequence[Path]) -> None:
-    if not paths:
-        raise TsaeError("no path was given", where="PATHS", fix="Give files or folders that tsae wrote.")
 
 
 def _all_intact(findings: Sequence[Finding], fix: str) -> None:
@@ -46,11 +38,11 @@ def _all_intact(findings: Sequence[Finding], fix: str) -> None:
 
 def _table(findings: Sequence[Finding]) -> str:
     """One line an artefact; below one that is not intact what makes it again."""
-    width = max(len(visible(str(finding.artefact.path))) for finding in findings)
+    width = max(len(visible(finding.artefact.shown)) for finding in findings)
     kinds = max(len(finding.artefact.kind.name) for finding in findings)
     lines = []
     for finding in findings:
-        path, kind = visible(str(finding.artefact.path)), finding.artefact.kind.name
+        path, kind = visible(finding.artefact.shown), finding.artefact.kind.name
         what = f": {visible(finding.what)}" if finding.what else ""
         lines.append(f"{path:<{width}}  {kind:<{kinds}}  {finding.state}{what}")
         if remedy(finding):

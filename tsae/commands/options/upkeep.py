@@ -15,7 +15,7 @@ class Verify:
     Prints a table, and for what is not intact the command that makes it again. Exit status 2 if anything is not intact.
     """
 
-    paths: Positional[tuple[Path, ...]]
+    paths: Positional[tuple[Path, ...]] = (Path(),)
     """Files or folders: a store, an SAE, features, a diff, rollouts, …, or the folder of a whole `tsae run` or
     `tsae demo`."""
     json: Path | None = None
@@ -30,7 +30,7 @@ class Repair:
     shards are captured again.
     """
 
-    paths: Positional[tuple[Path, ...]]
+    paths: Positional[tuple[Path, ...]] = (Path(),)
     """Files or folders, as for `tsae verify`."""
     dry_run: bool = False
     """Print what would be done."""
