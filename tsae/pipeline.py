@@ -16,7 +16,8 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import reading, write_json
+from tsae.base.files import read_object, reading, write_json
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
@@ -35,6 +36,7 @@ from tsae.sae.quality.evaluation import Evaluation
 
 _FOUND = "found"
 """Key in a stamp (see `claim`) of what the stages found, which is no setting."""
+_REMOVE = "Remove it: it is made again."
 
 
 class Choice(NamedTuple):
@@ -106,11 +108,15 @@ def analyse(
 
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
-        with reading(file, "Remove it: it is made again."):
-            evaluation = Evaluation.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        check_seal(file.parent, _REMOVE)
+        content = read_object(file, _REMOVE)
+        if content.pop("sealed", False):
+            need_seal(file.parent, [file], _REMOVE)
+        with reading(file, _REMOVE):
+            evaluation = Evaluation.from_dict(content)
     else:
         evaluation = tsae.evaluate(sae, store)
-        write_json(file, evaluation.as_dict())
+        write_sealed(file.parent, file.name, evaluation.as_dict(), ())
     say(
         "evaluation",
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
@@ -198,7 +204,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     file, wanted = folder / name, json.loads(json.dumps(stamp, default=str))
     # A kill during the first write leaves only the temporary file.
     if folder.is_dir() and any(path.name != f"{name}.tmp" for path in folder.iterdir()):
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        found = read_object(file, "Delete the folder, or give another one with --to.") if file.is_file() else None
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])

@@ -39,7 +39,7 @@ def watched(
     words: Sequence[str | Path],
     here: Path,
     disturbed: Mapping[str, str] | None = None,
-    user: int | None = None,
+    humble: bool = False,
     *,
     elsewhere: bool = False,
 ) -> tuple[subprocess.CompletedProcess[str] | None, str]:
@@ -49,7 +49,7 @@ def watched(
     """
     before = _outside(here)
     try:
-        ended = process.run(words, here, disturbed, user)
+        ended = process.run(words, here, disturbed, humble)
     except subprocess.TimeoutExpired:
         return None, f"takes longer than {process.limit(words)} s"
     except ValueError:

@@ -18,9 +18,7 @@ from typing import Any, Protocol
 from torments import forked
 
 LIMIT_S = 120
-"""Seconds that a command may take; three times as many where it starts processes of its own."""
-NOBODY = 65534
-"""User who may write only into the results."""
+"""Seconds that a command may take; three times as many where it starts processes of its own or does everything."""
 _INSIDE = Path(__file__).parent / "inside"
 _MEMORY = 8 << 30
 """Bytes of addresses that a command may have."""
@@ -47,11 +45,11 @@ class Process(Protocol):
 class _Forked:
     """A command in a process that was forked off, with the interface of `subprocess.Popen` as far as it is needed."""
 
-    def __init__(self, words: Sequence[str], where: Path, environment: Mapping[str, str], user: int | None) -> None:
+    def __init__(self, words: Sequence[str], where: Path, environment: Mapping[str, str], humble: bool) -> None:
         self.args = ["tsae", *words]
         self.returncode: int | None = None
         self._said = Path(tempfile.mkdtemp(prefix="said-"))
-        target = (list(words), str(where), dict(environment), str(self._said), user)
+        target = (list(words), str(where), dict(environment), str(self._said), humble)
         self._process = multiprocessing.get_context("forkserver").Process(target=forked.command, args=target)
         with _starting:
             self._process.start()
@@ -89,7 +87,7 @@ def afresh(fresh: bool) -> None:
 
 
 def start(
-    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, user: int | None = None
+    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, humble: bool = False
 ) -> Process:
     """Start a command, in a group of processes of its own.
 
@@ -97,7 +95,7 @@ def start(
         words: of the command, without "tsae".
         where: working folder.
         disturbed: what `torments/inside/sitecustomize.py` is to do inside of the process.
-        user: whose rights it has; by default those of this process.
+        humble: permissions of files count, although it is the superuser's; then it is forked in any case.
 
     Raises:
         ValueError: for a word that no process takes.
@@ -106,11 +104,11 @@ def start(
     if any("\0" in text for text in texts):
         raise ValueError("a null byte in an argument")
     environment = _environment(disturbed)
-    if _forking and not getattr(_here, "fresh", False):
-        found: Process = _Forked(texts, where, environment, user)
+    if _forking and (humble or not getattr(_here, "fresh", False)):
+        found: Process = _Forked(texts, where, environment, humble)
     else:
         found = subprocess.Popen(
-        [sys.executable, "-m", "tsae", *texts], cwd=where, env={**os.environ, **environment}, user=user,
+        [sys.executable, "-m", "tsae", *texts], cwd=where, env={**os.environ, **environment},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         start_new_session=True,
     )  # fmt: skip
@@ -120,14 +118,14 @@ def start(
 
 
 def run(
-    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, user: int | None = None
+    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, humble: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as `start` starts it.
 
     Raises:
         subprocess.TimeoutExpired: where it takes longer than the limit; then all its processes are killed.
     """
-    process = start(words, where, disturbed, user)
+    process = start(words, where, disturbed, humble)
     try:
         out, err = process.communicate(timeout=limit(words))
     except subprocess.TimeoutExpired:
@@ -138,7 +136,7 @@ def run(
 
 def limit(words: Sequence[str | Path]) -> float:
     """Seconds that a command may take."""
-    return LIMIT_S * (3 if "--workers" in words else 1)
+    return LIMIT_S * (3 if "--workers" in words or words[0] in ("run", "demo") else 1)
 
 
 def end(process: Process) -> None:

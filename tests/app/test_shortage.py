@@ -28,6 +28,8 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         torch.empty(2**50)
     assert "not enough memory" in str(shortage(short.value))
     assert "ulimit -u" in str(shortage(RuntimeError("can't start new thread")))
+    panic = type("PanicException", (BaseException,), {})("no entry found for key")
+    assert "a library met what it did not expect (no entry found for key)" in str(shortage(panic))
     for other in (
         OSError(errno.ENOENT, "No such file", "x"),
         ValueError("x"),

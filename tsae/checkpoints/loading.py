@@ -22,7 +22,7 @@ from tsae.checkpoints.weight_files import (
     is_gguf,
     weight_files,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,7 +99,6 @@ class ModelLoader:
 
     def _from_files(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
         import torch
-        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         if not is_gguf(folder):
@@ -120,7 +119,9 @@ class ModelLoader:
                         raise
                     # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
                     model, info = load(**options, attn_implementation="eager")
-            except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            except MemoryError:
+                raise
+            except Exception as error:  # transformers and what it uses raise no narrower class
                 raise TsaeError(
                     f"cannot be loaded as a causal language model ({first_line(error)})",
                     where=checkpoint.path,
@@ -158,11 +159,17 @@ def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            nothing = not tokenizer("1", add_special_tokens=False)["input_ids"]
+        except BaseException as error:  # the tokenizers library raises no narrower class, and panics
+            if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, MemoryError):
+                raise
             raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
-    if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
+    if len(tokenizer) < 2 or nothing:
         what = f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing"
         raise TsaeError(what, where=folder, fix=fix)
+    last = max(tokenizer.get_vocab().values())
+    if last > 10 * len(tokenizer) + 100_000:  # lists by token would fill the memory
+        raise TsaeError(f"its tokenizer has {len(tokenizer):,} tokens, one with the id {last:,}", where=folder, fix=fix)
     return tokenizer
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, is_panic
 
 _FIXES = {
     "Make room, and give the same command again: what is finished is kept.": (
@@ -36,6 +36,9 @@ def shortage(error: BaseException) -> TsaeError | None:
         error: of Python, or of a library that passes the system's number on in its words (HDF5, Arrow, safetensors).
     """
     first = (str(error).splitlines() or [""])[0]
+    if is_panic(error):
+        what = f"a library met what it did not expect ({first})"
+        return TsaeError(what, fix="Look at the files that the command reads: one may be damaged.")
     where = None
     fix = None
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
