@@ -51,7 +51,8 @@ class Recorder:
         n_steps: of the whole training; momentum carries nothing beyond. None: no end is known.
         folder: where samples and weights go; None keeps the numbers in memory only.
         dtype: of what a step holds of its samples until its end. bfloat16 takes half the memory, and with
-            several targets less time on a processor that multiplies it; errors are some thousandths of a sample's numbers.
+            several targets less time on a processor that multiplies it; errors are some thousandths of a sample's
+            numbers.
 
     Raises:
         TsaeError: for another optimiser, or one that does not train these weights.
