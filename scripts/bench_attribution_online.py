@@ -1,9 +1,9 @@
 """What recording attribution while training costs, as a share of a step of the testbed's mixed run.
 
 A step samples 192 responses, takes gradients and makes one step of Adam. Two trainings from the same base and seed run
-step by step in turn in one process, one with the recorder and one without, so that other work on the machine slows
-both. The recorder changes no weight, so both do the same work. The ratio of a step with / a step without is measured
-with sampling inside the step, as in a real loop, and without sampling.
+step by step in turn in one process, one with the recorder and one without. Processor time is counted, so that other
+work on the machine matters little. The recorder changes no weight, so both do the same work. The ratio of a step with /
+a step without is measured with sampling inside the step, as in a real loop, and without sampling.
 
     python scripts/bench_attribution_online.py                 # one thread, one target
     python scripts/bench_attribution_online.py --targets 20
@@ -54,7 +54,7 @@ class Loop:
     recorded: bool
     bench: Bench
     sampling: list[float] = field(default_factory=list)
-    """Seconds of each step."""
+    """Processor seconds of each step."""
     rest: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,9 +74,9 @@ class Loop:
             )
 
     def step(self, number: int) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         samples = answered(self.config, self.model, self.config.schedule[number - 1], self.generator)
-        between = time.perf_counter()
+        between = time.process_time()
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         for some, ids in micro_batches(samples):
@@ -91,7 +91,7 @@ class Loop:
         torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimiser.step()
         self.sampling.append(between - began)
-        self.rest.append(time.perf_counter() - between)
+        self.rest.append(time.process_time() - between)
 
 
 def the_targets(config: MixedConfig, n: int) -> NextToken:

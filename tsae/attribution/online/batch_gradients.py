@@ -2,10 +2,13 @@
 
 The loop's forward and backward pass run as they are. Hooks keep what every module with trained weights read, x, and
 what came back to it, δ. A sample's gradient of a linear layer is Σ_t δ_t x_tᵀ. What is smaller is kept: x and δ, or the
-gradient that they make. Products with any number of directions, and norms, come from one pass that makes the gradients
-of a few samples and one layer at a time, small enough for the processor's cache. (The ghost dot product, Wang et al.
-2024, arXiv 2406.11011, makes no gradient, but costs as much for every single direction.) Whatever the loss has in it is
-in the gradients: clipped ratios, penalties, a scaler's factor.
+gradient that they make. Whatever the loss has in it is in the gradients: clipped ratios, penalties, a scaler's factor.
+
+Products with directions V are taken in one of two ways.
+
+    one direction      Σ_t δ_tᵀ (V x_t): no gradient is made (the ghost dot product; Wang et al. 2024, arXiv 2406.11011)
+    several            gradients of a few samples and one layer at a time, small enough for the processor's cache; their
+                       products with all directions then cost next to nothing
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from einops import einsum
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, module_gradients
 from tsae.errors import TsaeError
 
 _AT_ONCE = 2**21
 """Numbers of a layer's gradients that are made at once; one sample's at the least."""
+
+_SLACK = 2
+"""A product with one direction is cheaper without the gradient; this much more memory is worth it."""
 
 
 @dataclass
@@ -47,12 +52,16 @@ class BatchGradients:
 
     Args:
         trained: weights that are followed.
-        dtype: of x and δ, if they are wider. bfloat16 takes half the memory, and half the time on a processor that
-            multiplies it.
+        dtype: of x and δ, if they are wider. bfloat16 takes half the memory, and with several directions less time
+            on a processor that multiplies it.
+        n_directions: of `products`. For one, x and δ are kept up to `_SLACK` times the memory of the gradients.
     """
 
-    def __init__(self, trained: TrainedWeights, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, trained: TrainedWeights, *, dtype: torch.dtype = torch.float32, n_directions: int | None = None
+    ) -> None:
         self.trained, self.dtype = trained, dtype
+        self._slack = _SLACK if n_directions == 1 else 1
         self._names = {id(parameter): name for name, parameter in trained.parameters.items()}
         self._uses = Counter(id(p) for module in trained.model.modules() for p in module.parameters(recurse=False))
         self._modules = [
@@ -83,7 +92,7 @@ class BatchGradients:
 
         def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> None:
             if torch.is_grad_enabled() and given.requires_grad:
-                x, y = read[0].detach(), given.detach()
+                x, y = read[0].detach(), None if type(module) is torch.nn.Linear else given.detach()
                 # What can be worked out at once is, while both are in the processor's cache. The hook must not hold
                 # the tensor that holds the hook: the graph would stay until a circle of references is looked for.
                 given.register_hook(lambda back: self._keep(part, module, x, y, back.detach()))
@@ -105,7 +114,7 @@ class BatchGradients:
 
     @torch.no_grad()
     def _keep(
-        self, part: _Part, module: torch.nn.Module, read: torch.Tensor, given: torch.Tensor, back: torch.Tensor
+        self, part: _Part, module: torch.nn.Module, read: torch.Tensor, given: torch.Tensor | None, back: torch.Tensor
     ) -> None:
         if len(back) != part.size:
             raise TsaeError(
@@ -122,8 +131,9 @@ class BatchGradients:
         if module not in self._scales:
             self._scales[module] = _scale_of_norm(module)
         scale = self._scales[module]
-        if scale is not None:
-            product = einsum(back.float(), given.float(), "b ... d, b ... d -> b d")
+        if scale is not None and given is not None:
+            # torch's einsum would make B · d small products of it.
+            product = (back.float() * given.float()).reshape(part.size, -1, given.shape[-1]).sum(1)
             part.add_gradient(self._names[id(module.weight)], product / scale)
             return
         part.rest.append((module, read, back))
@@ -133,7 +143,7 @@ class BatchGradients:
         narrow = min(d.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
         x, d = x.to(narrow), d.to(narrow)
         again = name in part.factors or name in part.gradients  # A layer that is called twice.
-        if not again and x.shape[1] * (x.shape[2] + d.shape[2]) < x.shape[2] * d.shape[2]:
+        if not again and x.shape[1] * (x.shape[2] + d.shape[2]) < self._slack * x.shape[2] * d.shape[2]:
             part.factors[name] = (x, d)
             return
         if name in part.factors:
@@ -156,27 +166,18 @@ class BatchGradients:
         self._parts[-1].add_gradient(name, gradient)
 
     @torch.no_grad()
-    def products(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, k) inner products of the samples' gradients of the loss with directions, (k, P); and their (n,) norms."""
+    def products(self, directions: torch.Tensor) -> torch.Tensor:
+        """(n, k) inner products of the samples' gradients of the loss with directions, (k, P)."""
         split = dict(zip(self.trained.parameters, directions.split(self.trained.sizes, dim=1), strict=True))
-        k, device = len(directions), directions.device
-        found, norms = [torch.zeros(0, k, device=device)], [torch.zeros(0, device=device)]
+        found = []
         for part in self._parts:
-            sums, squares = torch.zeros(part.size, k, device=device), torch.zeros(part.size, device=device)
+            sums = torch.zeros(part.size, len(directions), device=directions.device)
             for name, (x, back) in part.factors.items():
-                n = max(1, _AT_ONCE // (x.shape[2] * back.shape[2]))
-                for low in range(0, part.size, n):
-                    some = slice(low, low + n)
-                    gradient = torch.bmm(back[some].mT, x[some]).float().flatten(1)
-                    sums[some] += torch.nn.functional.linear(gradient, split[name])
-                    squares[some] += torch.linalg.vector_norm(gradient, dim=1).square()
+                sums += _products(x, back, split[name])
             for name, kept in part.gradients.items():
-                gradient = kept.float().flatten(1)
-                sums += torch.nn.functional.linear(gradient, split[name])
-                squares += torch.linalg.vector_norm(gradient, dim=1).square()
+                sums += torch.nn.functional.linear(kept.float().flatten(1), split[name])
             found.append(sums)
-            norms.append(squares.sqrt())
-        return torch.cat(found), torch.cat(norms)
+        return torch.cat(found) if found else torch.zeros(0, len(directions), device=directions.device)
 
     @torch.no_grad()
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -193,6 +194,21 @@ class BatchGradients:
                 summand = torch.tensordot(by, gradient[rows].float(), dims=1)
                 found[name] = found[name] + summand if name in found else summand
         return found
+
+
+def _products(x: torch.Tensor, back: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """(B, k) inner products of Σ_t back_t x_tᵀ with directions, (k, out · in); x (B, T, in), back (B, T, out)."""
+    size = back.shape[2] * x.shape[2]
+    if len(directions) == 1:
+        direction = directions.view(back.shape[2], x.shape[2]).to(x.dtype)
+        # Towards the narrower side: less is written, and read again.
+        one, other = (back @ direction, x) if x.shape[2] < back.shape[2] else (x @ direction.T, back)
+        return one.mul_(other).sum((1, 2), dtype=torch.float32)[:, None]
+    n, found = max(1, _AT_ONCE // size), []
+    for low in range(0, len(x), n):
+        gradient = torch.bmm(back[low : low + n].mT, x[low : low + n]).float().flatten(1)
+        found.append(torch.nn.functional.linear(gradient, directions))
+    return torch.cat(found)
 
 
 def _scale_of_norm(module: torch.nn.Module) -> torch.Tensor | None:

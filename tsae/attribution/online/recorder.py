@@ -50,8 +50,9 @@ class Recorder:
         refresh: steps between two gradients of the targets.
         n_steps: of the whole training; momentum carries nothing beyond. None: no end is known.
         folder: where samples and weights go; None keeps the numbers in memory only.
-        dtype: of what a step holds of its samples until its end. bfloat16 takes half the memory, and half the time on
-            a processor that multiplies it; errors are some thousandths of a sample's numbers.
+        dtype: of what a step holds of its samples until its end. bfloat16 takes half the memory, and with
+            several targets less time on a processor that multiplies it; errors are some thousandths of a sample's
+            numbers.
 
     Raises:
         TsaeError: for another optimiser, or one that does not train these weights.
@@ -81,7 +82,7 @@ class Recorder:
         self._groups = {name: groups[id(p)] for name, p in trained.parameters.items()}
         self.step = 0
         """Steps finished."""
-        self.batch = BatchGradients(trained, dtype=dtype)
+        self.batch = BatchGradients(trained, dtype=dtype, n_directions=len(targets.names))
         """Of the step that is going on."""
         self._facts: list[Mapping[str, Any]] = []
         self._weights = torch.ones(0)
@@ -139,7 +140,7 @@ class Recorder:
         As recorded later, but for gradients that are clipped after this call.
         """
         scale = self.trained.join({name: self._scale(name, ahead=True) for name in self._groups})
-        products, _ = self.batch.products(self._slopes.to(scale.device) * scale)
+        products = self.batch.products(self._slopes.to(scale.device) * scale)
         found: np.ndarray = -products.cpu().numpy() * self._carried(self.step + 1) * self._weights.numpy()[:, None]
         return found
 
@@ -160,7 +161,7 @@ class Recorder:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row a sample: step, its facts without token ids, weight (by `down_weight`), gradient_norm, and
+        """One row a sample: step, its facts without token ids, weight (by `down_weight`), and
         `now: …` and `share: …` of every target, in its units."""
         return pd.concat(self._frames, ignore_index=True) if self._frames else pd.DataFrame()
 
@@ -178,7 +179,7 @@ class Recorder:
             middle = (middle + self._slopes) / 2
         scale = self.trained.join({name: self._scale(name, ahead=False) for name in self._groups})
         clip = self._clipped / self._norm if self._norm else 1.0
-        products, norms = self.batch.products(middle.to(scale.device) * scale)
+        products = self.batch.products(middle.to(scale.device) * scale)
         now = -clip * products.cpu().numpy() * self._weights.numpy()[:, None]
         carried = self._carried(self.step)
         self._tally(now.sum(0), carried)
@@ -187,7 +188,6 @@ class Recorder:
         )
         frame.insert(0, "step", self.step)
         frame["weight"] = self._weights.numpy()
-        frame["gradient_norm"] = norms.cpu().numpy()
         for j, name in enumerate(self.targets.names):
             frame[f"now: {name}"] = now[:, j]
             frame[f"share: {name}"] = now[:, j] * carried
