@@ -1,25 +1,33 @@
 """Torment tsae at random, and see whether it says so: no damage, fault or nonsense may become a plausible number.
 
-Small real artefacts are made once: rollouts of two shipped checkpoints, store, SAE, features, diff. Then every case is
-drawn from its number and the seed alone, and runs the real command in a process of its own:
+Small real artefacts are made twice, for two runs: checkpoints, an adapter, a trainer's folder, rollouts, store, SAE,
+features, diff, causal test, attribution, credit, the folder of `tsae run`. Then every case is drawn from its number and
+the seed alone, and runs the real command in a process of its own:
 
-- damaged: one file of one artefact is changed (flipped bit, zeroed page, cut, emptied, removed, exchanged with another,
-  replaced by a folder or by a link to nowhere), and a command that reads the artefact follows;
+- damaged: one file of one artefact is changed (flipped bit, zeroed page, cut, emptied, removed, renamed, doubled,
+  exchanged with another, taken from the other run, replaced by a folder, by a link to nowhere or to a place outside,
+  another version or value in its JSON), or an artefact is exchanged with that of the other run, or all inputs are
+  read-only. A command that reads the artefact follows, or the one that wrote it;
 - log: one to three places of a trainer's log are changed (a value, a key, a line, a column, the encoding), and it is
   imported;
 - command: one or two options of a valid command line get a value that nobody means (negative, huge, no number, a path
-  that is missing, an input, somebody else's file), or options from the command's own parser are added;
+  that is missing, an input, somebody else's file), or options from the command's own parser are added, or a command
+  is put together from its parser alone;
 - fault: a command that writes is killed or interrupted at one of its writes or at any time, finds the disk full, no
   more files, or no memory, runs twice at once, or is read before it has ended. Then the same command is given again;
+- kill: only the faults that kill, the command or one of its workers (only with `--only kill`);
 - numbers: models with NaN, infinite, huge, tiny, constant or dead activations, equal checkpoints, one problem, one
   token; every stage follows;
 - text: rollouts with hostile text, whose page is opened in a browser, and whose terminal output is looked at.
 
 A case is good if the command ends well with the results of the undamaged artefacts, or if it ends with exit code 2 and
-one paragraph, and no file that it did not write is changed. It is bad if results differ in silence, if there is a
-traceback or another exit code, if it takes longer than two minutes, or if somebody else's file is touched. Of a changed
-log it is good, too, if what it gives can be read and holds only ids of the vocabulary. After a fault the same command
-must end with the same bytes as if there had been none, and leave nothing behind.
+one paragraph, and no file that it did not write is changed. Of a changed checkpoint, problem file or trainer's folder
+nobody knows what it held: results may differ where no other artefact remembers it. A finished result that is damaged
+may stay as it is if the commands that read it refuse it. It is bad if results differ in silence, if there is a
+traceback or another exit code, if it takes longer than two minutes (six where it runs every stage, or starts
+processes), or if somebody else's file is touched. Of a changed log it is good, too, if what it gives can be read and
+holds only ids of the vocabulary. After a fault the same command must end with the same bytes as if there had been none,
+and leave nothing behind.
 
     python scripts/torture.py --cases 200 --seed 1
     python scripts/torture.py --seed 1 --case 37          # one of them again

@@ -25,7 +25,8 @@ _TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% endif %}"
 )
-_UNLIKE: tuple[str, ...] = ()
+_ONCE = ("influence", "analysis", "drift")
+"""Artefacts of the first run alone: no command reads them beside others."""
 
 
 def modules() -> list[str]:
@@ -138,7 +139,7 @@ def _make(folder: Path, seed: int) -> None:
         _make_given(folder, seed)
     shutil.rmtree(folder / "out", ignore_errors=True)
     for name, words in MAKING:
-        if (folder / name).exists():
+        if (folder / name).exists() or (seed and name in _ONCE):
             continue
         (folder / "out").mkdir()
         _needed(words, folder)
@@ -196,8 +197,8 @@ def clear_words(folder: Path) -> None:
 
 
 def results(folder: Path) -> dict[str, str]:
-    """Checksums of what a command wrote, by name, but for what differs between two runs of it."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _UNLIKE)
+    """Checksums of what a command wrote, by name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.damage import unsealed
 from support.planted import planted
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.base.files import read_object, reading
-from tsae.base.seal import SEAL
+from tsae.base.seal import SEAL, write_sealed
 from tsae.causal.intervention import Intervention
 from tsae.commands.actions.diff import run_report
 from tsae.commands.options.diff import Report
@@ -154,6 +155,22 @@ def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> 
     options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
     with pytest.raises(TsaeError, match="cannot be read"):
         run_report(options)
+
+
+def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path: Path) -> None:
+    """The page showed the other run's examples and predictions beside this run's differences."""
+    planted(n_problems=12, n_samples=4, seed=1).table.save(tmp_path / "features")
+    FeatureDiff.load(results / "diff", features=FeatureTable.load(results / "features"))
+    options = Report(diff=results / "diff", to=tmp_path / "page.html", features=tmp_path / "features")
+    with pytest.raises(TsaeError, match="drawn from other features"):
+        run_report(options)
+    pushed = tmp_path / "pushed"
+    for name in ("reinforcement", "predicted"):
+        (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)
+        pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
+    write_sealed(pushed, "reinforcement.json", {"rollouts": "others"}, ["reinforcement.parquet", "predicted.parquet"])
+    with pytest.raises(TsaeError, match="is of other rollouts than the diff"):
+        run_report(replace(options, features=None, reinforcement=pushed))
 
 
 def test_a_causal_test_of_nothing(tmp_path: Path) -> None:

@@ -546,6 +546,8 @@ def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
         sample(policy, [Problem("x", "What is 1+1?", "2")], SamplingConfig(max_new_tokens=4), progress=False)
     for bad in (
         {"n_samples": 0},
+        {"n_samples": 10**12},
+        {"max_new_tokens": 10**12},
         {"temperature": 0.0},
         {"batch_size": 0},
         {"max_new_tokens": 0},

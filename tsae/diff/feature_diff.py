@@ -346,7 +346,11 @@ class FeatureDiff:
 
     @classmethod
     def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
-        """Read a folder that `save` wrote; `features` gives the report its examples."""
+        """Read a folder that `save` wrote; `features` gives the report its examples.
+
+        Raises:
+            TsaeError: where a file is missing or damaged, or the features are others than those that were compared.
+        """
         folder = Path(folder)
         files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
         for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
@@ -367,4 +371,14 @@ class FeatureDiff:
                 where=folder,
                 fix="Draw it again with `tsae diff`.",
             )
+        if features is not None:
+            made_from = {"rollouts": info.get("rollouts"), "SAE": (info.get("sae") or {}).get("weights")}
+            given = {"rollouts": features.rollouts.fingerprint, "SAE": (features.info.get("sae") or {}).get("weights")}
+            for what, known in made_from.items():
+                if known is not None and given[what] not in (known, None):
+                    raise TsaeError(
+                        f"was drawn from other features (of other {what}) than these",
+                        where=folder,
+                        fix="Give the features that `tsae diff` read.",
+                    )
         return cls(**tables, info=info, source=features)

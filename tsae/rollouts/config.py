@@ -38,6 +38,8 @@ class SamplingConfig:
         for name in ("n_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
+            if getattr(self, name) > 10_000_000:
+                raise TsaeError(f"{name}={getattr(self, name)} is more than ten million", where="SamplingConfig")
         if not self.temperature > 0:
             raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
 

@@ -8,8 +8,8 @@ import pandas as pd
 
 import tsae
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import reading, write_text
-from tsae.base.seal import check_seal, seal
+from tsae.base.files import read_object, reading, write_text
+from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -23,6 +23,9 @@ from tsae.report.printed.findings import baseline_text, insertion_text, print_fi
 from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
 from tsae.report.story.findings import findings_content
 from tsae.report.story.noise import NOT_RUN, noise_lines
+
+_PUSHED = "reinforcement.json"
+"""In the folder of `tsae reinforcement --to`, says of which rollouts the tables are."""
 
 
 def run_diff(options: Diff) -> None:
@@ -109,7 +112,8 @@ def run_reinforcement(options: Reinforcement) -> None:
             options.to.mkdir(parents=True, exist_ok=True)
             for name, table in tables.items():
                 table.to_parquet(options.to / f"{name}.parquet", index=False)
-            seal(options.to, [f"{name}.parquet" for name in tables])
+            known = {"rollouts": found.source.rollouts.fingerprint}
+            write_sealed(options.to, _PUSHED, known, [f"{name}.parquet" for name in tables])
             say_wrote(options.to)
         write(tables)
 
@@ -125,6 +129,9 @@ def run_report(options: Report) -> None:
             raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
         fix = "Make it again with `tsae reinforcement --diff`."
         check_seal(folder, fix)
+        of = read_object(folder / _PUSHED, fix)["rollouts"] if (folder / _PUSHED).is_file() else None
+        if of not in (None, diff.info.get("rollouts")):
+            raise TsaeError("is of other rollouts than the diff", where=folder, fix=fix)
         with reading(folder, fix):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)
