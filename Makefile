@@ -11,16 +11,22 @@ export PYTHONDONTWRITEBYTECODE :=
 # A test file is one process's: files share what they build. Every process holds torch, hence the limit.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-fast test-all check docs notebooks smollm clean
+# What belongs to torch is installed with it, and differs between its builds.
+OF_TORCH := torch triton setuptools cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti \
+	cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink \
+	nvshmem-cu13 nvtx)
+
+.PHONY: help demo test test-fast test-all check lock docs notebooks smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 # torch goes first and by pip, so that a CPU wheel from a local folder (PIP_FIND_LINKS) or an index of the
-# user's choice is taken; uv then installs the other packages at the pinned versions in seconds.
-$(STAMP): pyproject.toml constraints.txt
+# user's choice is taken; uv then installs the other packages in seconds, each only if its hash is that of the lock.
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes --no-deps -r requirements.lock
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev,rl]'
 	touch $@
 
@@ -43,6 +49,11 @@ check: $(STAMP)  ## ruff, mypy, the layers, and the linter of the report's JavaS
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+
+lock: $(STAMP)  ## requirements.lock anew, after a change of the dependencies or of constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11.5 --extra dev --extra rl -c constraints.txt \
+		--generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+		$(addprefix --no-emit-package ,$(OF_TORCH)) -o requirements.lock pyproject.toml
 
 docs: $(STAMP)  ## the documentation's site, into build/site
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet

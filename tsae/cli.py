@@ -197,7 +197,7 @@ def _run_or_say(words: Sequence[str]) -> None:
             run(options, words)
     except BrokenPipeError:
         raise
-    except Exception as error:
+    except BaseException as error:
         refusal = shortage(error)
         if refusal is None:
             raise

@@ -68,3 +68,8 @@ class TsaeError(Exception):
         if self.fix:
             parts.append(self.fix.rstrip(".") + ".")
         return " ".join(parts)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust, such as tokenizers, met what it did not expect. Python sees no `Exception`."""
+    return type(error).__name__ == "PanicException"

@@ -328,7 +328,7 @@ def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
             except (ValueError, AttributeError):
                 continue  # Loading the checkpoint says what is wrong.
             # A resumed run names its own checkpoint.
-            if name and not Path(name).resolve().is_relative_to(run.resolve()):
+            if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
                 return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
     for folder in folders:
         card = folder / "README.md"

@@ -1,199 +1,198 @@
-"""What is tormented: small real artefacts, the commands that read them, and what comes of them undamaged."""
+"""Small real artefacts, what every command makes of them undamaged, and what is bad of how a command ended."""
 
 from __future__ import annotations
 
 import json
-import os
+import pkgutil
 import shutil
 import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
+import torch
+from organism.mixed import MixedConfig, train
+
 import tsae
+from torments import process
+from torments.stages import IMPORTS, LOGS, MAKING, SHIPPED, STAGES, Stage, importing
 from tsae.base.files import sha256
 from tsae.rollouts.problems import write_problems
 
-LIMIT_S = 120
-_SERIES = Path(tsae.__file__).parent / "testbed" / "series"
-SERIES = (str(_SERIES / "base"), str(_SERIES / "hard-100"))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A command that reads artefacts."""
-
-    name: str
-    command: tuple[str, ...]
-    """Its words; paths are relative to the folder of the artefacts, and results go to "out"."""
-    reads: tuple[str, ...] = ()
-    """Artefacts that are damaged for it."""
-
-
-READERS = (
-    Stage("bands", ("rollouts", "bands", "--rollouts", "raw.parquet", "--to", "out/banded.parquet"), ("raw.parquet",)),
-    Stage("difficulty", ("rollouts", "difficulty", "--rollouts", "raw.parquet", "--n-draws", "100",
-                         "--json", "out/difficulty.json"), ("raw.parquet",)),
-    Stage("show", ("store", "show", "acts", "--json", "out/show.json"), ("acts",)),
-    Stage("evaluate", ("evaluate", "--sae", "sae", "--store", "acts", "--json", "out/found.json"), ("sae", "acts")),
-    Stage("train", ("train", "--store", "acts", "--to", "out/sae", "--d-sae", "32", "--k", "4", "--tokens", "2000",
-                    "--batch-tokens", "256", "--site", "blocks.1.hook_resid_post"), ("acts",)),
-    Stage("export", ("export", "--sae", "sae", "--to", "out/exported"), ("sae",)),
-    Stage("encode", ("encode", "--sae", "sae", "--store", "acts", "--to", "out/features"), ("sae", "acts")),
-    Stage("diff", ("diff", "--features", "features", "--to", "out/diff", "--min-problems", "5",
-                   "--n-permutations", "200", "--n-bootstrap", "100"), ("features",)),
-    Stage("reinforcement", ("reinforcement", "--features", "features", "--n-permutations", "100",
-                            "--json", "out/pushed.json"), ("features",)),
-    Stage("report", ("report", "--diff", "diff", "--features", "features", "--to", "out/page.html"),
-          ("diff", "features")),
-)  # fmt: skip
-WRITERS = (
-    Stage("sample", ("rollouts", "sample", "--series", *SERIES, "--problems", "problems.jsonl", "--n-samples", "4",
-                     "--to", "out/raw.parquet", "--max-new-tokens", "40", "--verifier",
-                     "tsae.testbed.verifier:verify")),
-    Stage("capture", ("capture", "--series", *SERIES, "--rollouts", "rollouts.parquet", "--to", "out/acts",
-                      "--shard-tokens", "2000")),
-    Stage("capture-parts", ("capture", "--series", *SERIES, "--rollouts", "rollouts.parquet", "--to", "out/acts",
-                            "--shard-tokens", "2000", "--parts", "3", "--workers", "2")),
-    Stage("train-long", ("train", "--store", "acts", "--to", "out/sae", "--d-sae", "32", "--k", "4", "--tokens", "8000",
-                         "--batch-tokens", "256", "--save-every-steps", "4", "--site", "blocks.1.hook_resid_post")),
-    Stage("encode-parts", ("encode", "--sae", "sae", "--store", "acts", "--to", "out/features", "--parts", "2",
-                           "--workers", "2")),
-    *(stage for stage in READERS if stage.name in ("bands", "encode", "diff", "report", "export")),
-)  # fmt: skip
-"""Commands that are disturbed while they write."""
-STAGES = tuple({stage.name: stage for stage in (*READERS, *WRITERS)}.values())
-LOGS = Path(__file__).resolve().parents[2] / "tests" / "logs"
-IMPORTS: dict[str, tuple[str, ...]] = {
-    "verl": (), "open-instruct": (), "nemo-rl": (), "prime-rl": (), "prime-rl-stream": ("--skip", "errored", "empty"),
-    "prime-rl-tokens": (), "open-r1": (), "trl": ("--outcome", "digits", "--skip", "unscored"),
-}  # fmt: skip
 _TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% endif %}"
 )
-_UNLIKE = ("run.json", "checksums.json", "metrics.jsonl", "training.json")  # times, and sums over files with times
+_UNLIKE: tuple[str, ...] = ()
 
 
-def start(
-    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start a command, in a group of processes of its own.
-
-    Args:
-        words: of the command, without "tsae".
-        where: working folder.
-        disturbed: what `torments/inside/sitecustomize.py` is to do inside of the process.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
-    if disturbed is not None:
-        paths = [str(Path(__file__).parent / "inside"), os.environ.get("PYTHONPATH", "")]
-        environment |= {**disturbed, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tsae", *map(str, words)], cwd=where, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-
-
-def run(
-    words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `start` starts it.
-
-    Raises:
-        subprocess.TimeoutExpired: where it takes longer than the limit; then all its processes are killed.
-    """
-    process = start(words, where, disturbed)
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def modules() -> list[str]:
+    """What a process imports in advance: all of tsae, and the architecture of the shipped checkpoints."""
+    found = pkgutil.walk_packages(tsae.__path__, "tsae.")
+    names = [name for _, name, _ in found if not name.startswith(("tsae.testbed.series", "tsae.__main__"))]
+    return [*names, "transformers.models.llama.modeling_llama", "plotly.graph_objects", "peft"]
 
 
 def watched(
-    words: Sequence[str | Path], here: Path, disturbed: Mapping[str, str] | None = None
+    words: Sequence[str | Path],
+    here: Path,
+    disturbed: Mapping[str, str] | None = None,
+    humble: bool = False,
+    *,
+    elsewhere: bool = False,
 ) -> tuple[subprocess.CompletedProcess[str] | None, str]:
-    """(how a command ended, what is bad of it). Outside of "out" it may change nothing that was there."""
-    before = {path: sha256(path) for path in here.rglob("*") if path.is_file() and here / "out" not in path.parents}
+    """(how a command ended, what is bad of it).
+
+    Outside of "out" it may change nothing that was there, and write nothing but with `elsewhere`.
+    """
+    before = _outside(here)
     try:
-        ended = run(words, here, disturbed)
+        ended = process.run(words, here, disturbed, humble)
     except subprocess.TimeoutExpired:
-        return None, f"takes longer than {LIMIT_S} s"
+        return None, f"takes longer than {process.limit(words)} s"
     except ValueError:
         return None, ""  # no process takes such a word
-    changed = [path.relative_to(here).as_posix() for path, digest in before.items()
-               if not path.is_file() or sha256(path) != digest]  # fmt: skip
-    return ended, f"changed {', '.join(changed)}" if changed else unusual_end(ended)
+    after = _outside(here)
+    changed = sorted(name for name in {*before, *([] if elsewhere else after)} if before.get(name) != after.get(name))
+    return ended, f"changed {', '.join(changed[:4])}" if changed else unusual_end(ended)
+
+
+def _outside(here: Path) -> dict[str, str]:
+    """Checksums of the files outside of "out", by name."""
+    files = (path for path in here.rglob("*") if path.is_file() and here / "out" not in path.parents)
+    return {path.relative_to(here).as_posix(): sha256(path) for path in files}
 
 
 def lay_out(stage: Stage, made: Path, here: Path) -> None:
     """Copy what a stage reads, and make its folder for results."""
-    for name in ("raw.parquet", "rollouts.parquet", "problems.jsonl", "acts", "sae", "features", "diff"):
-        source = made / name
-        if name in stage.command:
-            shutil.copytree(source, here / name) if source.is_dir() else shutil.copy(source, here / name)
+    for name in stage.needs:
+        copy(made / name, here / name)
     (here / "out").mkdir()
+    if stage.begun:
+        copy(made / stage.begun, here / "out" / stage.begun)
 
 
-def difference(found: Path, expected: Path) -> str:
-    """Which results differ from those of the undamaged artefacts, if any do."""
+def copy(source: Path, target: Path) -> None:
+    """Copy a file or folder."""
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy(source, target)
+
+
+def clear(folder: Path) -> None:
+    """Remove a folder in which there may be folders that nobody may write to."""
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def difference(found: Path, expected: Path, *, extra: bool = False, pattern: str = "*") -> str:
+    """Which results differ from those of the undamaged artefacts, if any do. With `extra` more may lie beside them."""
     one, two = results(found), results(expected)
-    names = sorted(name for name in {*one, *two} if one.get(name) != two.get(name))
+    names = sorted(name for name in {*([] if extra else one), *two} if one.get(name) != two.get(name))
+    names = [name for name in names if fnmatch(name, pattern)]
     return f"silently different: {', '.join(names[:4])}" if names else ""
 
 
 def make(folder: Path) -> None:
-    """The artefacts, and what every stage makes of them undamaged."""
-    done = folder / "done"
-    if done.is_file():
+    """The artefacts twice, the second time of another run ("other"), and what every stage makes of the first."""
+    done, wanted = folder / "done", repr((MAKING, STAGES, IMPORTS))
+    if done.is_file() and done.read_text() == wanted:
         return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_problems(tsae.testbed.generate_problems("medium", 16, 0), folder / "problems.jsonl")
-    for words in (
-        ("rollouts", "sample", "--series", *SERIES, "--problems", "problems.jsonl", "--n-samples", "4", "--to",
-         "raw.parquet", "--max-new-tokens", "40", "--verifier", "tsae.testbed.verifier:verify"),
-        ("rollouts", "bands", "--rollouts", "raw.parquet", "--to", "rollouts.parquet"),
-        ("capture", "--series", *SERIES, "--rollouts", "rollouts.parquet", "--to", "acts"),
-        ("train", "--store", "acts", "--to", "sae", "--d-sae", "64", "--k", "4", "--tokens", "20000",
-         "--batch-tokens", "512"),
-        ("encode", "--sae", "sae", "--store", "acts", "--to", "features"),
-        ("diff", "--features", "features", "--to", "diff", "--min-problems", "5", "--n-permutations", "200",
-         "--n-bootstrap", "100"),
-    ):  # fmt: skip
-        ended = run(words, folder)
-        if ended.returncode:
-            raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
+    _make(folder, 0)
+    _make(folder / "other", 1)
     writes = {}
+    if (folder / "writes.json").is_file():
+        writes = json.loads((folder / "writes.json").read_text())
     for stage in STAGES:
+        if writes.get(stage.name, [()])[-1] == list(stage.command):
+            continue
+        for old in (folder / "out", folder / f"expected-{stage.name}"):
+            shutil.rmtree(old, ignore_errors=True)
         (folder / "out").mkdir()
+        if stage.begun:
+            copy(folder / stage.begun, folder / "out" / stage.begun)
         count = folder / "count"
         start = time.perf_counter()
-        ended = run(stage.command, folder, {"TORMENT": f"count:0:{folder / 'out'}", "TORMENT_COUNT": str(count)})
-        if ended.returncode:
-            raise SystemExit(f"{stage.name} ended with {ended.returncode}:\n{ended.stderr}")
-        writes[stage.name] = [len(count.read_text().splitlines()), time.perf_counter() - start]
-        count.unlink()
-        for litter in (folder / "out").glob("*.parts"):  # what parts said
-            shutil.rmtree(litter)
+        _needed(stage.command, folder, {"TORMENT": f"count:0:{folder / 'out'}", "TORMENT_COUNT": str(count)})
+        moments = len(count.read_text().splitlines()) if count.is_file() else 0
+        writes[stage.name] = [moments, time.perf_counter() - start, stage.command]
+        count.unlink(missing_ok=True)
+        clear_words(folder / "out")
         (folder / "out").rename(folder / f"expected-{stage.name}")
-    (folder / "writes.json").write_text(json.dumps(writes))
-    chat = shutil.copytree(_SERIES / "base", folder / "chat")
+        (folder / "writes.json").write_text(json.dumps(writes))
+    chat = shutil.copytree(SHIPPED / "base", folder / "chat", dirs_exist_ok=True)
     (chat / "chat_template.jinja").write_text(_TEMPLATE)
     for name, options in IMPORTS.items():
-        ended = run(importing(name, folder / "imported.parquet", options, LOGS / name, chat), folder)
-        if ended.returncode:
-            raise SystemExit(f"the log {name} ended with {ended.returncode}:\n{ended.stderr}")
-    done.touch()
+        _needed(importing(name, folder / "imported.parquet", options, LOGS / name, chat), folder)
+    done.write_text(wanted)
 
 
-def importing(name: str, to: Path, options: Sequence[str], log: Path, chat: Path) -> list[str | Path]:
-    return ["rollouts", "import", log, "--to", to, "--checkpoint", chat, "--workers", "1", *options]
+def _make(folder: Path, seed: int) -> None:
+    """The artefacts of one run. Those that are there already are kept."""
+    if not folder.is_dir():
+        _make_given(folder, seed)
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    for name, words in MAKING:
+        if (folder / name).exists():
+            continue
+        (folder / "out").mkdir()
+        _needed(words, folder)
+        made = next(path for path in (folder / "out").iterdir() if not path.name.endswith(".parts"))
+        made.rename(folder / name)
+        shutil.rmtree(folder / "out")
+
+
+def _make_given(folder: Path, seed: int) -> None:
+    """What a user brings: problems, checkpoints, and what a trainer leaves."""
+    folder.mkdir(parents=True)
+    write_problems(tsae.testbed.generate_problems("medium", 16, seed), folder / "problems.jsonl")
+    for name in ("base", "hard-100"):
+        shutil.copytree(SHIPPED / name, folder / "series" / name)
+    trained = {"run": "hard", "step": 100, "trained_on": "hard"}
+    _write_series(folder / "series", {"id": "hard-100", "path": "hard-100", **trained})
+    shutil.copytree(SHIPPED / "base", folder / "adapters" / "base")
+    _write_adapter(folder / "adapters", seed)
+    _write_series(folder / "adapters", {"id": "adapter", "path": "adapter", "run": "adapter", "step": 5})
+    train(MixedConfig(seed=seed, per_band=2, steps=3, groups=6, samples=4, learning_rate=1e-3),
+          tsae.testbed.series().base, folder / "mixed", progress=False)  # fmt: skip
+
+
+def _needed(words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None) -> None:
+    """Run a command that must end well."""
+    ended = process.run(words, where, disturbed)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))} ended with {ended.returncode}:\n{ended.stderr}")
+
+
+def _write_series(folder: Path, trained: Mapping[str, object]) -> None:
+    base = {"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}
+    (folder / "series.json").write_text(json.dumps({"name": "arithmetic", "checkpoints": [base, trained]}))
+
+
+def _write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter of random weights on the base beside it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(folder / "base")
+        config = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False)
+        get_peft_model(model, config).save_pretrained(folder / "adapter")
+    file = folder / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+
+
+def clear_words(folder: Path) -> None:
+    """Remove what the parts of a command said."""
+    for said in folder.glob("*.parts"):
+        shutil.rmtree(said)
 
 
 def results(folder: Path) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -11,20 +13,28 @@ from pathlib import Path
 
 import numpy as np
 
-from torments import artefacts
-from torments.artefacts import LIMIT_S, WRITERS, Stage
+from torments import artefacts, process
+from torments.stages import BY_NAME, WRITERS, Stage
 
-KINDS = ("kill", "kill later", "kill twice", "int", "term", "full", "size", "files", "memory", "two", "clock", "reader")
+KILLS = ("kill", "kill later", "kill twice", "kill worker")
+KINDS = (*KILLS, "int", "term", "full", "size", "files", "memory", "two", "clock", "reader")
 
 
-def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
+def kill(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
+    """As `attempt`, but for kills alone."""
+    return attempt(rng, made, here, KILLS)
+
+
+def attempt(rng: np.random.Generator, made: Path, here: Path, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
     """(what was done, what is bad of what follows: nothing where the case is good)."""
     stage = WRITERS[int(rng.integers(len(WRITERS)))]
-    kind = str(rng.choice(KINDS))
+    kind = str(rng.choice(kinds))
+    if kind == "kill worker":
+        spread = [stage for stage in WRITERS if "--workers" in stage.command]
+        stage = spread[int(rng.integers(len(spread)))]
     if kind == "reader":
-        name = "capture" if rng.random() < 0.5 else "encode"
-        stage = next(stage for stage in WRITERS if stage.name == name)
-    moments, seconds = json.loads((made / "writes.json").read_text())[stage.name]
+        stage = BY_NAME["capture" if rng.random() < 0.5 else "encode"]
+    moments, seconds, _ = json.loads((made / "writes.json").read_text())[stage.name]
     artefacts.lay_out(stage, made, here)
     if kind == "two":
         return f"{stage.name}: two at once", _two(stage, here) or _again(stage, made, here)
@@ -41,10 +51,10 @@ def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]
             what = f"files-{int(rng.integers(0, 8))}"
         elif what == "memory":
             what = f"memory-{int(2 ** rng.uniform(16, 28))}"
-        if kind == "kill later":
-            what, after = "kill", float(rng.uniform(0.3, 1.1)) * seconds
-            said.append(f"killed after {after:.1f} s")
-            wrong = _killed_at(stage, after, here)
+        if kind in ("kill later", "kill worker"):
+            what, after = "kill", float(rng.uniform(0.1, 1.1)) * seconds
+            said.append(f"{'a worker ' if kind == 'kill worker' else ''}killed after {after:.1f} s")
+            wrong = _killed_at(stage, after, here, rng if kind == "kill worker" else None)
         else:
             said.append(f"{what} at moment {when} of {moments}")
             disturbed = {"TORMENT": f"{what}:{when}:{here / 'out'}"}
@@ -85,41 +95,64 @@ def _again(stage: Stage, made: Path, here: Path) -> str:
     ]
     if left:
         return f"again: leaves {', '.join(left)}"
-    for said in (here / "out").glob("*.parts"):
-        for path in sorted(said.rglob("*"), reverse=True):
-            path.unlink()
-        said.rmdir()
+    artefacts.clear_words(here / "out")
     return artefacts.difference(here / "out", made / f"expected-{stage.name}")
 
 
-def _killed_at(stage: Stage, seconds: float, here: Path) -> str:
-    """Kill a command after some time."""
-    process = artefacts.start(stage.command, here)
+def _killed_at(stage: Stage, seconds: float, here: Path, rng: np.random.Generator | None) -> str:
+    """Kill a command after some time, or one of its workers if there is a generator that draws it."""
+    started = process.start(stage.command, here)
     try:
-        process.communicate(timeout=seconds)
+        started.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
+        if rng is None:
+            process.end(started)
+            return ""
+    workers = _workers(started.pid) if rng is not None and started.returncode is None else []
+    if rng is not None and workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(workers[int(rng.integers(len(workers)))], signal.SIGKILL)
+    if started.returncode is None:
+        try:
+            out, err = started.communicate(timeout=process.limit(stage.command))
+        except subprocess.TimeoutExpired:
+            process.end(started)
+            return "takes too long after a worker was killed"
+        return artefacts.unusual_end(subprocess.CompletedProcess(started.args, started.returncode or 0, out, err))
     return ""
+
+
+def _workers(leader: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found, left = [], [leader]
+    while left:
+        new = children.get(left.pop(), [])
+        found += new
+        left += new
+    return sorted(found)
 
 
 def _two(stage: Stage, here: Path) -> str:
     """Start a command twice at once."""
-    both = [artefacts.start(stage.command, here) for _ in range(2)]
+    both = [process.start(stage.command, here) for _ in range(2)]
     ends: list[str] = []
 
-    def wait(process: subprocess.Popen[str]) -> None:
+    def wait(started: process.Process) -> None:
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
+            out, err = started.communicate(timeout=process.limit(stage.command))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
+            process.end(started)
             ends.append("two at once take too long")
         else:
-            done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+            done = subprocess.CompletedProcess(started.args, started.returncode or 0, out, err)
             ends.append(artefacts.unusual_end(done))
 
-    threads = [threading.Thread(target=wait, args=(process,)) for process in both]
+    threads = [threading.Thread(target=wait, args=(started,)) for started in both]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -133,15 +166,15 @@ def _read_early(stage: Stage, seconds: float, here: Path) -> str:
         "capture": ("store", "show", "out/acts", "--json", "out/shown.json"),
         "encode": ("reinforcement", "--features", "out/features", "--n-permutations", "10", "--json", "out/shown.json"),
     }[stage.name]
-    process = artefacts.start(stage.command, here)
+    started = process.start(stage.command, here)
     time.sleep(seconds)
     ended, wrong = artefacts.watched(reader, here)
-    _, err = process.communicate(timeout=LIMIT_S)
-    if not wrong and process.returncode:
+    _, err = started.communicate(timeout=process.limit(stage.command))
+    if not wrong and started.returncode:
         wrong = f"a reader stops the writer: {err[-200:]}"
     if not wrong and ended is not None and ended.returncode == 0:
         early = (here / "out/shown.json").read_bytes()
-        artefacts.run(reader, here)
+        process.run(reader, here)
         wrong = "" if (here / "out/shown.json").read_bytes() == early else "read early, other results"
     (here / "out/shown.json").unlink(missing_ok=True)
     return wrong

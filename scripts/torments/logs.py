@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 import tsae
 from torments import artefacts
-from torments.artefacts import IMPORTS, LOGS, importing
+from torments.stages import IMPORTS, LOGS, importing
 
 _VALUES: tuple[Any, ...] = (
     None, "x", "", 1, -7, 0.5, True, [], {}, [[]], {"a": {"b": []}}, float("nan"), float("-inf"), 10**400, "\u0000",

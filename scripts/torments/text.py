@@ -19,6 +19,7 @@ import pyarrow as pa
 
 import tsae
 from torments import artefacts
+from torments.stages import SHIPPED
 
 CANARY = "data-canary"
 _DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -87,7 +88,7 @@ def _plant(chosen: list[str], rng: np.random.Generator, made: Path, here: Path) 
     rollouts = type(table.rollouts)(rows, table.rollouts.info)
     hostile = replace(table, rollouts=rollouts, info={**table.info, "readers": readers}, codes=table.codes[:])
     hostile.save(here / "features")
-    shutil.copytree(artefacts.SERIES[0], here / "tokens")
+    shutil.copytree(SHIPPED / "base", here / "tokens")
     file = here / "tokens/tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]

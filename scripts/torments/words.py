@@ -1,4 +1,5 @@
-"""Nonsense on the command line: values that nobody means, and options that were not asked for."""
+"""Nonsense on the command line: values that nobody means, options that were not asked for, and commands put together
+at random from what the command line's own parser knows."""
 
 from __future__ import annotations
 
@@ -7,17 +8,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tyro
 
 from torments import artefacts
-from torments.artefacts import READERS
+from torments.stages import ARTEFACTS, SITE, STAGES
 from tsae import cli
 
 _NONSENSE = ("-1", "0", "1e18", "999999999999", "nan", "x", "", "\u202e", "-", "missing/file", "/dev/null",
-             "raw.parquet", "acts", "precious.txt", "precious.json", "precious.parquet")  # fmt: skip
+             "raw.parquet", "acts", "out", ".", "precious.txt", "precious.json", "precious.parquet")  # fmt: skip
+_POSSIBLE = ("0", "1", "2", "3", "0.5", "base", "hard-100", SITE, "tsae.testbed.verifier:verify", "os:getcwd", "1/2",
+             "series/base", "out/more", *ARTEFACTS)  # fmt: skip
+_NOT_DRAWN = ("--executor", "--ray", "--server.url", "--open", "--training.wandb-project", "--wandb-project")
+"""Options that ask others: a cluster, a server, a browser."""
 
 
 def disturb(rng: np.random.Generator, command: Sequence[str]) -> tuple[str, ...]:
@@ -30,44 +34,85 @@ def disturb(rng: np.random.Generator, command: Sequence[str]) -> tuple[str, ...]
 
 
 @cache
-def options_of(words: tuple[str, ...]) -> tuple[argparse.Action, ...]:
-    """The options of a command, from the command line's own parser."""
+def _parser() -> argparse.ArgumentParser:
     with warnings.catch_warnings():  # tyro wants to drop it, and has nothing in its place
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser = tyro.extras.get_parser(cli.Command)  # type: ignore[call-overload]
-    for word in words:
-        commands: Mapping[str, Any] = next(a.choices for a in parser._actions if isinstance(a.choices, Mapping))
-        parser = commands[word]
-    return tuple(action for action in parser._actions if action.option_strings and action.dest != "help")
+        return tyro.extras.get_parser(cli.Command)  # type: ignore[call-overload]
+
+
+def _below(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands of a parser, by name."""
+    return next((dict(a.choices) for a in parser._actions if isinstance(a.choices, Mapping)), {})
+
+
+@cache
+def commands() -> Mapping[tuple[str, ...], argparse.ArgumentParser]:
+    """Every command of the command line, by its words."""
+    found: dict[tuple[str, ...], argparse.ArgumentParser] = {}
+    left: list[tuple[tuple[str, ...], argparse.ArgumentParser]] = [((), _parser())]
+    while left:
+        words, parser = left.pop()
+        below = _below(parser)
+        left += [((*words, name), one) for name, one in below.items()]
+        if not below:
+            found[words] = parser
+    return dict(sorted(found.items()))
+
+
+def options_of(command: Sequence[str]) -> tuple[argparse.Action, ...]:
+    """The options of a command line's command."""
+    words = next(words for words in commands() if tuple(command[: len(words)]) == words)
+    return tuple(a for a in commands()[words]._actions if a.option_strings and a.dest != "help"
+                 and not set(a.option_strings) & set(_NOT_DRAWN))  # fmt: skip
+
+
+def _option(rng: np.random.Generator, action: argparse.Action) -> list[str]:
+    """An option with a possible choice, a small number, an artefact, or nonsense."""
+    words = list(action.option_strings[:1])
+    if action.nargs == 0:
+        return words
+    choices = [str(choice) for choice in action.choices or _POSSIBLE]
+    wanted = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("*", "+") else 1
+    for _ in range(wanted if rng.random() < 0.7 else 1):
+        words.append(str(rng.choice(choices if rng.random() < 0.7 else _NONSENSE)))
+    return words
 
 
 def add_options(rng: np.random.Generator, command: Sequence[str]) -> tuple[str, ...]:
-    """The command line with one or two more options: a possible choice, a small number, or nonsense."""
-    words = []
-    for word in command:
-        if word.startswith("-") or not word.isalpha() or word in ("acts",):
-            break
-        words.append(word)
-    possible = [action for action in options_of(tuple(words)) if action.option_strings[0] not in command]
-    added: list[str] = []
-    for place in rng.permutation(len(possible))[: rng.integers(1, 3)].tolist():
-        action = possible[place]
-        added.append(action.option_strings[0])
-        if action.nargs == 0:
-            continue
-        choices = [str(choice) for choice in action.choices or ("0", "1", "2", "3", "0.5", "base", "all")]
-        many = action.nargs in ("*", "+") and rng.random() < 0.5
-        for _ in range(2 if many else 1):
-            added.append(str(rng.choice(choices if rng.random() < 0.6 else _NONSENSE)))
-    return (*command, *added)
+    """The command line with one to three more options."""
+    possible = [action for action in options_of(command) if action.option_strings[0] not in command]
+    chosen = rng.permutation(len(possible))[: rng.integers(1, 4)].tolist()
+    return (*command, *(word for place in chosen for word in _option(rng, possible[place])))
+
+
+def invent(rng: np.random.Generator) -> tuple[str, ...]:
+    """A command with all that it requires, and some options, each with a value drawn."""
+    known = {words: parser for words, parser in commands().items() if words != ("demo",)}  # takes minutes
+    words = list(known)[int(rng.integers(len(known)))]
+    found = list(words)
+    for action in known[words]._actions:
+        if not action.option_strings:
+            found.append(str(rng.choice([str(c) for c in action.choices or ARTEFACTS])))
+        elif action.dest == "to" and rng.random() < 0.8:
+            found += [
+                action.option_strings[0],
+                f"out/{rng.choice(['made', 'made.parquet', 'made.html', 'made.jsonl'])}",
+            ]
+        elif action.required and action.dest != "help":
+            found += _option(rng, action)
+    return add_options(rng, found) if rng.random() < 0.7 and options_of(found) else tuple(found)
 
 
 def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     """(what was done, what is bad of what follows: nothing where the case is good)."""
-    stage = READERS[int(rng.integers(len(READERS)))]
-    artefacts.lay_out(stage, made, here)
-    command = add_options(rng, stage.command) if rng.random() < 0.5 else disturb(rng, stage.command)
+    command = STAGES[int(rng.integers(len(STAGES)))].command
+    how = rng.random()
+    command = disturb(rng, command) if how < 0.4 else add_options(rng, command) if how < 0.8 else invent(rng)
+    for name in ARTEFACTS:
+        if any(word.split("/")[0] == name for word in command):
+            artefacts.copy(made / name, here / name)
+    (here / "out").mkdir()
     for name in ("precious.txt", "precious.json", "precious.parquet"):
         (here / name).write_text('{"precious": 1}')
-    _, wrong = artefacts.watched(command, here)
+    _, wrong = artefacts.watched(command, here, elsewhere=True)
     return f"tsae {' '.join(map(repr, command))}", wrong

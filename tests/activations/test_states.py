@@ -322,7 +322,7 @@ def test_another_layer_is_refused(
     layers: tuple[int, ...], start: Any, series_folder: Path, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
 ) -> None:
     engine = start(series_folder / "base", layers=layers)
-    with pytest.raises(TsaeError, match=r"away from the checkpoint's own .* these layers \(--server.layers\)"):
+    with pytest.raises(TsaeError, match=rf"at {SITE} are those of layer {layers[0]}, expected 2 .*--server.layers"):
         capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
     server = engine.config(layers=layers)
     with pytest.raises(TsaeError, match=rf"{SITE} is layer 2 of vLLM, and the server gives {layers[0]}"):
@@ -377,7 +377,7 @@ def test_rounding_is_allowed(engine: Engine, base: CheckpointSeries, texts: Roll
     for shard in found.manifest["readers"][0]["shards"]:
         assert shard["read_again"]["trajectories"] == shard["n_trajectories"]
         assert 1e-4 < shard["read_again"]["largest_difference"] < 0.1
-    reader = StatesReader(engine.config(), None, [SITE], torch.float32)  # type: ignore[arg-type]
+    reader = StatesReader(engine.config(), engine.model, [SITE], torch.float32)
     chosen = reader.sample(40, "base/00000.h5")
     assert len(chosen) == 8
     assert chosen == reader.sample(40, "base/00000.h5") != reader.sample(40, "base/00001.h5")

@@ -44,6 +44,9 @@ def rollouts(tmp_path: Path) -> Path:
         ("export --sae sae --to notes.txt", "is a file, and a folder is to be written"),
         ("encode --sae sae --store folder --to folder", r"is an input too \(--store\)"),
         ("attribute folder --to out --json notes.txt", "no file with JSON results"),
+        ("diff --features features --to out --markdown notes.txt", "no file with a Markdown table of tsae"),
+        ("diff --features features --to out --markdown folder", "is a folder, and a file is to be written"),
+        ("diff --features features --to out --series rollouts.parquet --markdown rollouts.parquet", "is an input too"),
         ("rollouts difficulty --rollouts rollouts.parquet --json mine.json", "no file with JSON results of tsae"),
         ("store statistics folder --to rollouts.parquet", "no file with token statistics of tsae"),
         (

@@ -191,6 +191,21 @@ def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any],
         analyze_run(replace(tiny, to=out, seed=1), progress=False)
 
 
+def test_what_is_damaged_in_an_analysis_is_not_read(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    file = out / "evaluation" / "evaluation.json"
+    whole = file.read_text()
+    file.write_text(whole.replace('"fve": 0.', '"fve": 1.', 1))
+    assert file.read_text() != whole
+    with pytest.raises(TsaeError, match=r"evaluation\.json is damaged"):
+        analyze_run(replace(tiny, to=out), progress=False)
+    (out / "run.json").write_text("{")
+    with pytest.raises(TsaeError, match=r"run\.json: cannot be read"):
+        analyze_run(replace(tiny, to=out), progress=False)
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps with every checkpoint, its log and its settings."""

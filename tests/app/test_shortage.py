@@ -28,6 +28,8 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         torch.empty(2**50)
     assert "not enough memory" in str(shortage(short.value))
     assert "ulimit -u" in str(shortage(RuntimeError("can't start new thread")))
+    panic = type("PanicException", (BaseException,), {})("no entry found for key")
+    assert "a library met what it did not expect (no entry found for key)" in str(shortage(panic))
     for other in (
         OSError(errno.ENOENT, "No such file", "x"),
         ValueError("x"),
@@ -35,6 +37,23 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         ConnectionError(),
     ):
         assert shortage(other) is None
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").mkdir()
+    for touch, named in (
+        (lambda: (tmp_path / "a").replace(tmp_path / "b"), "b"),
+        (lambda: (tmp_path / "a" / "below").mkdir(), "a/below"),
+        (lambda: (tmp_path / "a").mkdir(), "a"),
+        (lambda: (tmp_path / ("x" * 300)).write_text(""), "x" * 300),
+    ):
+        with pytest.raises(OSError) as refused:
+            touch()
+        found = shortage(refused.value)
+        assert found is not None
+        assert found.where == str(tmp_path / named)
+        assert "another path" in str(found) or "shorter path" in str(found)
 
 
 def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:

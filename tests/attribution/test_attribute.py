@@ -137,6 +137,8 @@ def test_what_is_saved_is_loaded(found: Attribution, run: Path, tmp_path: Path) 
     for name in ("targets", "samples", "facts", "groups", "problems", "segments"):
         pd.testing.assert_frame_equal(getattr(again, name), getattr(found, name))
     assert again.info == json.loads(json.dumps(found.info))
+    assert found.info["recipe"].endswith("(by training_args.json)")
+    assert str(run) not in (run / "attribution" / "attribution.json").read_text()
     with pytest.raises(TsaeError, match=r"holds no attribution\.json"):
         Attribution.load(tmp_path)
     log = tsae.Rollouts.read(run / "rollouts.parquet")

@@ -101,6 +101,27 @@ def test_what_cannot_be_simulated_is_said(changed: dict[str, Any], said: str, tm
         read_recipe(settings(tmp_path, {**TRL, **changed}))
 
 
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("training_args.json", {"warmup_steps": "soon"}),
+        ("training_args.json", {"epsilon": {}}),
+        ("trainer_state.json", {"log_history": True}),
+        ("trainer_state.json", {"log_history": [{"learning_rate": "x", "step": 1}]}),
+        ("trainer_state.json", {"log_history": [5]}),
+        ("trainer_state.json", {"max_steps": "many"}),
+    ],
+)
+def test_damaged_settings_are_named(file: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    content = {"training_args.json": TRL, "trainer_state.json": {"max_steps": 95, "global_step": 40}}
+    for name, values in content.items():
+        (tmp_path / name).write_text(json.dumps({**values, **(changed if name == file else {})}))
+    with pytest.raises(
+        TsaeError, match=r"(training_args|trainer_state)\.json: (cannot be read|a setting is no number)"
+    ):
+        read_recipe(tmp_path)
+
+
 def test_without_settings(tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match=r"holds no settings of the training \(training_args\.json"):
         read_recipe(tmp_path)

@@ -21,6 +21,7 @@ from support.builders import (
     save_perturbed,
     save_series,
 )
+from support.checkpoints import edit
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks, positions
 from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
@@ -350,6 +351,33 @@ def test_a_damaged_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(TsaeError, match="cannot load its tokenizer"):
         load_tokenizer(checkpoint(path))
+
+
+def test_a_token_with_an_absurd_id_is_refused(llama: Path, tmp_path: Path) -> None:
+    path = broken(llama, tmp_path / "model")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["7"] = 10**9
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TsaeError, match="one with the id 1,000,000,000"):
+        load_tokenizer(checkpoint(path))
+
+
+def test_a_damaged_configuration_is_refused(llama: Path, tmp_path: Path) -> None:
+    """Transformers and tokenizers raise classes of their own, some of them bare exceptions."""
+    path = broken(llama, tmp_path / "model")
+    for file, changed in (
+        ("config.json", {"hidden_size": "x"}), ("config.json", {"hidden_size": []}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 5}), ("tokenizer.json", {"added_tokens": 1}),
+    ):  # fmt: skip
+        whole = (path / file).read_text()
+        edit(path / file, **changed)
+        with pytest.raises(TsaeError, match="cannot load its tokenizer"):
+            load_tokenizer(checkpoint(path))
+        if file == "config.json":
+            with pytest.raises(TsaeError, match="cannot be loaded"):
+                load_model(checkpoint(path))
+        (path / file).write_text(whole)
+    load_tokenizer(checkpoint(path))
 
 
 def test_a_directory_without_weights_is_refused(llama: Path, tmp_path: Path) -> None:

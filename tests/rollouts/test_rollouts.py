@@ -435,10 +435,13 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": "x"}', "not a problem .KeyError: 'answer'"),
         ('{"id": 1, "prompt": 5, "answer": 2}', "not a problem"),
         ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
+        ('{"id": 1, "prompt": "\udcfb", "answer": 2}', "not a problem .UnicodeDecodeError"),
+        ("[" * 100_000, "not a problem .RecursionError"),
     ],
 )
 def test_bad_problem_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "p.jsonl").write_text('{"id": 0, "prompt": "1+1?", "answer": 2}\n' + line + "\n")
+    text = '\ufeff{"id": 0, "prompt": "1+1?", "answer": 2}\n' + line + "\n"
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(TsaeError, match=message) as error:
         read_problems(tmp_path / "p.jsonl")
     assert f"{tmp_path / 'p.jsonl'}:2" in str(error.value)
@@ -575,6 +578,11 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     assert plain == [BOS, 1, 10, 1, 13]
     with pytest.raises(TsaeError, match="no chat template"):
         encode_prompt(tokenizer, "1+1?", "chat")
+    tokenizer.chat_template = TEMPLATE
+    for broken in ("{% broken", "{{ messages[7].content }}", "{{ 1 // 0 }}"):
+        tokenizer.chat_template = broken
+        with pytest.raises(TsaeError, match="chat template cannot be applied"):
+            encode_prompt(tokenizer, "1+1?")
     tokenizer.chat_template = TEMPLATE
     assert encode_prompt(tokenizer, "1+1?") == [16, 1, 10, 1, 13, 14, 15]  # no second <bos>
     assert encode_prompt(tokenizer, "1+1?", "chat") == [16, 1, 10, 1, 13, 14, 15]

@@ -254,7 +254,7 @@ def test_damaged_and_foreign_folders_are_refused(
     with pytest.raises(TsaeError, match=r"state\.safetensors: is damaged: its bytes have changed.*set resume="):
         run(store.path, folder)
     whole = (state.parent / "state.json").read_text()
-    (state.parent / "state.json").write_text(whole.replace('"tensors": "', '"tensors": "0'))
+    (state.parent / "state.json").write_text(whole.replace('"state.safetensors": "', '"state.safetensors": "0'))
     with pytest.raises(TsaeError, match=r"state\.json: is damaged: its content has changed"):
         run(store.path, folder)
     (state.parent / "state.json").write_text("{")

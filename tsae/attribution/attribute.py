@@ -13,7 +13,7 @@ Memory holds the checkpoints, some vectors of the weights for each target, and t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def attribute(
         problem_table(names, problem, regressed, split),
         segment_table(split, stretch.begin, config.flag_remainder),
         {
-            "recipe": str(recipe),
+            "recipe": str(replace(recipe, source=Path(recipe.source).name)),  # results do not say where the run lies
             "config": vars(config),
             "series": series.name,
             "run": stretch.run,

@@ -23,7 +23,7 @@ from tsae.checkpoints.weight_files import (
     refuse_own_code,
     weight_files,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,7 +100,6 @@ class ModelLoader:
 
     def _from_files(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
         import torch
-        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         if not is_gguf(folder):
@@ -121,7 +120,9 @@ class ModelLoader:
                         raise
                     # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
                     model, info = load(**options, attn_implementation="eager")
-            except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            except MemoryError:
+                raise
+            except Exception as error:  # transformers and what it uses raise no narrower class
                 refuse_own_code(error, folder)
                 raise TsaeError(
                     f"cannot be loaded as a causal language model ({first_line(error)})",
@@ -160,12 +161,18 @@ def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
-        except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
+            nothing = not tokenizer("1", add_special_tokens=False)["input_ids"]
+        except BaseException as error:  # the tokenizers library raises no narrower class, and panics
+            if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, MemoryError):
+                raise
             refuse_own_code(error, folder)
             raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
-    if len(tokenizer) < 2 or not tokenizer("1", add_special_tokens=False)["input_ids"]:
+    if len(tokenizer) < 2 or nothing:
         what = f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing"
         raise TsaeError(what, where=folder, fix=fix)
+    last = max(tokenizer.get_vocab().values())
+    if last > 10 * len(tokenizer) + 100_000:  # lists by token would fill the memory
+        raise TsaeError(f"its tokenizer has {len(tokenizer):,} tokens, one with the id {last:,}", where=folder, fix=fix)
     return tokenizer
 
 

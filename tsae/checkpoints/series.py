@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tsae.base.files import write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
@@ -123,9 +124,7 @@ class CheckpointSeries:
             if path.is_absolute() and path.is_relative_to(folder.resolve()):
                 record["path"] = path.relative_to(folder.resolve()).as_posix()
             records.append(record)
-        target = folder / "series.json"
-        target.write_text(json.dumps({"name": self.name, "checkpoints": records}, indent=2) + "\n", encoding="utf-8")
-        return target
+        return write_json(folder / "series.json", {"name": self.name, "checkpoints": records})
 
     @classmethod
     def load(cls, *sources: str | Path) -> CheckpointSeries:

@@ -136,7 +136,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def refuse_own_code(error: Exception, folder: Path) -> None:
+def refuse_own_code(error: BaseException, folder: Path) -> None:
     """Say it in our words, where transformers refused to run code that lies beside the weights.
 
     Raises:

@@ -28,8 +28,8 @@ def check_outputs(options: Any) -> None:
     """
     name = type(options).__name__
     to = output(options)
-    written = _path(options, "json")
-    for option, path in (("--to", to), ("--json", written)):
+    written = {f"--{name}": _path(options, name) for name in _BESIDE}
+    for option, path in (("--to", to), *written.items()):
         if path is None or path == Path("-"):
             continue
         for field, other in _inputs(options):
@@ -39,8 +39,9 @@ def check_outputs(options: Any) -> None:
         _check_file("--to", to, *FILES[name])
     elif to is not None and os.path.exists(to) and not to.is_dir():
         raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
-    if written is not None and written != Path("-"):
-        _check_file("--json", written, "JSON results of tsae", _is_json)
+    for option, path in written.items():
+        if path is not None and path != Path("-"):
+            _check_file(option, path, *_BESIDE[option[2:]])
 
 
 def output(options: Any) -> Path | None:
@@ -74,7 +75,7 @@ def _inputs(options: Any) -> Iterator[tuple[str, Path]]:
     """Paths that a command may read, by option."""
     for field in fields(options):
         value = getattr(options, field.name)
-        if field.name in ("to", "json"):
+        if field.name in ("to", *_BESIDE):
             continue
         if is_dataclass(value) and not isinstance(value, type):
             yield from _inputs(value)
@@ -89,6 +90,10 @@ def _is_page(begin: bytes, _: Path) -> bool:
 
 def _is_json(begin: bytes, _: Path) -> bool:
     return re.match(rb'\s*\{\s*"written_by": "tsae ', begin) is not None
+
+
+def _is_table(begin: bytes, _: Path) -> bool:
+    return begin.startswith(b"| kind | checkpoint | part | band | feature |")
 
 
 def _is_problems(begin: bytes, _: Path) -> bool:
@@ -114,6 +119,11 @@ def _holds(kind: str) -> Callable[[bytes, Path], bool]:
     return known
 
 
+_BESIDE: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
+    "json": ("JSON results of tsae", _is_json),
+    "markdown": ("a Markdown table of tsae", _is_table),
+}
+"""Options that name a file beside --to: what it holds, and whether an existing one holds that."""
 ROLLOUTS = "rollouts"
 FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Report": ("a page of tsae", _is_page),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, is_panic
 
 _FIXES = {
     "Make room, and give the same command again: what is finished is kept.": (
@@ -16,6 +17,10 @@ _FIXES = {
     "Allow more open files (ulimit -n), and give the same command again.": (errno.EMFILE, errno.ENFILE),
     "Give the command more memory, or smaller batches.": (errno.ENOMEM,),
     "Look at the disk. The same command goes on from what is finished.": (errno.EIO, errno.ESTALE),
+    "A folder lies where a file belongs, or a file where a folder does. Move it away, or give another path.": (
+        errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP,
+    ),
+    "Give a shorter path.": (errno.ENAMETOOLONG,),
     "Allow more processes and threads (ulimit -u), or use fewer.": (errno.EAGAIN,),
 }  # fmt: skip
 _BY_NUMBER = {number: fix for fix, numbers in _FIXES.items() for number in numbers}
@@ -31,6 +36,9 @@ def shortage(error: BaseException) -> TsaeError | None:
         error: of Python, or of a library that passes the system's number on in its words (HDF5, Arrow, safetensors).
     """
     first = (str(error).splitlines() or [""])[0]
+    if is_panic(error):
+        what = f"a library met what it did not expect ({first})"
+        return TsaeError(what, fix="Look at the files that the command reads: one may be damaged.")
     where = None
     fix = None
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
@@ -42,7 +50,8 @@ def shortage(error: BaseException) -> TsaeError | None:
         if number is None and (found := _NUMBER.search(str(error))):
             number = int(found[1])
         fix = _BY_NUMBER.get(number or 0)
-        where = error.filename if isinstance(error.filename, str) else None
+        named = error.filename2 or error.filename  # of a renaming its target
+        where = os.fspath(named) if isinstance(named, str | os.PathLike) else None
         first = error.strerror or first
     elif type(error).__name__ == "SafetensorError" and (found := _NUMBER.search(str(error))):
         fix = _BY_NUMBER.get(int(found[1]))

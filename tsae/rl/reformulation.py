@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tsae.base.files import write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, read_problems
@@ -43,7 +44,7 @@ class Reformulation:
 def write_reformulations(reformulations: Iterable[Reformulation], path: str | Path) -> None:
     """Write JSON lines: a problem's fields and parent, kind, hidden, accepted."""
     lines = [json.dumps(item.as_record(), ensure_ascii=False) + "\n" for item in reformulations]
-    Path(path).write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
 
 
 def read_reformulations(path: str | Path) -> list[Reformulation]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tsae.base.files import write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
@@ -28,7 +29,7 @@ class Problem:
 def write_problems(problems: Iterable[Problem], path: str | Path) -> None:
     """Write problems as JSON lines: id, prompt, answer, level."""
     lines = [json.dumps(problem.__dict__, ensure_ascii=False) for problem in problems]
-    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def read_problems(path: str | Path) -> list[Problem]:
@@ -42,17 +43,17 @@ def read_problems(path: str | Path) -> list[Problem]:
         raise TsaeError("no such problem file", where=path, fix="Give a JSONL file of id, prompt and answer.")
     problems: list[Problem] = []
     seen: set[str] = set()
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = parse_json(line)
+                record = parse_json(line.decode("utf-8-sig"))
                 level = None if record.get("level") is None else str(record["level"])
                 problem = Problem(str(record["id"]), record["prompt"], str(record["answer"]), level)
                 if not isinstance(problem.prompt, str):
                     raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise TsaeError(
                     f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer",
                     where=f"{path}:{number}",

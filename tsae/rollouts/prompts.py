@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from tsae.errors import TsaeError
+from tsae.checkpoints.weight_files import first_line
+from tsae.errors import TsaeError, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,9 @@ def tokenize(
     """Token ids of a text; a TsaeError where the tokenizer refuses it, as one without an unknown token does."""
     try:
         return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-    except Exception as error:  # the tokenizers library raises no narrower class
+    except BaseException as error:  # the tokenizers library raises no narrower class, and panics
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         shown = text if len(text) <= 40 else text[:40] + "…"
         what = f"{shown!r} cannot be tokenised ({error})"
         raise TsaeError(what, where=where, fix="Use texts in the tokenizer's alphabet.") from error
@@ -36,6 +39,10 @@ def encode_prompt(
     if prompt_format == "plain" or not has_template:
         return tokenize(tokenizer, prompt, where=where)
     messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program
+        what = f"the tokenizer's chat template cannot be applied ({first_line(error)})"
+        raise TsaeError(what, where=where, fix='Correct the template, or use prompt_format="plain".') from error
     # The template writes its own special tokens.
     return tokenize(tokenizer, text, add_special_tokens=False, where=where)

@@ -35,7 +35,7 @@ def _limit(what: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + int(number), resource.RLIM_INFINITY))
 
 
-def _begin(torment: str) -> None:
+def begin(torment: str) -> None:
     what, when, folder = torment.split(":", 2)
     left = int(when)
     busy = False
@@ -68,4 +68,4 @@ def _begin(torment: str) -> None:
 
 
 if "TORMENT" in os.environ:
-    _begin(os.environ["TORMENT"])
+    begin(os.environ["TORMENT"])

@@ -109,7 +109,7 @@ def as_reader(
     if config.backend == "vllm":
         server = check_server(server)
         dtype = reader.model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        return StatesReader(server, reader, sites, dtype)
+        return StatesReader(server, reader.model, sites, dtype)
     return PredictingReader(reader) if isinstance(config, CaptureConfig) and config.token_statistics else reader
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -33,10 +33,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from tsae.activations.config import StatesConfig
-from tsae.activations.reader.forward_passes import Misread, OutOfMemory, Reader, read_batches
-from tsae.checkpoints.forward.hooks import Site
+from tsae.activations.reader.forward_passes import Misread, OutOfMemory, read_batches
+from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks
 from tsae.errors import TsaeError
 from tsae.rollouts.sampling.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 START = (
     'vllm serve CHECKPOINT --no-enable-prefix-caching --no-enable-chunked-prefill --speculative-config \'{"method": '
@@ -49,7 +52,8 @@ START = (
 _MEDIAN, _LARGEST = 8, 48
 """How far states may be from the checkpoint's own, in units of the coarser precision, for the median token and for any
 token. The unit is at least that of TF32, with which GPUs may multiply float32. In SmolLM2-135M, bfloat16 moves the
-median token by 2 units and any token by 28; the next block's states are 27 units away, and another token's 92."""
+median token by 2 units and any token by 28; the next block's states are 27 units away, and another token's 92. Deeper
+models have layers that are nearer to each other, so states must also be nearer to their own than to the next ones."""
 _FINEST = 2.0**-10
 
 
@@ -58,7 +62,7 @@ class StatesReader:
 
     Args:
         server: where it is, and what it was started with.
-        own: the checkpoint itself, for the sample.
+        model: the checkpoint's, which reads the sample.
         sites: TransformerLens names.
         dtype: stored precision.
 
@@ -66,22 +70,26 @@ class StatesReader:
         TsaeError: where the server does not answer, does not give these sites' layers, or the folder is not there.
     """
 
-    def __init__(self, server: StatesConfig, own: Reader, sites: Sequence[str], dtype: torch.dtype) -> None:
+    def __init__(self, server: StatesConfig, model: PreTrainedModel, sites: Sequence[str], dtype: torch.dtype) -> None:
         assert server.folder is not None
-        self.server, self.own, self.dtype = server, own, dtype
+        self.server, self.dtype = server, dtype
         self.folder = server.folder.resolve()
         if not self.folder.is_dir():
             raise TsaeError("is no folder", where=server.folder, fix="Give the server's shared_storage_path.")
-        ids = {site: (found := Site.parse(site)).layer + (found.point == "post") for site in sites}
-        self.layers = sorted(set(server.layers or ids.values()))
-        missing = next((site for site, id in ids.items() if id not in self.layers), None)
+        self.ids = {site: (found := Site.parse(site)).layer + (found.point == "post") for site in sites}
+        self.layers = sorted(set(server.layers or self.ids.values()))
+        missing = next((site for site, id in self.ids.items() if id not in self.layers), None)
         if missing is not None:
+            given = ", ".join(map(str, self.layers))
             raise TsaeError(
-                f"{missing} is layer {ids[missing]} of vLLM, and the server gives {', '.join(map(str, self.layers))}",
+                f"{missing} is layer {self.ids[missing]} of vLLM, and the server gives {given}",
                 where="StatesConfig.layers",
                 fix="Start it with that id among its eagle_aux_hidden_state_layer_ids, or choose other sites.",
             )
-        self.columns = {site: self.layers.index(id) for site, id in ids.items()}
+        self.columns = {site: self.layers.index(id) for site, id in self.ids.items()}
+        depth = len(decoder_blocks(model))
+        around = {id + step for id in self.ids.values() for step in (-1, 0, 1)}
+        self.own = HuggingFaceReader(model, [_site_of(id) for id in sorted(around) if 0 <= id <= depth])
         self.endpoint = Endpoint(server)
 
     def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -134,12 +142,23 @@ class StatesReader:
             raise OutOfMemory(np.array([text])) from error
         most = 0.0
         for site, theirs in values.items():
-            ours = batch.values[site].cpu()
+            id = self.ids[site]
+            ours = batch.values[_site_of(id)].cpu()
             if ours.shape != theirs.shape:
                 self._refuse(text, f"have d_model {theirs.shape[-1]} at {site}, expected {ours.shape[-1]}")
-            far = (theirs.float() - ours.float()).norm(dim=-1) / ours.float().norm(dim=-1).clamp_min(1e-30)
+            far = _far(theirs, ours)
             unit = max(torch.finfo(theirs.dtype).eps, torch.finfo(ours.dtype).eps, _FINEST)
             median, largest = float(far.median()), float(far.max())
+            # Of the layers beside it, one that states are nearer to.
+            others = {o: batch.values[_site_of(o)] for o in (id - 1, id + 1) if _site_of(o) in batch.values}
+            least = min(median, _MEDIAN * unit)
+            nearer = next((o for o, values in others.items() if float(_far(theirs, values).median()) < least), None)
+            if nearer is not None:
+                self._refuse(
+                    text,
+                    f"at {site} are those of layer {nearer}, expected {id}",
+                    "Give the server's eagle_aux_hidden_state_layer_ids as --server.layers, or start it with others.",
+                )
             if not (median <= _MEDIAN * unit and largest <= _LARGEST * unit):
                 at = int(far.argmax())
                 self._refuse(
@@ -147,8 +166,8 @@ class StatesReader:
                     f"at {site} are {median:.2g} of their norm away from the checkpoint's own on the median token, and "
                     f"{largest:.2g} on token {at}; rounding makes at most {_MEDIAN * unit:.2g} and "
                     f"{_LARGEST * unit:.2g}",
-                    "See that the server has this checkpoint's weights and these layers (--server.layers), and neither "
-                    "cached prefixes nor chunked prefill. Try --server.concurrency 1. If that helps, the server mixes "
+                    "See that the server has this checkpoint's weights and layers, and neither cached prefixes nor "
+                    "chunked prefill. Try --server.concurrency 1. If that helps, the server mixes "
                     "up requests; use another version of vLLM, or --backend huggingface.",
                 )
             most = max(most, largest)
@@ -253,6 +272,17 @@ class StatesReader:
         self, text: int, what: str, fix: str = "Look after the server; restart it, or use another version."
     ) -> NoReturn:
         raise Misread(text, f"the server's states {what}", self.endpoint.url, fix)
+
+
+def _site_of(id: int) -> str:
+    """Where vLLM's layer is."""
+    return f"blocks.{id - 1}.hook_resid_post" if id else "blocks.0.hook_resid_pre"
+
+
+def _far(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """(n_tokens,) distance of each token's state from ours, as a share of the norm of ours."""
+    ours = ours.cpu().float()
+    return (theirs.float() - ours).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-30)
 
 
 def _lock_of(path: Path) -> Path:

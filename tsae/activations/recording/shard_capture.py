@@ -80,19 +80,16 @@ def capture_shard(
                     fix=error.fix,
                 ) from error
             if short is None:
-                same = (
-                    {"read_again": {"trajectories": len(again), "largest_difference": max(differences)}}
-                    if again
-                    else {}
-                )
-                return {
+                entry = {
                     "file": piece.file,
                     "n_tokens": int(offsets[-1]),
                     "n_trajectories": len(piece.rows),
                     "batch_tokens": batch_tokens,
                     "sha256": writer.finish(),
-                    **same,
                 }
+                if again:
+                    entry["read_again"] = {"trajectories": len(again), "largest_difference": max(differences)}
+                return entry
         if len(short.texts) == 1:
             t = int(short.texts[0])
             raise TsaeError(

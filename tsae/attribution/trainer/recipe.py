@@ -16,9 +16,12 @@ import yaml
 
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.base.files import reading
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 
+_STATE = "trainer_state.json"
+_CORRECT = "Correct the file, or remove it."
 _FILES = ("training_args.json", "training_args.yaml", "config.yaml", ".hydra/config.yaml")
 _ADAM = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused"}
 _SCHEDULES = {
@@ -75,16 +78,20 @@ def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
             fix="Give the file, or the optimiser and the loss themselves.",
         )
     settings = _load(file)
-    state = _state(folder)
-    steps = n_steps or state.get("max_steps") or settings.get("max_steps") or None
-    recipe = (_of_verl if "actor_rollout_ref" in settings else _of_trl)(settings, steps, file)
-    _check_rates(recipe.optimiser, state, folder)
+    with reading(folder / _STATE, _CORRECT):
+        state = _state(folder)
+        lasts = int(state.get("max_steps") or 0)
+    with reading(file, _CORRECT):
+        steps = n_steps or lasts or settings.get("max_steps") or None
+        recipe = (_of_verl if "actor_rollout_ref" in settings else _of_trl)(settings, steps, file)
+    with reading(folder / _STATE, _CORRECT):
+        _check_rates(recipe.optimiser, state, folder)
     return recipe
 
 
 def _load(file: Path) -> dict[str, Any]:
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8")
         found = parse_json(text) if file.suffix == ".json" else parse_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise TsaeError(f"is no {file.suffix[1:].upper()} ({str(error).splitlines()[0]})", where=file) from error
@@ -95,7 +102,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _state(folder: Path) -> dict[str, Any]:
     """The newest trainer_state.json of the folder or its checkpoints."""
-    files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+    files = [*folder.glob(_STATE), *folder.glob(f"checkpoint-*/{_STATE}")]
     states = [_load(file) for file in files]
     return max(states, key=lambda state: state.get("global_step", 0), default={})
 

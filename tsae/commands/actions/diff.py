@@ -8,7 +8,7 @@ import pandas as pd
 
 import tsae
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import reading
+from tsae.base.files import reading, write_text
 from tsae.base.seal import check_seal, seal
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
@@ -71,7 +71,7 @@ def run_diff(options: Diff) -> None:
             content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
             print(f"\nAgainst {options.compare}: {content['agreement']}")
         if options.markdown is not None:
-            options.markdown.write_text(diff.to_markdown(), encoding="utf-8")
+            write_text(options.markdown, diff.to_markdown())
             say_wrote(options.markdown)
         write(content)
 

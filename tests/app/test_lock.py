@@ -1,0 +1,52 @@
+"""The lock: every package that `make` installs is in it, at the version of constraints.txt and with its hashes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+NOT_LOCKED = {"torch", "tsae"}  # torch is taken from where the user takes it: see the Makefile
+
+
+def pinned(file: Path) -> dict[str, str]:
+    """Version by name."""
+    found = re.findall(r"^([\w.-]+)(?:\[[^]]*\])?==([^ ;\n]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+LOCK, CONSTRAINTS = pinned(ROOT / "requirements.lock"), pinned(ROOT / "constraints.txt")
+
+
+def test_all_that_is_asked_for_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups, extras = project["optional-dependencies"], ["dev", "rl"]
+    asked = [Requirement(text) for text in project["dependencies"]]
+    for extra in extras:
+        for text in groups[extra]:
+            if (found := Requirement(text)).name == "tsae":
+                extras += sorted(found.extras)
+            else:
+                asked.append(found)
+    missing = sorted({canonicalize_name(r.name) for r in asked} - LOCK.keys() - NOT_LOCKED)
+    assert not missing, f"run `make lock`: {', '.join(missing)}"
+    wrong = [str(r) for r in asked if r.name not in NOT_LOCKED and LOCK[canonicalize_name(r.name)] not in r.specifier]
+    assert not wrong
+
+
+def test_versions_are_those_of_the_constraints() -> None:
+    both = LOCK.keys() & CONSTRAINTS.keys()
+    assert len(both) > 200
+    assert {name: LOCK[name] for name in both} == {name: CONSTRAINTS[name] for name in both}
+
+
+def test_every_entry_has_hashes_and_no_address() -> None:
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.split(r"^(?=[\w])", text, flags=re.MULTILINE)[1:]
+    assert len(entries) == len(re.findall("^[^ ]*==", text, re.MULTILINE))
+    assert not [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry]
+    assert not re.search(r"https?://|file:|--index|--find-links| @ ", text)
