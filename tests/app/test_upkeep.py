@@ -216,6 +216,47 @@ def test_the_command_of_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         made_by(Path("b/out"))
 
 
+def test_the_command_of_an_output_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    record_command(Path("demo"), ["demo", "--open", "--json=x", "--markdown", "y", "--seed", "3"])
+    found = made_by(Path("demo"))
+    assert found is not None
+    assert found.runnable == ["demo", "--seed", "3", "--to", "demo"]
+    assert not found.doubt
+    for words in (["demo", "--seed", "3"], ["serve", "--to", "demo"], ["demo"]):
+        write_json(command_file(tmp_path / "demo"), {"command": words, "from": ".", "output": "demo"})
+        with pytest.raises(TsaeError, match="is no command that writes demo"):
+            made_by(Path("demo"))
+    write_json(
+        command_file(tmp_path / "demo"), {"command": ["demo", "--to", "demo", "--to=x"], "from": ".", "output": "demo"}
+    )
+    assert made_by(Path("demo")) is None
+
+
+DOUBTS = {
+    "function": (["--annotator", "evil:run"], r"runs code of its own \(evil:run\)"),
+    "function, joined": (["--annotator=evil.sub:run"], "runs code of its own"),
+    "address": (["--server.url", "http://evil.example/v1"], "calls an address"),
+    "option": (["--trust-remote-code"], "has the option"),
+    "secret": (["--tokenizer", "hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"], "was not written down, because it is secret"),
+}
+
+
+@pytest.mark.parametrize("doubt", list(DOUBTS))
+def test_what_a_stranger_wrote_down_is_not_run_unseen(doubt: str, copy: Path) -> None:
+    words, said = DOUBTS[doubt]
+    record_command(copy / "diff", ["diff", "--features", str(copy / "features"), "--to", str(copy / "diff"), *words])
+    assert "aaaa" not in command_file(copy / "diff").read_text()
+    flip(copy / "diff" / "shifts.parquet", 99)
+    before = contents(copy)
+    with pytest.raises(TsaeError, match=said) as refused:
+        repair([copy], trust=doubt == "secret", say=lambda _: None, progress=False)
+    assert "tsae diff --features" in str(refused.value)
+    assert ("tsae repair --trust" in str(refused.value)) == (doubt != "secret")
+    assert contents(copy) == before
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -237,6 +278,10 @@ def test_a_damaged_diff_is_made_again_with_the_same_bytes(copy: Path, monkeypatc
         repair([copy], say=lines.append, progress=False)
     assert contents(copy / "diff") == damaged
     (copy / "elsewhere").rename(copy / "features")
+    # Modules in the folder are not imported.
+    for module in ("tsae", "json", "evil"):
+        (copy / f"{module}.py").write_text("open('imported', 'w')")
+    before |= {name: told for name, told in contents(copy).items() if name.endswith(".py")}
     # So does a repair that was killed: the next one goes on.
     (copy / "diff").rename(aside_name(copy / "diff"))
     assert states(copy)["diff"] == "missing"

@@ -90,13 +90,20 @@ def next_step(findings: Sequence[Finding]) -> Step | None:
 
 
 def repair(
-    paths: Sequence[str | Path], *, dry_run: bool = False, say: Callable[[str], None] = print, progress: bool = True
+    paths: Sequence[str | Path],
+    *,
+    dry_run: bool = False,
+    trust: bool = False,
+    say: Callable[[str], None] = print,
+    progress: bool = True,
 ) -> list[Finding]:
     """Make again what is damaged, missing, unfinished or outdated at some paths and below.
 
     Args:
         paths: files or folders.
         dry_run: say what would be done, and do nothing.
+        trust: run recorded commands that name code or addresses, too. They come from files beside the artefacts, which
+            whoever made the folder wrote.
         say: called with a line for every step.
         progress: show bars.
 
@@ -104,7 +111,7 @@ def repair(
         what the last verification found.
 
     Raises:
-        TsaeError: where a command fails, or what it made is not intact.
+        TsaeError: where a command fails or needs trust, or what it made is not intact.
     """
     seen: set[frozenset[tuple[Path, str]]] = set()
     refused: TsaeError | None = None
@@ -129,7 +136,7 @@ def repair(
         say(f"repairing {step}")
         refused = None
         try:
-            for line in _do(step, progress):
+            for line in _do(step, trust, progress):
                 say(f"  {line}")
         except TsaeError as error:
             # It may have mended something that was in its way: what is left is looked at again.
@@ -143,8 +150,10 @@ def _all_steps(findings: Sequence[Finding]) -> Iterator[Step]:
         left = [finding for finding in left if finding not in step.findings]
 
 
-def _do(step: Step, progress: bool) -> Iterator[str]:
+def _do(step: Step, trust: bool, progress: bool) -> Iterator[str]:
     path = step.findings[0].artefact.path
+    if step.does != "copy" and step.findings[0].command is not None:
+        _look(step.findings[0].command, trust)
     if step.does == "copy":
         with sole_writer(path.parent):
             shutil.copyfile(stamp_copy(path.parent, path.name), partial := path.with_name(f".{path.name}.new"))
@@ -201,13 +210,27 @@ def _series(finding: Finding) -> CheckpointSeries:
     return find_series(RunConfig(path=settings["path"], base=settings["base"]))[0]
 
 
+def _look(command: MadeBy, trust: bool) -> None:
+    """Refuse a command that a stranger might have written down.
+
+    Raises:
+        TsaeError: where it names code or an address and is not trusted, or has lost a secret.
+    """
+    if "***" in command.doubt:
+        raise TsaeError(f"is not run: it {command.doubt}", where=str(command), fix="Give it yourself.")
+    if command.doubt and not trust:
+        fix = "Look at it. If you trust whoever wrote this folder: tsae repair --trust"
+        raise TsaeError(f"is not run: it {command.doubt}", where=str(command), fix=fix)
+
+
 def _run(command: MadeBy) -> None:
     """Run a command; what it prints goes to standard error.
 
     Raises:
         TsaeError: where it fails.
     """
-    words = [sys.executable, "-m", "tsae", *(word for word in command.words if word != "--open")]
+    # With -P: the folder may be a stranger's, and its json.py or tsae.py is not imported.
+    words = [sys.executable, "-P", "-m", "tsae", *command.runnable]
     try:
         ended = subprocess.run(words, cwd=command.where, stdout=sys.stderr, check=False)
     except OSError as error:
@@ -229,7 +252,9 @@ def _aside(findings: Sequence[Finding]) -> Iterator[list[str]]:
     try:
         for finding in findings:
             for path in _in_the_way(finding):
-                if path not in moved and path.exists():
+                if aside_name(path).exists() and not path.exists():
+                    moved[path] = finding  # by a repair that was interrupted
+                elif path not in moved and path.exists():
                     with sole_writer(finding.artefact.run or finding.artefact.path):
                         _remove(aside_name(path))
                         path.rename(aside_name(path))

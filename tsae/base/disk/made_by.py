@@ -1,12 +1,15 @@
 """Which command made an output: a hidden file beside it, so that it can be made again.
 
 The command of ``out/features`` is in ``out/.features.command.json``. The folder in which the command was given is
-kept relative to the output, so that a tree of folders can be moved as a whole.
+kept relative to the output, so that a tree of folders can be moved as a whole. Passwords and keys are not written.
+
+Such a file may come from a stranger, with the folder that it lies in: `MadeBy.doubt` says what must not be run unseen.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +19,14 @@ from pathlib import Path
 from tsae.base.files import reading, write_json
 from tsae.base.provenance import version_of
 from tsae.base.seal import read_sealed, with_checksum
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
+
+_COMMANDS = (
+    "run", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute", "causal",
+    "reinforcement", "influence", "report", "reformulate", "credit",
+)  # fmt: skip
+"""Those that write artefacts."""
+_FUNCTION = re.compile(r"(?!tsae\.)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,36 @@ class MadeBy:
     """Without "tsae"."""
     where: Path
     """Its working folder."""
+
+    @property
+    def doubt(self) -> str:
+        """Why the command must be looked at before it is run; empty where it only computes."""
+        for word in self.words:
+            value = word.partition("=")[2] if word.startswith("--") else word
+            if "***" in word:
+                return f"has a part that was not written down, because it is secret ({word})"
+            if _FUNCTION.fullmatch(value):
+                return f"runs code of its own ({value})"
+            if "://" in word:
+                return f"calls an address ({value})"
+            if word.startswith(("--trust", "--wandb", "--training.wandb")):
+                return f"has the option {word}"
+        return ""
+
+    @property
+    def runnable(self) -> list[str]:
+        """Its words without what makes other files than its output, or opens a browser."""
+        found: list[str] = []
+        skipping = False
+        for word in self.words:
+            name = word.partition("=")[0]
+            if name in ("--json", "--markdown", "--open"):
+                skipping = name != "--open" and "=" not in word
+            elif not skipping:
+                found.append(word)
+            else:
+                skipping = False
+        return found
 
     def __str__(self) -> str:
         text = shlex.join(["tsae", *self.words])
@@ -51,8 +91,11 @@ def record_command(output: Path, words: Sequence[str]) -> None:
     """Write down the command that made a file or folder. Where no further file can be written, it goes without."""
     output = Path(os.path.abspath(output))
     file, here = command_file(output), Path.cwd()
+    given = list(words)
+    if not MadeBy(tuple(given), here).values("--to"):
+        given += ["--to", os.path.relpath(output, here)]
     content = {
-        "command": list(words),
+        "command": public(given),
         "from": os.path.relpath(here, output.parent),
         "output": output.name,
         "tsae": version_of("tsae"),
@@ -65,7 +108,7 @@ def made_by(output: Path) -> MadeBy | None:
     """The command that made a file or folder; None where it is not known: made by Python code, or moved since.
 
     Raises:
-        TsaeError: where the record of it is damaged.
+        TsaeError: where the record of it is damaged, or holds no command that writes this output.
     """
     output = Path(os.path.abspath(output))
     file = command_file(output)
@@ -78,8 +121,10 @@ def made_by(output: Path) -> MadeBy | None:
         if found["output"] != output.name:
             raise TsaeError(f"is the command of {found['output']}", where=file, fix=fix)
     command = MadeBy(words, where)
-    named = [Path(os.path.abspath(path)) for path in command.values("--to")]
-    return command if not named or output in named else None
+    named = {Path(os.path.abspath(path)) for path in command.values("--to")}
+    if words[:1] not in [(name,) for name in _COMMANDS] or not named:
+        raise TsaeError(f"is no command that writes {output.name} ({shlex.join(words)})", where=file, fix=fix)
+    return command if named == {output} else None
 
 
 def command_file(output: Path) -> Path:

@@ -21,7 +21,7 @@ def run_verify(options: Verify) -> None:
 
 
 def run_repair(options: Repair) -> None:
-    findings = repair(options.paths, dry_run=options.dry_run)
+    findings = repair(options.paths, dry_run=options.dry_run, trust=options.trust)
     print(_table(findings))
     if not options.dry_run:
         _all_intact(findings, "Nothing that is known makes the rest again: give the commands that made it")

@@ -34,3 +34,6 @@ class Repair:
     """Files or folders, as for `tsae verify`."""
     dry_run: bool = False
     """Print what would be done."""
+    trust: bool = False
+    """Also run recorded commands that name functions (module:function) or addresses. Commands come from files in these
+    folders: look at them first (--dry-run) if the folders are a stranger's."""
