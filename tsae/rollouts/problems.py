@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tsae.base.untrusted import parse_json
+from tsae.base.disk.untrusted import parse_json
 from tsae.errors import TsaeError
 
 

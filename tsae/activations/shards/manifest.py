@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
+from tsae.base.disk.untrusted import parse_json
 from tsae.base.remote.mirror import refreshed
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"

@@ -16,7 +16,7 @@ import yaml
 
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
-from tsae.base.untrusted import parse_json, parse_yaml
+from tsae.base.disk.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 
 _FILES = ("training_args.json", "training_args.yaml", "config.yaml", ".hydra/config.yaml")

@@ -29,9 +29,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import reading, write_json
 from tsae.base.provenance import write_run
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
