@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from tsae.base.untrusted import parse_json
+from tsae.base.disk.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem, read_problems

@@ -8,6 +8,7 @@ which that happened fails: a command that catches the error cannot hide it.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from types import FrameType
 from typing import Any
@@ -22,6 +23,8 @@ _MAY_UNPICKLE = (
 )
 _LOOPBACK = ("127.", "::1", "localhost", "::ffff:127.")
 _ANYWHERE = ("", "0.0.0.0", "::", None)  # to listen on
+# Daemons of a library, which run none of our code. Ray's look for the cloud in which they are.
+_DAEMONS = f"{os.sep}site-packages{os.sep}ray{os.sep}"
 _ASKS = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
 """Events, and which of their arguments says where."""
 
@@ -32,7 +35,20 @@ class Forbidden(OSError):
 
 def watch(log: str) -> None:
     """From now on to the end of the process."""
-    own = {os.uname().nodename}
+    own: dict[str, bool] = {}
+
+    def is_own(host: str) -> bool:
+        """Whether this is an address of this machine: only such can be bound to."""
+        if not (host.replace(".", "").isdigit() or ":" in host):
+            return host == os.uname().nodename
+        if host not in own:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.bind((host, 0))
+                    own[host] = True
+                except OSError:
+                    own[host] = False
+        return own[host]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
@@ -44,7 +60,7 @@ def watch(log: str) -> None:
             host = place[0] if isinstance(place, tuple) and place else place
             if isinstance(place, tuple) or event in ("socket.getaddrinfo", "socket.gethostbyname"):
                 host = host.decode() if isinstance(host, bytes) else host
-                if host not in _ANYWHERE and host not in own and not str(host).startswith(_LOOPBACK):
+                if host not in _ANYWHERE and not str(host).startswith(_LOOPBACK) and not is_own(str(host)):
                     _forbid(log, f"{event} to {host}, asked by {_caller(sys._getframe(1))}")
 
     sys.addaudithook(hook)
@@ -63,5 +79,5 @@ def _forbid(log: str, what: str) -> None:
     raise Forbidden(f"forbidden in tests: {what}")
 
 
-if os.environ.get(LOG):
+if os.environ.get(LOG) and not any(_DAEMONS in word for word in sys.orig_argv[1:]):
     watch(os.environ[LOG])
