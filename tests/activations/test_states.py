@@ -25,7 +25,8 @@ from safetensors.torch import save
 from support.builders import N_LAYERS, make_rollouts
 from support.children import free_port
 from tsae.activations.config import CaptureConfig, StatesConfig
-from tsae.activations.reader.states import StatesReader
+from tsae.activations.reader.forward_passes import Batch, Misread
+from tsae.activations.reader.states import Sample, StatesReader
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
@@ -378,10 +379,28 @@ def test_rounding_is_allowed(engine: Engine, base: CheckpointSeries, texts: Roll
         assert shard["read_again"]["trajectories"] == shard["n_trajectories"]
         assert 1e-4 < shard["read_again"]["largest_difference"] < 0.1
     reader = StatesReader(engine.config(), engine.model, [SITE], torch.float32)
-    chosen = reader.sample(40, "base/00000.h5")
+    ids = [np.arange(5)] * 40
+    chosen = Sample(reader, ids, "base/00000.h5").chosen
     assert len(chosen) == 8
-    assert chosen == reader.sample(40, "base/00000.h5") != reader.sample(40, "base/00001.h5")
-    assert reader.sample(5, "x") == set(range(5))
+    assert chosen == Sample(reader, ids, "base/00000.h5").chosen != Sample(reader, ids, "base/00001.h5").chosen
+    assert Sample(reader, ids[:5], "x").chosen == set(range(5))
+
+
+def test_a_token_in_a_thousand_may_be_far_away(engine: Engine) -> None:
+    """Rounding has a long tail. One token of each trajectory has not."""
+    reader = StatesReader(engine.config(check=100), engine.model, [SITE], torch.float32)
+    texts = [np.arange(100) % 17 for _ in range(20)]
+    theirs = engine.states(texts[0].tolist())[:, 0]
+    odd = theirs.clone()
+    odd[-1] *= 1.5
+    sample = Sample(reader, texts, "base/00000.h5")
+    assert sample.chosen == set(range(20))
+    for t in range(20):
+        sample.compare(Batch(np.array([t]), {SITE: odd if t in (3, 9) else theirs}, [100]))
+    assert sample.largest == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(Misread, match=r"0\.5 on token 99") as refused:
+        sample.compare(Batch(np.array([7, 4]), {SITE: torch.cat([theirs, odd])}, [100, 100]))
+    assert refused.value.text == 4
 
 
 def test_a_damaged_shard_is_computed_by_the_checkpoint(

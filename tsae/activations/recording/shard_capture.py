@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tsae.activations.reader.forward_passes import (
     read_batches,
     stored_texts,
 )
-from tsae.activations.reader.states import StatesReader
+from tsae.activations.reader.states import Sample, StatesReader
 from tsae.activations.shards.manifest import inside
 from tsae.activations.shards.shard import STATISTICS
 from tsae.activations.shards.writer import ShardWriter
@@ -58,15 +58,15 @@ def capture_shard(
     origin = {"weights": weights, "rollouts": manifest["rollouts"]}
     statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
     path, before = inside(folder, piece.file), bar.n
-    again = reader.sample(len(texts), piece.file) if isinstance(reader, StatesReader) else frozenset()
     while True:
         short: OutOfMemory | None = None
-        differences: list[float] = []
+        again = Sample(reader, texts, piece.file) if isinstance(reader, StatesReader) else None
         ids, dtype = np.concatenate(texts), manifest["dtype"]
         with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
-                    differences += _read_again(reader, again, texts, batch)
+                    if again is not None:
+                        again.compare(batch)
                     _put(writer, batch, piece, rollouts, manifest, checkpoint)
                     bar.update(sum(batch.lengths))
             except OutOfMemory as error:
@@ -87,8 +87,8 @@ def capture_shard(
                     "batch_tokens": batch_tokens,
                     "sha256": writer.finish(),
                 }
-                if again:
-                    entry["read_again"] = {"trajectories": len(again), "largest_difference": max(differences)}
+                if again is not None:
+                    entry["read_again"] = {"trajectories": len(again.chosen), "largest_difference": again.largest}
                 return entry
         if len(short.texts) == 1:
             t = int(short.texts[0])
@@ -100,21 +100,6 @@ def capture_shard(
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
-
-
-def _read_again(reader: Reader, again: frozenset[int], texts: Sequence[np.ndarray], batch: Batch) -> list[float]:
-    """Have the checkpoint read those of a batch's trajectories that are in the sample, and say how far each was away.
-
-    Raises:
-        Misread: where it computes something else.
-    """
-    found = []
-    for number, t in enumerate(batch.texts.tolist()):
-        if t in again and isinstance(reader, StatesReader):
-            start = sum(batch.lengths[:number])
-            mine = {name: value[start : start + batch.lengths[number]] for name, value in batch.values.items()}
-            found.append(reader.difference(t, texts[t], mine))
-    return found
 
 
 def _put(
