@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +18,13 @@ from support.builders import ARCHITECTURES, make_rollouts, save_model, save_pert
 
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
+# TRL's trainers report their use to their makers unless told not to.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 # No pickle is loaded, and nothing asks another machine, here or in a process that a test starts.
 _GUARD = Path(__file__).parent / "support" / "guard"
-_folder = tempfile.TemporaryDirectory(prefix="tsae-guard-")
-_FORBIDDEN = Path(_folder.name) / "forbidden"
+_FORBIDDEN = Path(tempfile.mkdtemp(prefix="tsae-guard-")) / "forbidden"
+atexit.register(shutil.rmtree, _FORBIDDEN.parent, ignore_errors=True)
 _FORBIDDEN.touch()
 os.environ["TSAE_GUARD_LOG"] = str(_FORBIDDEN)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_GUARD), os.environ.get("PYTHONPATH")]))

@@ -79,8 +79,17 @@ def typed(table: pa.Table, where: str) -> pa.Table:
                 raise TsaeError(what, where=where) from error
         elif field.name in SCHEMA.names:
             columns[field.name] = pa.nulls(table.num_rows, field.type)
-    columns |= {name: table[name] for name in table.column_names if name not in columns}
+    for name in table.column_names:
+        if name not in columns:
+            column = table[name]
+            columns[name] = column.cast(_lists_of_items(column.type)) if pa.types.is_list(column.type) else column
     return pa.table(columns, metadata=table.schema.metadata)
+
+
+def _lists_of_items(kind: pa.DataType) -> pa.DataType:
+    """The same type with pyarrow's own name for what is in a list. Parquet has another name, so that a table that was
+    read would be written with other bytes."""
+    return pa.list_(_lists_of_items(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def checked(table: pa.Table, where: str) -> pa.Table:

@@ -8,7 +8,6 @@ which that happened fails: a command that catches the error cannot hide it.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from types import FrameType
 from typing import Any
@@ -33,14 +32,19 @@ class Forbidden(OSError):
     """What the guard raises."""
 
 
-def watch(log: str) -> None:
-    """From now on to the end of the process."""
+def watch() -> None:
+    """From now on to the end of the process; a second call changes nothing."""
+    if hasattr(sys, "_tsae_guard"):  # a worker of the tests is a process of a test, too
+        return
+    sys._tsae_guard = True  # type: ignore[attr-defined]
     own: dict[str, bool] = {}
 
     def is_own(host: str) -> bool:
         """Whether this is an address of this machine: only such can be bound to."""
         if not (host.replace(".", "").isdigit() or ":" in host):
             return host == os.uname().nodename
+        import socket  # not at the start of every process
+
         if host not in own:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 try:
@@ -54,14 +58,14 @@ def watch(log: str) -> None:
         if event == "pickle.find_class":
             who = _caller(sys._getframe(1))
             if who is not None and not any(part in who for part in _MAY_UNPICKLE):
-                _forbid(log, f"{who} loads a pickle, of {args[0]}.{args[1]}")
+                _forbid(f"{who} loads a pickle, of {args[0]}.{args[1]}")
         elif event in _ASKS:
             place = args[_ASKS[event]]
             host = place[0] if isinstance(place, tuple) and place else place
             if isinstance(place, tuple) or event in ("socket.getaddrinfo", "socket.gethostbyname"):
                 host = host.decode() if isinstance(host, bytes) else host
                 if host not in _ANYWHERE and not str(host).startswith(_LOOPBACK) and not is_own(str(host)):
-                    _forbid(log, f"{event} to {host}, asked by {_caller(sys._getframe(1))}")
+                    _forbid(f"{event} to {host}, asked by {_caller(sys._getframe(1))}")
 
     sys.addaudithook(hook)
 
@@ -73,11 +77,11 @@ def _caller(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _forbid(log: str, what: str) -> None:
-    with open(log, "a", encoding="utf-8") as stream:
-        stream.write(f"{' '.join(sys.argv[:4])}: {what}\n")
+def _forbid(what: str) -> None:
+    with open(os.environ[LOG], "a", encoding="utf-8") as stream:
+        stream.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}: {' '.join(sys.argv[:4])}: {what}\n")
     raise Forbidden(f"forbidden in tests: {what}")
 
 
 if os.environ.get(LOG) and not any(_DAEMONS in word for word in sys.orig_argv[1:]):
-    watch(os.environ[LOG])
+    watch()
