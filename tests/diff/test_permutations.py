@@ -133,6 +133,7 @@ def test_few_features_have_the_draws_that_many_have(
     values = PickedColumns.of(sp.csr_array(rng.exponential(size=(len(problem), 40)) + 0.3 * success[:, None]))
     offset = None if least is None else np.full(40, least)
     some = np.array([3, 17, 39])
+    monkeypatch.setattr("tsae.diff.significance.permutations._FEW", 8)
     many = label_permutations(values, success, problem, 0, offset)(700, np.arange(40))[0]
     few = label_permutations(values, success, problem, 0, offset)(700, some)[0]
     np.testing.assert_array_equal(few, many[some])

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import scipy.sparse as sp
 
 from tsae.features.stored import PickedColumns
 
 _BLOCK = 250  # draws at once
 _DENSE_BYTES = 24_000_000  # of sparse values made dense at once, and of draws
 _ARRANGEMENTS = 10_000  # of labels within a problem that are written out, to be drawn by number
-_FEW = 8  # features up to which it is faster to look up what an arrangement adds than to multiply
+_FEW = 32  # features up to which it is faster to look up what an arrangement adds than to multiply
 
 Count = Callable[[int, np.ndarray], np.ndarray]
 """(draws, features) -> (n_tests, n_features): how many of these further draws are as extreme as the observed value."""
@@ -193,18 +194,20 @@ class _Alike:
         return drawn.reshape(draws, -1)
 
     def table(self, values: np.ndarray) -> np.ndarray:
-        """What `sums` needs of (rows, n) values: (n, problems · arrangements), or the values themselves."""
+        """What `sums` needs of (rows, n) values: (problems · arrangements, n), or the values themselves."""
         if self.arrangements is None:
             return values
-        of_problems = values.T.reshape(values.shape[1], self.problems, self.size)
-        return (of_problems @ self.arrangements.T).reshape(values.shape[1], -1)
+        n = values.shape[1]
+        return (self.arrangements @ values.reshape(self.problems, self.size, n)).reshape(-1, n)
 
     def sums(self, drawn: np.ndarray, table: np.ndarray) -> np.ndarray:
         """(draws, n) weighted sums of the values under what was drawn."""
         if self.arrangements is None:
             return np.asarray(drawn @ table)
-        place = drawn + np.arange(self.problems) * len(self.arrangements)
-        return np.stack([of_one.take(place).sum(1) for of_one in table], axis=1)
+        place = (drawn + np.arange(self.problems) * len(self.arrangements)).astype(np.int32)
+        ends = np.arange(len(place) + 1, dtype=np.int32) * self.problems
+        chosen = sp.csr_array((np.ones(place.size, np.float32), place.ravel(), ends), shape=(len(place), len(table)))
+        return np.asarray(chosen @ table)
 
 
 def _joint(alike: list[_Alike], draws: int, rng: np.random.Generator) -> np.ndarray:
