@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import Piece, cut
+from tsae.activations.reader.assignment import Piece, beginnings, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, Reader
 from tsae.activations.reader.opening import as_reader, open_base
-from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.recording.copied import content_of, copy_shard, shards_by_content
+from tsae.activations.recording.shard_capture import capture_shard, texts_of
 from tsae.activations.shards.manifest import FORMAT, VERSION, inside, read_manifest, record_file
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
@@ -57,6 +58,7 @@ def capture(
     *,
     to: str | Path,
     config: CaptureConfig | None = None,
+    earlier: str | Path | None = None,
     progress: bool = True,
 ) -> ActivationStore:
     """Record residual-stream activations of every reader over its trajectories.
@@ -67,6 +69,8 @@ def capture(
         sites: TransformerLens names; by default the output of the middle block.
         to: folder of the store. An interrupted capture is completed; a finished one is opened.
         config: defaults of `CaptureConfig`.
+        earlier: folder of a finished store of the same config. Shards of it that hold what one of these is to hold, the
+            same trajectories read by the same weights, are copied instead of captured; the bytes are the same.
         progress: show a bar.
 
     Raises:
@@ -89,7 +93,10 @@ def capture(
         part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
         refusal: TsaeError | None = None
         try:
-            _capture(series, rollouts, sites, to, config, progress and processes.first, part, device)
+            shown = progress and processes.first
+            _capture(
+                series, rollouts, sites, to, config, shown, part, device, None if earlier is None else local(earlier)
+            )
         except TsaeError as error:
             refusal = error
         short = refusal is not None and isinstance(refusal.__cause__, OutOfMemory)
@@ -142,6 +149,7 @@ def _capture(
     progress: bool,
     part: Part,
     device: str,
+    earlier: Path | None = None,
 ) -> list[str]:
     base = open_base(series, rollouts, sites or (), config, device)
     model: PreTrainedModel | None = base.model
@@ -161,15 +169,23 @@ def _capture(
     if manifest["complete"]:
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    pieces = list(cut(plan, lengths, config.shard_tokens))
+    pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
     done = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
     mine = pieces[part.index :: part.n]
     sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
+    found = {} if earlier is None else shards_by_content(earlier, manifest)
     reader: Reader | None = None
     current = ""
     with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar, Uploads() as uploads:
         bar.update(sum(size for file, size in sizes.items() if file in done))
         for piece in [piece for piece in mine if piece.file not in done]:
+            weights = next(record["weights"] for record in manifest["readers"] if record["id"] == piece.reader)
+            before = found.get(content_of(weights, *texts_of(piece, rollouts))) if found else None
+            if before is not None:
+                entry = copy_shard(*before, rollouts, piece, to, manifest)
+                write_json(inside(to, record_file(piece.file)), entry)
+                bar.update(sizes[piece.file])
+                continue
             if piece.reader != current:
                 # Free the last reader before loading the next. The base's model is loaded already.
                 reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None
