@@ -288,10 +288,9 @@ def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_at_random_it_ends_as_if_undisturbed(seed: int) -> None:
-    """Also of a log of JSON lines, which grows while it is read."""
-    found = soak_watch.main(soak_watch.Options(minutes=0.5, seed=seed, kill_seconds=12, step_seconds=2))
+def test_killed_at_random_it_ends_as_if_undisturbed() -> None:
+    """Of a log of JSON lines, which grows while it is read."""
+    found = soak_watch.main(soak_watch.Options(minutes=0.5, seed=1, kill_seconds=12, step_seconds=2))
     assert found["different"] == []
     assert found["kills"] >= 1
     assert found["updates"] >= 1
