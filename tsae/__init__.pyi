@@ -22,6 +22,7 @@ from .checkpoints.checkpoint import Checkpoint as Checkpoint
 from .checkpoints.series import CheckpointSeries as CheckpointSeries
 from .checkpoints.updates.drift import weight_drift as weight_drift
 from .config import RunConfig as RunConfig
+from .config import WatchConfig as WatchConfig
 from .diff.config import DiffConfig as DiffConfig
 from .diff.config import InfluenceConfig as InfluenceConfig
 from .diff.controls.measure_noise import noise_null as noise_null
@@ -57,3 +58,5 @@ from .sae.quality.separation import Separation as Separation
 from .sae.quality.separation import separation as separation
 from .sae.quality.stability import Stability as Stability
 from .sae.quality.stability import stability as stability
+from .watching import Update as Update
+from .watching import watch as watch

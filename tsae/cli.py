@@ -28,7 +28,7 @@ from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.commands.options.diff import Diff, Reinforcement, Report
-from tsae.commands.options.pipeline import Demo, Run
+from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Encode, Evaluate, Export, Train
@@ -60,6 +60,7 @@ class Completion:
 Command = (
     Annotated[Demo, subcommand("demo", prefix_name=False)]
     | Annotated[Run, subcommand("run", prefix_name=False)]
+    | Annotated[Watch, subcommand("watch", prefix_name=False)]
     | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
     | Annotated[Drift, subcommand("drift", prefix_name=False)]
     | Annotated[Capture, subcommand("capture", prefix_name=False)]
@@ -207,9 +208,10 @@ def _run_or_say(words: Sequence[str]) -> None:
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
-runs them all on the folder of a training run, `tsae demo` on shipped checkpoints. `tsae attribute` tells which training
-samples did it, and `tsae causal` tests what a diff found; `tsae credit` and `tsae reformulate` use it in training.
-`tsae drift` needs none of the stages. `tsae verify` says whether results are whole, and `tsae repair` makes them so.
+runs them all on the folder of a training run, `tsae watch` on one that goes on, `tsae demo` on shipped checkpoints.
+`tsae attribute` tells which training samples did it, and `tsae causal` tests what a diff found; `tsae credit` and `tsae
+reformulate` use it in training. `tsae drift` needs none of the stages. `tsae verify` says whether results are whole,
+and `tsae repair` makes them so.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

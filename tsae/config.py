@@ -81,6 +81,32 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """How a training is followed."""
+
+    every: float = 60.0
+    """Seconds from one look at the training's folder to the next."""
+    until: int | None = None
+    """Stop when this step's checkpoint, or a later one, has been analysed. By default watching goes on until it is
+    interrupted."""
+    once: bool = False
+    """Look once, analyse what is new, and stop: for scripts and cron."""
+    quiet: float = 10.0
+    """Seconds for which a checkpoint or a file of the log must not have changed to count as complete. Of a file of JSON
+    lines, the lines count that were there so many seconds ago."""
+    retrain: bool = False
+    """Train the SAE anew in every update; then the analysis is that of `tsae run`. By default the SAE of the first
+    update is kept, so that only what is new is computed, and features keep their numbers."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "quiet"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise TsaeError(f"{name}={getattr(self, name)} is no number of seconds", where="WatchConfig")
+        if self.until is not None and self.until < 1:
+            raise TsaeError(f"until={self.until} is less than 1", where="WatchConfig")
+
+
+@dataclass(frozen=True)
 class DemoConfig:
     """Size and seed of the demo."""
 

@@ -16,7 +16,7 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import reading, write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
@@ -29,6 +29,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
 from tsae.report.story.attribution import statement
 from tsae.report.story.noise import noise_lines
+from tsae.report.text import visible
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
@@ -49,6 +50,35 @@ class Choice(NamedTuple):
     """What decided its size, in a few words."""
 
 
+class Before(NamedTuple):
+    """What an analysis takes from an earlier one, of the same training when it was shorter (`tsae watch`)."""
+
+    sae: TemporalSAE | None
+    """It is not trained again; None to train one."""
+    trained: dict[str, float | None]
+    """FVE by reader when the SAE was trained."""
+    activations: Path
+    """Folder of a store; its shards are copied where they hold what they are to hold now. It may be missing."""
+    codes: Path
+    """Folder for the codes of every shard (`tsae.encode`); it may be missing."""
+
+
+class Stages:
+    """Prints one line for each stage, marks stages that an earlier call finished, and keeps the lines in a file."""
+
+    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
+        self.file, self.print = file, say
+        self.before = read_object(file, "Remove it: it only holds what was printed.") if file.is_file() else {}
+        self.lines: dict[str, str] = dict(self.before)
+
+    def say(self, stage: str, line: str) -> None:
+        done = " [from disk]" if stage in self.before else ""
+        # Names come from the log and from folders: they must not control the terminal.
+        self.print(f"{stage + ':':<13}{visible(line)}{done}")
+        self.lines[stage] = line
+        write_json(self.file, self.lines)
+
+
 def analyse(
     series: CheckpointSeries,
     rollouts: Rollouts,
@@ -62,6 +92,7 @@ def analyse(
     families: Mapping[str, Sequence[str]] | None = None,
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
     attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
+    before: Before | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = lambda stage, line: None,
     progress: bool = True,
@@ -82,6 +113,7 @@ def analyse(
             features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
         attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
             cannot; the page then says so.
+        before: an earlier analysis, of which this one takes what it can.
         title: title of the report.
         say: called with the name of each finished stage and one line on what it did.
         progress: show bars.
@@ -89,7 +121,10 @@ def analyse(
     Returns:
         The diff, with the features as its source, and the evaluation on held-out problems.
     """
-    store = tsae.capture(series, rollouts, sites, to=to / "activations", config=capturing, progress=progress)
+    sae = None if before is None else before.sae
+    earlier, kept = (None, None) if before is None else (before.activations, before.codes)
+    folder, sites = to / "activations", sites if sae is None else (sae.site,)
+    store = tsae.capture(series, rollouts, sites, to=folder, config=capturing, earlier=earlier, progress=progress)
     site = next(iter(store.manifest["sites"]))
     tokens = sum(shard.n_tokens for shard in store.shards())
     block = "the middle block" if not sites else "as asked"
@@ -98,13 +133,17 @@ def analyse(
         f"{site} ({block}), {tokens:,} tokens of {len(store.readers)} readers, d_model {store.d_model(site)}",
     )
 
-    config, training, why = choose(store)
-    sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
-    passes = training.tokens / max(tokens, 1)
+    if sae is None:
+        config, training, why = choose(store)
+        sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
+        passes = training.tokens / max(tokens, 1)
+        told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
+    else:
+        told = "kept from an earlier, shorter part of the training"
     say(
         "sae",
-        f"{config.d_sae:,} latents, k {config.k}, trained on {training.tokens:,} tokens, {passes:.1f} times the store"
-        f"{f' ({why})' if why else ''}; {sae.training_info['norms']['outlier_share']:.2%} left out by their norm",
+        f"{sae.config.d_sae:,} latents, k {sae.config.k}, {told}; "
+        f"{sae.training_info['norms']['outlier_share']:.2%} left out by their norm",
     )
 
     file = to / "evaluation" / "evaluation.json"
@@ -122,7 +161,7 @@ def analyse(
     if (to / "features" / "run.json").is_file():
         features = tsae.FeatureTable.load(to / "features")
     else:
-        features = tsae.encode(sae, store, to=to / "features", progress=progress)
+        features = tsae.encode(sae, store, to=to / "features", kept=kept, progress=progress)
     say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")
 
     if (to / "diff" / "diff.json").is_file():
@@ -147,6 +186,8 @@ def analyse(
             diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
         except TsaeError as error:
             diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
+        if before is not None and before.sae is not None:
+            diff = replace(diff, info={**diff.info, "sae_kept": before.trained})
         diff.save(to / "diff")
     say("diff", _drawn(diff))
     if diff.info.get("noise"):
@@ -211,7 +252,9 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
                 f"holds something else than {what} of these settings and versions"
                 + (f" (differing: {', '.join(differing)})" if differing else ""),
                 where=folder,
-                fix="Delete that folder, or give another one with --to.",
+                fix="Delete that folder, or give another one with --to."
+                if found is None or "sae" not in found
+                else "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to).",
             )
     _write_stamp(folder, name, wanted)
 

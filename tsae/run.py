@@ -13,9 +13,10 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tsae
 from tsae.activations.config import CaptureConfig
@@ -24,24 +25,23 @@ from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.disk.untrusted import parse_json
-from tsae.base.files import read_object, write_json
 from tsae.base.provenance import versions
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.pipeline import Choice, add_found, analyse, claim
+from tsae.pipeline import Before, Choice, Stages, add_found, analyse, claim
 from tsae.report.story import facts
-from tsae.report.text import visible
 from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.bands import band_counts
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.growth import check_grown
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.on_disk.log_files import find_files
+from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
@@ -53,7 +53,27 @@ _FIRINGS = 1000
 problems have it to be compared."""
 _DIFFERENTIATED = 10
 """Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
+_SHARD_TOKENS = 8192
+"""Fewest of the largest shard. A shard has a quarter of the largest on average."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
+
+
+class OneCheckpoint(TsaeError):
+    """There is nothing to compare a checkpoint with."""
+
+
+class Grown(NamedTuple):
+    """A state of a training that goes on, and what was found of an earlier one."""
+
+    without: frozenset[Path]
+    """Folders of checkpoints that are not complete, resolved."""
+    log: dict[Path, int]
+    """Files of the log that count, and how many bytes of each (`tsae.rollouts.importing.import_log`)."""
+    folder: Path
+    """Of the earlier analysis; it may be missing."""
+    parts: Path
+    """Folder for what was read of the log (`tsae.rollouts.importing.import_log`)."""
+    before: Before
 
 
 def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
@@ -72,26 +92,25 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
             compare it with, rewards of which none is known to mean success, or a folder `to` that holds something else.
             Raised before anything is computed, where that can be known.
     """
-    series, origin = find_series(config)
+    return analyze_state(config, None, progress=progress, say=say)
+
+
+def analyze_state(
+    config: RunConfig, grown: Grown | None, *, progress: bool = True, say: Callable[[str], None] = print
+) -> FeatureDiff:
+    """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
+    series, origin = find_series(config, frozenset() if grown is None else grown.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
-    log = _log(config)
-    form, files, _ = find_log(log, config.importing)
+    log, only = find_run_log(config), None if grown is None else grown.log
+    form, files, _ = find_log(log, config.importing, only)
     importing, success = _with_outcome(form.read(files[0], config.importing), config.importing, log)
-    settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
-    settings["diff"] = config.diff.settings()
-    stamp = {
-        "run": {**settings, "path": config.path.resolve()},
-        "series": [[c.id, c.path] for c in series],
-        "log": [[file.path.relative_to(log).as_posix() if log.is_dir() else log.name, file.path.stat().st_size]
-                for file in files],
-        "versions": versions(),
-    }  # fmt: skip
-    claim(config.to, "run.json", stamp, "an analysis")
-    stages = _Stages(config.to / "stages.json", say)
+    sizes = only or {file.path: file.path.stat().st_size for file in files}
+    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis")
+    stages = Stages(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
-    rollouts = _rollouts(config, series, log, importing, success, progress)
+    rollouts = _rollouts(config, series, log, importing, success, progress, grown)
     for stage in ("rollouts", "second look", "bands"):
         if stage in rollouts.info["stages"]:  # An older version imported without a second look.
             stages.say(stage, rollouts.info["stages"][stage])
@@ -103,9 +122,16 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
         choose=lambda store: choose_sae(store, config),
         sites=(config.site,) if config.site else (),
         # Every reader reads everything, since a log has most problems from one policy only.
-        capturing=CaptureConfig(device=config.device, plan="all"),
+        # Its shards are small and steady, so that a training that goes on captures few of them again.
+        capturing=CaptureConfig(
+            device=config.device,
+            plan="all",
+            shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
+            steady_shards=True,
+        ),
         diffing=replace(config.diff, seed=config.seed),
         attribute=(lambda sae, diff: _attributed(config, series, sae, diff, progress)) if config.attribute else None,
+        before=None if grown is None else grown.before,
         title=f"What training changed: {series.name}",
         say=stages.say,
         progress=progress,
@@ -113,24 +139,33 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     return analysed
 
 
-class _Stages:
-    """Prints one line for each stage, marks stages that an earlier call finished, and keeps the lines in a file."""
+def stamp(
+    config: RunConfig, series: CheckpointSeries, log: Path, sizes: Mapping[Path, int], grown: Grown | None = None
+) -> dict[str, Any]:
+    """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
+    settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
+    settings["diff"] = config.diff.settings()
+    kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
+    return {
+        "run": {**settings, "path": config.path.resolve()},
+        "series": [[c.id, c.path] for c in series],
+        "log": [[name_in(log, file), size] for file, size in sizes.items()],
+        "versions": versions(),
+        **({} if kept is None else {"sae": kept}),
+    }
 
-    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
-        self.file, self.print = file, say
-        self.before = read_object(file, "Remove it: it only holds what was printed.") if file.is_file() else {}
-        self.lines: dict[str, str] = dict(self.before)
 
-    def say(self, stage: str, line: str) -> None:
-        done = " [from disk]" if stage in self.before else ""
-        # Names come from the log and from folders: they must not control the terminal.
-        self.print(f"{stage + ':':<13}{visible(line)}{done}")
-        self.lines[stage] = line
-        write_json(self.file, self.lines)
+def name_in(log: Path, file: Path) -> str:
+    """The name of a file of a log: its path below the log's folder."""
+    return file.relative_to(log).as_posix() if log.is_dir() else log.name
 
 
-def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
+def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
     """The checkpoints of a run, and a few words on which model is the base and what names it.
+
+    Args:
+        config: of the run.
+        without: folders of checkpoints that are left out, resolved.
 
     Raises:
         TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
@@ -139,7 +174,7 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
     if config.base is not None:
         base, told = config.base, " (as asked)"
     else:
-        found = CheckpointSeries.load(path)
+        found = CheckpointSeries.load(path, without=without)
         named = _named_base(found, path)
         if found.base.step == 0 and len(found) > 1:
             base, told = found.base.path, ""
@@ -148,7 +183,7 @@ def find_series(config: RunConfig) -> tuple[CheckpointSeries, str]:
         else:
             base, told = named[0], f" ({named[1]})"
     try:
-        series = CheckpointSeries.load(base, path) if told else found
+        series = CheckpointSeries.load(base, path, without=without) if told else found
         folder_of(series.base)
         series.base.load_tokenizer()
     except TsaeError as error:
@@ -187,6 +222,7 @@ def _rollouts(
     importing: ImportConfig,
     success: str,
     progress: bool,
+    grown: Grown | None,
 ) -> Rollouts:
     """Import, band and draw the rollouts, or read those of an earlier call; ``info["stages"]`` says how.
 
@@ -197,7 +233,10 @@ def _rollouts(
     if file.is_file():
         return tsae.Rollouts.read(file)
     if not whole.is_file():
-        import_log(log, whole, series, importing, progress=progress)
+        only, kept = (None, None) if grown is None else (grown.log, grown.parts)
+        import_log(log, whole, series, importing, only=only, kept=kept, progress=progress)
+    if grown is not None:
+        check_grown(grown.folder / "rollouts" / "log.parquet", whole, log)
     outline = read_outline(whole)
     base = series.base.id
     measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
@@ -272,7 +311,7 @@ def _attributed(
     )
 
 
-def _log(config: RunConfig) -> Path:
+def find_run_log(config: RunConfig) -> Path:
     """Find the rollout log.
 
     Raises:
@@ -287,8 +326,8 @@ def _log(config: RunConfig) -> Path:
     if config.log is None:
         try:
             find_files(log)
-        except TsaeError as error:
-            raise TsaeError(
+        except NoLog as error:
+            raise NoLog(
                 f"holds no rollout log ({error.what})",
                 where=log,
                 fix="Say where it is (--log); TRL writes one with log_completions=True. Without any, sample rollouts "
@@ -342,7 +381,7 @@ def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
 
 def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:
     if len(series) < 2:
-        raise TsaeError(
+        raise OneCheckpoint(
             "holds one checkpoint, and nothing says which model training started from",
             where=path,
             fix="Give that model (--base).",

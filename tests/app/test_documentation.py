@@ -39,6 +39,8 @@ SMALL: dict[str, dict[str, str]] = {
     "demo": {},
     "run": {"--tokens": "12000", "--d-sae": "32", "--k": "4", "--training-tokens": "6000",
             "--diff.n-bootstrap": "100", "--diff.n-permutations": "100"},
+    "watch": {"--tokens": "12000", "--d-sae": "32", "--k": "4", "--training-tokens": "6000",
+              "--diff.n-bootstrap": "100", "--diff.n-permutations": "100"},
     "rollouts sample": {"--n-samples": "6", "--max-new-tokens": "40"},
     "rollouts difficulty": {"--n-draws": "100"},
     "train": TRAINING,

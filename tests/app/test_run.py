@@ -633,7 +633,7 @@ def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
     outline["band"] = [bands[int(problem[1:])] for problem in outline.problem_id]
     length = outline.prompt_length + outline.response_length
     assert draw_problems(outline, int(length.sum()), 0, "log").all()
-    budget = int(length.sum()) // 2
+    budget = int(length.sum()) * 6 // 10
     rows = draw_problems(outline, budget, 0, "log")
     drawn = outline[rows]
     assert set(drawn.groupby("problem_id").size()) == {4}

@@ -71,6 +71,9 @@ class CaptureConfig(ReadingConfig):
 
     shard_tokens: int = 500_000
     """Tokens of one shard; an interruption costs at most the shard in progress."""
+    steady_shards: bool = False
+    """Let shards begin at certain problems, a quarter as large as shard_tokens on average. Then most shards stay what
+    they are when trajectories are added or left out, and a later capture can copy them (`tsae watch`)."""
     token_statistics: bool = False
     """Also store each token's log-probability and the entropy of its prediction, 8 bytes a token. All layers then run,
     and the head on every token: about twice the time of a capture at the middle layer of a 7B model."""

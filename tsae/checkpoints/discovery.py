@@ -10,7 +10,7 @@ A source is one of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,17 +34,21 @@ class Found(NamedTuple):
     """What was assumed."""
 
 
-def find(sources: Sequence[str]) -> Found:
+def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
     """Find the checkpoints that the sources name, and decide which of them is the base.
 
     The base is the first of several sources, if that is one whole model. Otherwise it is the model that adapters name,
     then the earliest checkpoint; then a note says so.
 
+    Args:
+        sources: folders and Hugging Face ids.
+        without: checkpoint-N folders that are left out, resolved.
+
     Raises:
         TsaeError: where a source is nothing of the kind.
     """
     notes: list[str] = []
-    parts = [_expand(source, notes) for source in sources]
+    parts = [_expand(source, notes, without) for source in sources]
     found = [checkpoint for part in parts for checkpoint in part]
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
@@ -63,18 +67,18 @@ def find(sources: Sequence[str]) -> Found:
     return Found([replace(first, run=None, trained_on=None), *found], tuple(notes))
 
 
-def _expand(source: str, notes: list[str]) -> list[Checkpoint]:
+def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Checkpoint]:
     """Checkpoints of one source, with run and step; ids come later."""
     path = Path(source).expanduser()
     if is_gguf(path):
         return [_unnamed(path.resolve())]
     if path.is_dir():
-        runs = [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir() and _steps(sub)]
+        folders = step_folders(path)
         is_model = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
-        if runs:
+        if folders:
             if is_model:
                 notes.append(f"the model in {path} itself is left out: its checkpoint-N folders are the series.")
-            return [_unnamed(sub.resolve()) for run in runs for sub in _steps(run)]
+            return [_unnamed(folder) for folder in folders if folder not in without]
         if is_model:
             return [_unnamed(path.resolve())]
         what = "no series.json and no checkpoint-N folders"
@@ -83,6 +87,12 @@ def _expand(source: str, notes: list[str]) -> list[Checkpoint]:
     if hub is not None and is_hub_id(hub["path"]):
         return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
     raise TsaeError("no such folder", where=source, fix="Give a folder of checkpoints.")
+
+
+def step_folders(path: Path) -> list[Path]:
+    """The checkpoint-N folders of a trainer's folder, or of the runs in it; resolved, by run and N."""
+    runs = [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir()]
+    return [step.resolve() for run in runs for step in _steps(run)]
 
 
 def _steps(run: Path) -> list[Path]:

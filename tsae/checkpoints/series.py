@@ -13,7 +13,7 @@ or is put together from trainers' folders, paths and Hugging Face ids (`tsae.che
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class CheckpointSeries:
         return write_json(folder / "series.json", {"name": self.name, "checkpoints": records})
 
     @classmethod
-    def load(cls, *sources: str | Path) -> CheckpointSeries:
+    def load(cls, *sources: str | Path, without: Collection[Path] = ()) -> CheckpointSeries:
         """Read a series from its folder, or put one together.
 
         Args:
@@ -135,6 +135,7 @@ class CheckpointSeries:
                 ids (``org/model@revision/subfolder``), see `tsae.checkpoints.discovery`. The first of several is the
                 base. Otherwise the base is the model that adapters name, or ``checkpoint-0``, or the earliest
                 checkpoint, and `notes` says so.
+            without: folders of checkpoints that are left out, resolved; such as those that are being written.
 
         Raises:
             TsaeError: where nothing is found, a path leaves its folder, an adapter is of another base, or there is
@@ -147,8 +148,8 @@ class CheckpointSeries:
                 if len(sources) > 1:
                     what = "holds a series.json, which names its own base and checkpoints"
                     raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
-                return cls._from_json(Path(source) / "series.json")
-        found = find([str(source) for source in sources])
+                return cls._from_json(Path(source) / "series.json", without)
+        found = find([str(source) for source in sources], without)
         name = Path(sources[-1]).expanduser().resolve().name
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
 
@@ -160,7 +161,7 @@ class CheckpointSeries:
         return self
 
     @classmethod
-    def _from_json(cls, file: Path) -> CheckpointSeries:
+    def _from_json(cls, file: Path, without: Collection[Path] = ()) -> CheckpointSeries:
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             checkpoints = []
@@ -177,7 +178,8 @@ class CheckpointSeries:
                     # A relative path that is not there may still be a Hugging Face id ("org/model").
                     if (file.parent / checkpoint.path.partition("/")[0]).exists() or not is_hub_id(checkpoint.path):
                         checkpoint = replace(checkpoint, path=str(local))
-                checkpoints.append(checkpoint)
+                if Path(checkpoint.path) not in without:
+                    checkpoints.append(checkpoint)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise TsaeError(
                 f"not a series ({type(error).__name__}: {error})",

@@ -32,7 +32,7 @@ from tsae.base.provenance import write_run
 from tsae.base.remote.mirror import local, published, refreshed
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.pieces import Piece, Pieces
+from tsae.features.pieces import KeptPieces, Piece, Pieces
 from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.stability import Stability
@@ -49,6 +49,7 @@ def encode(
     to: str | Path | None = None,
     batch_tokens: int | None = None,
     device: str | None = None,
+    kept: str | Path | None = None,
     progress: bool = True,
 ) -> FeatureTable:
     """Compute sparse codes of every token in a store, or in a subset of it; or of every token that models read now.
@@ -64,6 +65,8 @@ def encode(
         to: folder to save the table in; None keeps it in memory. An interrupted encoding is completed.
         batch_tokens: tokens encoded at once; by default as many as make 4 million dense codes, 256 million on a GPU.
         device: torch device; by default the SAE's.
+        kept: folder in which the codes of every shard are kept for the next encoding by this SAE, of a store that has
+            some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
         progress: show a bar.
 
     Raises:
@@ -86,11 +89,14 @@ def encode(
     to = local(to)
     with sole_writer(to):
         pieces = Pieces(to, _identity(sae, store, batch_tokens))
-        n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress)
+        keeping = None if kept is None else KeptPieces(Path(kept))
+        n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress, keeping)
         nnz = sum(piece.nnz for piece in pieces.first(n))
         _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
         write_run(to, "encode", sae.config, _inputs(sae, store))
         pieces.remove()
+        if keeping is not None:
+            keeping.remove_others()
         published(to)  # run.json, and the seal that names it
     return FeatureTable.load(to)
 
@@ -154,7 +160,13 @@ def _n_tokens(store: Source, shard: Shard) -> int:
 
 
 def _encode_missing(
-    sae: TemporalSAE, store: Source, pieces: Pieces, part: Part, batch_tokens: int, progress: bool
+    sae: TemporalSAE,
+    store: Source,
+    pieces: Pieces,
+    part: Part,
+    batch_tokens: int,
+    progress: bool,
+    keeping: KeptPieces | None = None,
 ) -> int:
     """Encode the shards of a part that have no piece yet; gives the number of all shards."""
     if isinstance(store, LiveSource) and store.config.cache is not None:
@@ -169,12 +181,33 @@ def _encode_missing(
     sizes = [_n_tokens(store, shard) for _, shard in mine]
     with progress_bar("encode", "token", sum(sizes), shown=progress) as bar:
         for (number, shard), size in zip(mine, sizes, strict=True):
+            content = "" if keeping is None else _content(sae, store, shard, batch_tokens)
             if number in pieces:
+                if keeping is not None:
+                    keeping.use(content)
+                bar.update(size)
+            elif keeping is not None and (found := keeping.find(content, shard.trajectory)) is not None:
+                pieces.add(number, *found)
                 bar.update(size)
             else:
-                pieces.add(number, *encode_shard(sae, store, shard.checked(), batch_tokens, bar))
+                piece, codes = encode_shard(sae, store, shard.checked(), batch_tokens, bar)
+                if keeping is not None:
+                    keeping.add(content, piece, codes)
+                pieces.add(number, piece, codes)
+                del piece, codes
                 give_back()
     return len(shards)
+
+
+def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -> str:
+    """Hash of what the codes of a whole shard depend on, and what is summed up with them."""
+    weights = store.reader_info(shard.reader)["weights"]
+    settings = [sae.fingerprint, sae.site, batch_tokens, sae.W_dec.device.type, weights, store.manifest["dtype"]]
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    counted = shard.token_span(store.rollouts, "all", store.special_ids)
+    for array in (shard.token_ids, shard.offsets, counted, store.rows[shard.trajectory]):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability: Stability | None) -> FeatureTable:

@@ -15,7 +15,7 @@ order of the log, so the file does not depend on who read them; finished parts a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,8 @@ def import_log(
     checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
     config: ImportConfig | None = None,
     *,
+    only: Mapping[Path, int] | None = None,
+    kept: str | Path | None = None,
     workers: int | None = None,
     progress: bool = True,
 ) -> Summary:
@@ -65,6 +67,9 @@ def import_log(
         checkpoint: its tokenizer, chat template and context length are used. From a series the base is used, and
             policies get the ids of its checkpoints. By default the checkpoints that lie beside the log.
         config: defaults of `ImportConfig`.
+        only: files of the log that count, and how many bytes of each: JSON lines are read up to there. By default all.
+        kept: folder in which what was read of every part of the log stays, so that an import of the log when it has
+            grown reads the new parts only. It takes about as much room as the log.
         workers: processes that read; by default one a core and at most four, and one for logs of less than 32 MiB. The
             file does not depend on it.
         progress: show a bar.
@@ -82,7 +87,7 @@ def import_log(
     path, to, config = Path(path), Path(to), config or ImportConfig()
     if workers is not None and workers < 1:
         raise TsaeError(f"workers={workers} is less than 1", where="import_log", fix="Give 1 or more.")
-    form, files, notes = find_log(path, config)
+    form, files, notes = find_log(path, config, only)
     series = _series(checkpoint, path)
     trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None
     if trainers is not None:
@@ -91,7 +96,8 @@ def import_log(
         series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
     run, spools = Contents(form, files, series, tokens, config, notes=notes), Spools()
-    with Journal(to, settings(form, series, tokens, config), config.skip) as journal:
+    keeping = None if kept is None else Path(kept)
+    with Journal(to, settings(form, series, tokens, config), config.skip, run.policies.agrees, keeping) as journal:
         with closing(_read(run, series, journal, workers, progress=progress)) as read:
             for folder, state in read:
                 run.add(folder, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tsae.activations.config import ReadingConfig
+from tsae.activations.config import CaptureConfig, ReadingConfig
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -53,16 +54,46 @@ def _rows_of(policies: list[str], rollouts: Rollouts) -> np.ndarray:
     return np.flatnonzero(pc.is_in(rollouts.table["policy"], value_set=pa.array(policies)).to_numpy())
 
 
-def cut(plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int) -> Iterator[Piece]:
-    """Consecutive whole trajectories of each reader; the next shard begins where one would exceed the budget."""
+def cut(
+    plan: Mapping[str, np.ndarray], lengths: np.ndarray, shard_tokens: int, begins: np.ndarray | None = None
+) -> Iterator[Piece]:
+    """Consecutive whole trajectories of each reader; the next shard begins where one would exceed the budget.
+
+    Args:
+        plan: row ids of the trajectories that each reader reads.
+        lengths: (n,) tokens of every trajectory.
+        shard_tokens: the budget.
+        begins: (n,) bool, trajectories with which a shard begins in any case; see `beginnings`.
+    """
     for reader, rows in plan.items():
         number, start, tokens = 0, 0, 0
         for end, row in enumerate(rows):
-            if tokens and tokens + lengths[row] > shard_tokens:
+            if tokens and (tokens + lengths[row] > shard_tokens or (begins is not None and begins[row])):
                 yield Piece(reader, f"{reader}/{number:05d}.h5", rows[start:end])
                 number, start, tokens = number + 1, end, 0
             tokens += int(lengths[row])
         yield Piece(reader, f"{reader}/{number:05d}.h5", rows[start:])
+
+
+def beginnings(rollouts: Rollouts, lengths: np.ndarray, config: CaptureConfig) -> np.ndarray | None:
+    """(n,) bool, trajectories with which a shard begins in any case; None without `CaptureConfig.steady_shards`.
+
+    A shard begins with a problem whose hash says so. One problem in 2^m does; m depends on the tokens of a problem, to
+    a power of two. So a shard does not depend on trajectories before or after it, and most shards of a log that has
+    grown, or of another part of it, are those of before.
+    """
+    if not config.steady_shards:
+        return None
+    problem = rollouts.table["problem_id"].to_pandas().to_numpy()
+    first = np.concatenate([[True], problem[1:] != problem[:-1]])
+    one_in = max(1.0, config.shard_tokens / 4 * first.sum() / max(int(lengths.sum()), 1))
+    mask = (1 << round(np.log2(one_in))) - 1
+    chosen = {id: _hash(id) & mask == 0 for id in set(problem[first])}
+    return first & np.array([chosen[id] for id in problem])
+
+
+def _hash(id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.activations.config import CaptureConfig, StatesConfig
-from tsae.activations.reader.assignment import Piece, cut
+from tsae.activations.reader.assignment import Piece, beginnings, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, Reader
 from tsae.activations.reader.opening import as_reader, check_server, open_base
-from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.recording.copied import content_of, copy_shard, shards_by_content
+from tsae.activations.recording.shard_capture import capture_shard, texts_of
 from tsae.activations.shards.manifest import (
     FORMAT,
     VERSION,
@@ -68,6 +69,7 @@ def capture(
     to: str | Path,
     config: CaptureConfig | None = None,
     server: StatesConfig | None = None,
+    earlier: str | Path | None = None,
     progress: bool = True,
 ) -> ActivationStore:
     """Record residual-stream activations of every reader over its trajectories.
@@ -79,6 +81,8 @@ def capture(
         to: folder of the store. An interrupted capture is completed; a finished one is opened.
         config: defaults of `CaptureConfig`.
         server: that computes for one of the readers, with the backend "vllm".
+        earlier: folder of a finished store of the same config. Shards of it that hold what one of these is to hold, the
+            same trajectories read by the same weights, are copied instead of captured; the bytes are the same.
         progress: show a bar.
 
     Raises:
@@ -103,7 +107,8 @@ def capture(
         refusal: TsaeError | None = None
         missing: list[str] = []
         try:
-            missing = _capture(series, rollouts, sites, to, config, progress and processes.first, part, device, server)
+            shown, before = progress and processes.first, None if earlier is None else local(earlier)
+            missing = _capture(series, rollouts, sites, to, config, shown, part, device, server, before)
         except TsaeError as error:
             refusal = error
         short = refusal is not None and isinstance(refusal.__cause__, OutOfMemory)
@@ -166,7 +171,8 @@ def _capture(
     progress: bool,
     part: Part,
     device: str,
-    server: StatesConfig | None,
+    server: StatesConfig | None = None,
+    earlier: Path | None = None,
 ) -> list[str]:
     served = _served(series, config, server)
     base = open_base(series, rollouts, sites or (), config, device)
@@ -189,15 +195,23 @@ def _capture(
             _write_run(to, config, rollouts, series)
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    pieces = list(cut(plan, lengths, config.shard_tokens))
+    pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
     done = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
     mine = [piece for piece in pieces if served in (None, piece.reader)][part.index :: part.n]
     sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
+    found = {} if earlier is None else shards_by_content(earlier, manifest)
     reader: Reader | None = None
     current = ""
     with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar, Uploads() as uploads:
         bar.update(sum(size for file, size in sizes.items() if file in done))
         for piece in [piece for piece in mine if piece.file not in done]:
+            weights = next(record["weights"] for record in manifest["readers"] if record["id"] == piece.reader)
+            before = found.get(content_of(weights, *texts_of(piece, rollouts))) if found else None
+            if before is not None:
+                entry = copy_shard(*before, rollouts, piece, to, manifest)
+                write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
+                bar.update(sizes[piece.file])
+                continue
             if piece.reader != current:
                 # Free the last reader before loading the next. The base's model is loaded already.
                 reader, current, kept = None, piece.reader, model if piece.reader == series.base.id else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import cut, plan_readers
+from tsae.activations.reader.assignment import beginnings, cut, plan_readers
 from tsae.activations.reader.opening import open_reader
 from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.checksums import Damage, stored_rollouts
@@ -60,7 +60,8 @@ def repair_store(
                 fix="Give the series that the store was captured from.",
             )
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    pieces = list(cut(plan_readers(list(readers), rollouts, config), lengths, config.shard_tokens))
+    plan, begins = plan_readers(list(readers), rollouts, config), beginnings(rollouts, lengths, config)
+    pieces = list(cut(plan, lengths, config.shard_tokens, begins))
     by_file = {piece.file: piece for piece in pieces}
     repaired = []
     total = sum(int(readers[d.reader]["shards"][d.number]["n_tokens"]) for d in damages)

@@ -51,18 +51,13 @@ def capture_shard(
         TsaeError: where activations are not finite or overflow, one trajectory alone does not fit into memory, or a
             server gives other activations than the checkpoint computes.
     """
-    texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
-    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-    sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
-    weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
-    origin = {"weights": weights, "rollouts": manifest["rollouts"]}
-    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
-    path, before = inside(folder, piece.file), bar.n
+    ids, offsets = texts_of(piece, rollouts)
+    texts = np.split(ids, offsets[1:-1])
+    before = bar.n
     while True:
         short: OutOfMemory | None = None
         again = Sample(reader, texts, piece.file) if isinstance(reader, StatesReader) else None
-        ids, dtype = np.concatenate(texts), manifest["dtype"]
-        with ShardWriter(path, sites, dtype, ids, offsets, piece.rows, origin, statistics) as writer:
+        with shard_writer(piece, ids, offsets, folder, manifest) as writer:
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
                     if again is not None:
@@ -100,6 +95,25 @@ def capture_shard(
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
+
+
+def texts_of(piece: Piece, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (n_tokens,) of a shard's trajectories, and their offsets (n_trajectories + 1,)."""
+    texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
+    return np.concatenate(texts), np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+
+
+def shard_writer(
+    piece: Piece, ids: np.ndarray, offsets: np.ndarray, folder: Path, manifest: Mapping[str, Any]
+) -> ShardWriter:
+    """Writes the shard of a piece, which holds these tokens."""
+    sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
+    weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
+    origin = {"weights": weights, "rollouts": manifest["rollouts"]}
+    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
+    return ShardWriter(
+        inside(folder, piece.file), sites, manifest["dtype"], ids, offsets, piece.rows, origin, statistics
+    )
 
 
 def _put(

@@ -1,16 +1,17 @@
-"""`tsae run` and `tsae demo`."""
+"""`tsae run`, `tsae watch` and `tsae demo`."""
 
 from __future__ import annotations
 
 import webbrowser
 
 from tsae.commands.common import as_json
-from tsae.commands.options.pipeline import Demo, Run
+from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.demo import demo
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import print_findings
 from tsae.report.story.findings import findings_content
 from tsae.run import analyze_run
+from tsae.watching import watch
 
 
 def run_run(options: Run) -> None:
@@ -19,6 +20,11 @@ def run_run(options: Run) -> None:
         print_findings(diff)
         print(f"\nReport: {(options.config.to / 'report.html').resolve()}")
         write(findings_content(diff))
+
+
+def run_watch(options: Watch) -> None:
+    for _ in watch(options.config, options.watching):
+        pass
 
 
 def run_demo(options: Demo) -> None:

@@ -1,4 +1,4 @@
-"""Options of the commands that run every stage: run, demo."""
+"""Options of the commands that run every stage: run, watch, demo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from tsae.config import DemoConfig, RunConfig
+from tsae.config import DemoConfig, RunConfig, WatchConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,18 @@ class Run:
     config: Annotated[RunConfig, arg(name="")]
     json: Path | None = None
     """File for the results as JSON; - for standard output. Text then goes to standard error."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Follow a training that goes on: analyse its new checkpoints and log steps, and write the page anew.
+
+    The folder --to is that of `tsae run`, and so are the options. Every update prints one line. If the command is
+    interrupted, give it again: it goes on. Samples are not attributed meanwhile.
+    """
+
+    config: Annotated[RunConfig, arg(name="")]
+    watching: Annotated[WatchConfig, arg(name="")] = field(default_factory=WatchConfig)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,9 @@ def belief(diff: FeatureDiff) -> tuple[str, ...]:
     if known:
         spread = known[0] if known[0] == known[-1] else f"{known[0]}–{known[-1]}"
         sentences.append(f"The SAE explains {spread} of the variance of {count(len(found.readers), 'reader')}.")
+    if kept := diff.info.get("sae_kept"):
+        least = min((fve for fve in kept.values() if fve is not None), default=0.0)
+        sentences.append(f"It was trained earlier in this training, on {listed(list(kept))}: then {least:.2f} or more.")
     if found.flagged:
         sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(found.flagged)}.")
     tested = f"{count(found.n_tested, 'feature')} causally tested, the others not: correlation."

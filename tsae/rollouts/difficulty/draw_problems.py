@@ -14,6 +14,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.bands import Bands, band_counts, find_bands, found_how
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.difficulty.step_confounding import confounding
+from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.parquet import read_pieces
 from tsae.rollouts.schema import BANDS, problem_bands
 from tsae.rollouts.table import Rollouts
@@ -147,6 +148,9 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
 def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Path) -> np.ndarray:
     """Draw whole problems at random up to a number of tokens, in turn from every band; all if the budget allows.
 
+    A problem's place in the order follows from the seed and its id alone. So of a log that has grown by a tenth, about
+    nine in ten of the problems are those that were drawn before.
+
     Args:
         outline: of `tsae.rollouts.parquet.read_outline`, with the band of every problem, or null.
         tokens: of prompts and responses.
@@ -159,8 +163,7 @@ def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Pa
     cost = (outline.prompt_length + outline.response_length).groupby(outline.problem_id).sum()
     if cost.sum() <= tokens:
         return np.ones(len(outline), dtype=bool)
-    rng = np.random.default_rng(seed)
-    order = pd.Series(rng.permutation(len(cost)), index=cost.index)
+    order = pd.Series([hash64(str(seed), id) for id in cost.index], index=cost.index).rank(method="first")
     band = problem_bands(outline).loc[cost.index].fillna("none")
     turn = order.groupby(band).rank()
     ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]

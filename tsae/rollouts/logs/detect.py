@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.fields import Row
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
 from tsae.rollouts.logs.on_disk.leftovers import leftovers, refuse_copies
-from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, kind_of, run_folder
+from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, grows, kind_of, run_folder
 from tsae.rollouts.logs.on_disk.packed import bare
 from tsae.rollouts.logs.trainers import (
     areal,
@@ -53,13 +54,26 @@ _LIKE = {
 _SHOWN = 40
 
 
-def find_log(path: Path, config: ImportConfig) -> tuple[Format, list[LogFile], list[str]]:
+def find_log(
+    path: Path, config: ImportConfig, only: Mapping[Path, int] | None = None
+) -> tuple[Format, list[LogFile], list[str]]:
     """The format of a log, its files by run and step, and notes about them.
+
+    Args:
+        path: of the log.
+        config: of the import.
+        only: the files that count, and how many bytes of each: JSON lines are read up to there. By default all of them.
 
     Raises:
         TsaeError: if no format fits, several do, or files disagree.
     """
-    files = find_files(path)
+    form, found, notes = _find_log(path, config, find_files(path, only))
+    if only is not None:
+        found = [replace(file, stop=only[file.path]) if grows(file.path) else file for file in found]
+    return form, found, notes
+
+
+def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[Format, list[LogFile], list[str]]:
     if config.format != "auto":
         chosen = _BY_NAME[config.format]
         if path.is_file() and kind_of(path) not in chosen.suffixes:

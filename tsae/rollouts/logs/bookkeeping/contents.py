@@ -97,6 +97,7 @@ class Contents:
             "counts": self.counts,
             "ledger": self.ledger.close(),
             "policies": self.policies.state(),
+            "asked": [(run, step, id) for (run, step), id in self.policies.asked.items()],
             "verdicts": self.verdicts.state(),
             "empty": self.empty,
             "look": self.look.state(self.folder / _LOOK),

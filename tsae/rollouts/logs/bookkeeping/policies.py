@@ -48,10 +48,13 @@ class Policies:
         self.checkpoints = list(series) if len(series) > 1 else []
         self._stands_in: dict[str, tuple[int, str]] = {}
         """By checkpoint: updates and name of the newest policy whose responses were logged when it was made."""
+        self.asked: dict[tuple[str, int | None], str | None] = {}
+        """By run and updates, or by a policy's name and -1: the checkpoint that was found for a trajectory."""
 
     def policy(self, entry: Entry, file: LogFile) -> str:
         """Name of the policy that sampled a trajectory; see `renamed`."""
         if entry.policy is not None:
+            self._checkpoint(entry.policy, -1)
             return entry.policy
         if entry.step is None:
             self.counts[_UNNAMED]["unnamed"] += self.run is None
@@ -69,6 +72,17 @@ class Policies:
 
     def _checkpoint(self, run: str, step: int | None) -> str | None:
         """Id of the checkpoint that a run had after so many updates, if it was kept."""
+        if (run, step) not in self.asked:
+            self.asked[run, step] = self._search(run, step)
+        return self.asked[run, step]
+
+    def agrees(self, asked: Sequence[tuple[str, int | None, str | None]]) -> bool:
+        """Whether these checkpoints give the answers that others gave for a part of the log: (run, updates, id)."""
+        return all(self._checkpoint(run, step) == id for run, step, id in asked)
+
+    def _search(self, run: str, step: int | None) -> str | None:
+        if step == -1:
+            return run if any(checkpoint.id == run for checkpoint in self.checkpoints) else None
         for checkpoint in self.checkpoints:
             mine = checkpoint.run == run or (
                 checkpoint.is_base and (step == 0 or checkpoint.id == f"{run}-{checkpoint.step:05d}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ _NOT_A_RUN = re.compile(
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put before UTF-8."""
+
+
+class NoLog(TsaeError):
+    """There is no file that may be a log."""
 
 
 class HalfLine(TsaeError):
@@ -113,11 +117,15 @@ def run_folder(path: Path) -> Path:
     return folder
 
 
-def find_files(path: Path) -> list[Path]:
+def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]:
     """The files that may be logs, sorted: those of a folder and its subfolders, or the one file.
 
     Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are ignored, since their
     targets are read where they lie.
+
+    Args:
+        path: a folder or a file.
+        only: the files that count; by default all.
 
     Raises:
         TsaeError: if there is none, or a link leaves the folder.
@@ -125,7 +133,7 @@ def find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise TsaeError("no such log", where=path, fix="Give a file that a trainer wrote, or a folder of them.")
+        raise NoLog("no such log", where=path, fix="Give a file that a trainer wrote, or a folder of them.")
     root, found = path.resolve(), []
     for folder, below, names in os.walk(path):
         kept = [name for name in below if not name.startswith(".") and not _CHECKPOINT.fullmatch(name)]
@@ -139,10 +147,10 @@ def find_files(path: Path) -> list[Path]:
                         where=file,
                         fix="Give the log where it lies, or copy it into the folder.",
                     )
-            elif file.is_file():
+            elif file.is_file() and (only is None or file in only):
                 found.append(file)
     if not found:
-        raise TsaeError(
+        raise NoLog(
             "holds no .jsonl or .parquet file, nor one that slime (.pt), rLLM (.json) or Inspect (.eval) wrote",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
@@ -154,6 +162,11 @@ def kind_of(path: Path) -> str:
     """The suffix that decides how a file is read: .parquet, .pt, .eval, .json or .pkl; .jsonl for any other."""
     suffix = bare(path).suffix
     return suffix if suffix in (".parquet", *_CONTAINERS) else ".jsonl"
+
+
+def grows(path: Path) -> bool:
+    """Whether a file is written line by line, so that its beginning can be read while it is written."""
+    return kind_of(path) == ".jsonl" and not is_packed(path)
 
 
 def first_row(path: Path) -> dict[str, Any] | None:

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk.log_files import LONGEST_LINE, LogFile, group_bytes, kind_of
-from tsae.rollouts.logs.on_disk.packed import is_packed
+from tsae.rollouts.logs.on_disk.log_files import LONGEST_LINE, LogFile, group_bytes, grows, kind_of
 
 PART_BYTES = 1 << 24
 _PART_FILES = 4096
@@ -49,7 +48,13 @@ class Part:
 
 def total_bytes(files: Sequence[LogFile]) -> int:
     """Bytes of a log on disk."""
-    return sum(file.path.stat().st_size for file in files)
+    return sum(_size(file) for file in files)
+
+
+def _size(file: LogFile) -> int:
+    """Bytes of a file, or of its beginning where only that is read."""
+    size = file.path.stat().st_size
+    return min(size, file.stop) if file.stop is not None and grows(file.path) else size
 
 
 def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
@@ -62,7 +67,7 @@ def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
     pending: list[LogFile] = []
     first = n_bytes = 0
     for number, file in enumerate(files):
-        size = file.path.stat().st_size
+        size = _size(file)
         for piece, length in _pieces(file, size, cut=cut):
             whole = piece.start == 0 and length == size
             if pending and (not whole or n_bytes + length > PART_BYTES or len(pending) >= _PART_FILES):
@@ -84,7 +89,7 @@ def _pieces(file: LogFile, size: int, *, cut: bool) -> Iterator[tuple[LogFile, i
     kind = kind_of(file.path)
     if cut and size > PART_BYTES and kind == ".parquet":
         yield from _row_groups(file, size)
-    elif kind == ".jsonl" and not is_packed(file.path):
+    elif grows(file.path):
         yield from _lines(file, size, PART_BYTES if cut else size)
     else:
         yield file, size

@@ -1,8 +1,11 @@
 """Journal: finished parts of an import, in a hidden folder beside its target, so that it can be stopped and resumed.
 
 The name of a part's folder follows from its files (paths, sizes, times of writing), from how they are read, and from
-the tokenizer. An import that is run again uses the parts that it finds under these names. The folder is deleted when
-the import ends, or fails before several parts were read.
+the tokenizer. An import that is run again uses the parts that it finds under these names, if the checkpoints that
+sampled them are the same. The folder is deleted when the import ends, or fails before several parts were read.
+
+For a log that grows, parts can be kept, in a folder that is named. Of a file that grows, the bytes of the part count
+then, and not when the file was written.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +31,7 @@ from tsae.rollouts.answers.grading import BY_NAME
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.on_disk.log_files import LogFile, grows
 from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 
@@ -51,10 +55,20 @@ class Journal:
         settings: see `settings`.
         skip: kinds of trajectories that are left out. A part that was read with other kinds is used if it has no
             trajectory that is an error now.
+        agrees: whether a part, by its "asked", has the policies that it would have now.
+        kept: folder for the parts, in which those of this log stay.
     """
 
-    def __init__(self, to: Path, settings: Mapping[str, Any], skip: Sequence[str]) -> None:
-        self.to, self.folder, self.skip = to, to.with_name(f".{to.name}.parts"), set(skip)
+    def __init__(
+        self,
+        to: Path,
+        settings: Mapping[str, Any],
+        skip: Sequence[str],
+        agrees: Callable[[Any], bool] = lambda asked: True,
+        kept: Path | None = None,
+    ) -> None:
+        self.to, self.folder, self.skip = to, kept or to.with_name(f".{to.name}.parts"), set(skip)
+        self._agrees, self._stays, self._names = agrees, kept is not None, set[str]()
         self.found = self._used = self._read = 0
         """Parts that were there before, those of them that were used, and those that were read since."""
         self._settings = json.dumps(settings, sort_keys=True)
@@ -85,6 +99,12 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
+        if self._stays:
+            for folder in self.folder.iterdir() if error is None else ():
+                if folder.is_dir() and folder.name not in self._names:
+                    shutil.rmtree(folder)
+            self._lock.close()
+            return
         several = max(self._used + self._read, len(list(self.folder.glob(f"*/{_STATE}")))) > 1
         if error is None or not several:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -92,14 +112,21 @@ class Journal:
 
     def job(self, part: Part) -> Job:
         """A part, its folder, and whether it was read before."""
-        text = self._settings + json.dumps(part.as_dict())
+        told = part.as_dict()
+        if self._stays:
+            told["files"] = [
+                (*row[:-2], _digest(file)) if grows(file.path) else row
+                for file, row in zip(part.files, told["files"], strict=True)
+            ]
+        text = self._settings + json.dumps(told)
         folder = self.folder / hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        self._names.add(folder.name)
         if not (folder / _STATE).is_file():
             return Job(part, folder, done=False)
         try:
-            state = _state(folder)
-            done = self.skip >= state["counts"].get("skipped", {}).keys()
-            done = done and all(sha256(folder / name) == digest for name, digest in state["sha256"].items())
+            found = _state(folder)
+            done = self.skip >= found["counts"].get("skipped", {}).keys() and self._agrees(found["asked"])
+            done = done and all(sha256(folder / name) == digest for name, digest in found["sha256"].items())
         except (OSError, ValueError, LookupError, TypeError, AttributeError, TsaeError):
             done = False  # damaged: it is read again
         if not done:
@@ -128,7 +155,7 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
     return {
         "form": form.name,
         "config": read,
-        "series": [(c.id, c.run, c.step) for c in series],
+        "series": len(series) > 1,  # Which checkpoint sampled is compared part by part.
         "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
         "template": tokenizer.chat_template,
         "model": [tokens.context, sorted(tokens.ends)],
@@ -140,6 +167,18 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
 
 def _state(folder: Path) -> dict[str, Any]:
     return read_sealed(folder / _STATE, "Import again.")
+
+
+def _digest(file: LogFile) -> str:
+    """Of the bytes of a piece of a file."""
+    found = hashlib.blake2b(digest_size=16)
+    with file.path.open("rb") as stream:
+        stream.seek(file.start)
+        left = file.path.stat().st_size if file.stop is None else file.stop - file.start
+        while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
+            found.update(chunk)
+            left -= len(chunk)
+    return found.hexdigest()
 
 
 def begin(folder: Path) -> Path:

@@ -1,0 +1,296 @@
+"""`tsae watch`: a training that goes on, analysed update by update."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soak_watch
+from safetensors.numpy import load_file, save_file
+
+import tsae
+from support.builders import make_rollouts
+from tsae.activations.config import CaptureConfig
+from tsae.activations.reader.assignment import beginnings, cut
+from tsae.activations.recording import capture as capturing
+from tsae.checkpoints.complete import unfinished
+from tsae.cli import main
+from tsae.config import RunConfig, WatchConfig
+from tsae.errors import TsaeError
+from tsae.features import encode as encoding
+from tsae.pipeline import Before
+from tsae.rollouts import importing
+from tsae.rollouts.difficulty.draw_problems import draw_problems
+from tsae.rollouts.growth import check_grown
+from tsae.rollouts.logs.on_disk.settled import Settling
+from tsae.run import Grown, analyze_run, analyze_state
+from tsae.watching import watch
+
+SHIPPED = tsae.testbed.series_path()
+ONCE = WatchConfig(once=True, quiet=0.0)
+FEW = tsae.DiffConfig(n_bootstrap=100, n_permutations=100, noise_draws=0)
+
+
+class Training:
+    """The testbed's hard run, as TRL leaves it, up to some step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = folder / "hard"
+        shutil.copytree(SHIPPED / "base", folder / "base")
+        (self.run / "completions").mkdir(parents=True)
+        self.config = RunConfig(
+            self.run, to=folder / "out", base=str(folder / "base"), attribute=False,
+            tokens=6_000, d_sae=32, k=4, training_tokens=10_000, diff=FEW,
+        )  # fmt: skip
+
+    def log(self, *steps: int) -> None:
+        for step in steps:
+            name = f"completions/completions_{step:05d}.parquet"
+            shutil.copy(SHIPPED / "logs" / "hard" / name, self.run / name)
+
+    def save(self, step: int) -> None:
+        shutil.copytree(SHIPPED / f"hard-{step:03d}", self.run / f"checkpoint-{step}")
+
+    def alone(self, to: Path) -> Path:
+        """One analysis of the training as it is, with the SAE that was kept."""
+        out, log = self.config.to, self.run / "completions"
+        found = json.loads((out / "run.json").read_text())["found"]["fve_at_training"]
+        before = Before(tsae.TemporalSAE.load(out / "sae"), found, to / "none", to / "codes")
+        grown = Grown(frozenset(), {f: f.stat().st_size for f in log.iterdir()}, to / "none", to / "parts", before)
+        analyze_state(replace(self.config, to=to / "one"), grown, progress=False, say=lambda line: None)
+        return to / "one"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but hidden ones, and those that name the folder or the updates."""
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (name for name in names if not name.startswith((".", "run.json", "stages.json")))
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, list[str], list[dict[str, int]]]]:
+    """A training after two updates; what was printed; and how many shards each captured, copied and encoded."""
+    with pytest.MonkeyPatch.context() as patch:
+        done: dict[str, int] = {}
+
+        def counted(module: object, name: str) -> None:
+            really = getattr(module, name)
+
+            def call(*args: object, **options: object) -> object:
+                done[name] = done.get(name, 0) + 1
+                return really(*args, **options)
+
+            patch.setattr(module, name, call)
+
+        for module, name in (
+            (capturing, "capture_shard"),
+            (capturing, "copy_shard"),
+            (encoding, "encode_shard"),
+            (importing, "read_part"),
+        ):
+            counted(module, name)
+        training, lines, counts = Training(tmp_path_factory.mktemp("watch")), [], []
+
+        def look() -> None:
+            done.clear()
+            assert len(list(watch(training.config, ONCE, say=lines.append))) <= 1
+            counts.append(dict(done))
+
+        look()
+        training.log(1, 25)
+        look()
+        training.save(25)
+        look()
+        look()
+        training.log(50)
+        training.save(50)
+        look()
+        yield training, lines, counts
+
+
+def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[dict[str, int]]]) -> None:
+    training, lines, counts = followed
+    assert lines[:2] == ["waiting: there is no rollout log yet", "waiting: no checkpoint is complete"]
+    assert lines[2].startswith("new: hard-00025; 512 new of 512 trajectories up to step 25; FVE base 0.")
+    assert lines[2].endswith(f"reload {training.config.to / 'report.html'}")
+    updates = [line for line in lines if "; reload " in line]
+    assert updates[1].startswith("new: hard-00050; 256 new of 768 trajectories up to step 50")
+    assert lines.count("nothing new") == 1
+    first, nothing, second = (counts[number] for number in (2, 3, 4))
+    assert nothing == {}
+    assert "copy_shard" not in first
+    # The new checkpoint reads everything, and the base what is new. Codes are computed for these shards.
+    shards = [len(list((training.config.to / "activations" / id).glob("*.h5"))) for id in ("base", "hard-00050")]
+    assert shards[0] == shards[1]
+    assert 0 < second["copy_shard"] < shards[0]
+    assert second["capture_shard"] == sum(shards) - second["copy_shard"] == second["encode_shard"]
+
+
+def test_an_update_equals_one_analysis_of_the_training(
+    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
+) -> None:
+    training, _, _ = followed
+    out = training.config.to
+    one = contents(training.alone(tmp_path))
+    assert {name: found for name, found in contents(out).items() if not name.startswith("sae/")} == one
+    page = (out / "report.html").read_text()
+    assert "It was trained earlier in this training, on base and hard-00025" in page
+    assert json.loads((out / "stages.json").read_text())["report"] == str(out / "report.html")
+    assert not (out / ".next").exists()
+    assert not (out / ".old").exists()
+
+
+def test_what_is_not_the_same_training_is_refused(
+    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
+) -> None:
+    training = Training(tmp_path)
+    for name in ("hard", "out"):
+        shutil.copytree(followed[0].config.path.parent / name, tmp_path / name, dirs_exist_ok=True)
+    (tmp_path / "out" / "run.json").write_text(
+        (tmp_path / "out" / "run.json").read_text().replace(str(followed[0].config.path.parent), str(tmp_path))
+    )
+    before = contents(training.config.to)
+
+    def look(config: RunConfig) -> None:
+        list(watch(config, ONCE, say=lambda line: None))
+
+    look(training.config)  # Nothing is new.
+    with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and goes on with it"):
+        analyze_run(training.config, progress=False, say=lambda line: None)
+    training.log(75)
+    with pytest.raises(TsaeError, match=r"analysis of other settings or versions \(differing: k\)"):
+        look(replace(training.config, k=5))
+    weights = tmp_path / "base" / "model.safetensors"
+    held = weights.read_bytes()
+    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    with pytest.raises(TsaeError, match=r"base: is another base than before: its weights have the hash"):
+        look(training.config)
+    weights.write_bytes(held)
+    shutil.copy(
+        SHIPPED / "logs" / "hard" / "completions" / "completions_00100.parquet",
+        training.run / "completions" / "completions_00100.parquet",
+    )
+    (training.run / "completions" / "completions_00025.parquet").unlink()
+    with pytest.raises(
+        TsaeError, match=r"no longer holds 256 of the 768 trajectories that were read before \(of step 25\)"
+    ):
+        look(training.config)
+    assert contents(training.config.to) == before
+
+
+def test_the_command(followed: tuple[Training, list[str], list[dict[str, int]]], capsys: pytest.CaptureFixture) -> None:
+    config = followed[0].config
+    words = ["watch", str(config.path), "--base", str(config.base), "--to", str(config.to), "--once", "--quiet", "0"]
+    words += ["--tokens", "6000", "--d-sae", "32", "--k", "4", "--training-tokens", "10000"]
+    words += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100", "--diff.noise-draws", "0"]
+    main(words)
+    assert capsys.readouterr().out == "nothing new\n"
+
+
+def test_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    whole, partial = tmp_path / "checkpoint-25", tmp_path / "checkpoint-50"
+    shutil.copytree(SHIPPED / "hard-025", whole)
+    partial.mkdir()
+    told = []
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "trainer_state.json"):
+        content = b'{"global_step": 50}' if name == "trainer_state.json" else (SHIPPED / "hard-050" / name).read_bytes()
+        (whole / "trainer_state.json").write_text("{}")
+        for n in (0, 5, len(content) // 2, len(content) - 1):
+            (partial / name).write_bytes(content[:n])
+            told.append(unfinished([whole, partial]).get(partial, ""))
+        (partial / name).write_bytes(content)
+    assert all(told)
+    assert unfinished([whole, partial]) == {}
+
+
+def test_a_log_that_is_being_written(tmp_path: Path) -> None:
+    lines, table = tmp_path / "log.jsonl", tmp_path / "completions_00001.parquet"
+    lines.write_text('{"a": 1}\n{"a": 2')
+    whole = (SHIPPED / "logs" / "hard" / "completions" / "completions_00001.parquet").read_bytes()
+    table.write_bytes(whole[: len(whole) // 2])
+    settling = Settling(0.2)
+    assert (settling.bytes_of(lines), settling.bytes_of(table), settling.waits) == (0, 0, True)
+    lines.write_text('{"a": 1}\n{"a": 22}\n{"a"')
+    time.sleep(0.25)
+    # It never rests. Lines that were there a while ago count.
+    lines.write_text('{"a": 1}\n{"a": 22}\n{"a": 3}\n')
+    assert settling.bytes_of(lines) == len('{"a": 1}\n')
+    assert settling.bytes_of(table) == 0
+    table.write_bytes(whole)
+    for file in (lines, table):  # Times that lie ahead, as the clocks of other machines do, say nothing.
+        os.utime(file, (time.time() + 3600, time.time() + 3600))
+    settling = Settling(0.2)
+    assert (settling.bytes_of(lines), settling.bytes_of(table)) == (0, 0)
+    time.sleep(0.25)
+    assert (settling.bytes_of(lines), settling.bytes_of(table)) == (lines.stat().st_size, len(whole))
+    settling = Settling(0.0)
+    lines.write_text('{"a": 1}\n{"a": 2')
+    assert settling.bytes_of(lines) == len('{"a": 1}\n')
+    lines.write_text('{"a": 1}\n{"a": 2}')
+    assert settling.bytes_of(lines) == len('{"a": 1}\n{"a": 2}')
+
+
+def test_shards_stay_when_trajectories_come_and_go() -> None:
+    rollouts = make_rollouts(n_problems=200, n_samples=4)
+    config = CaptureConfig(steady_shards=True, shard_tokens=400)
+
+    def shards(rows: np.ndarray) -> set[tuple[str, ...]]:
+        some = rollouts.select(rows)
+        lengths = some.lengths("prompt_ids") + some.lengths("response_ids")
+        pieces = list(cut({"base": np.arange(len(some))}, lengths, 400, beginnings(some, lengths, config)))
+        assert np.concatenate([piece.rows for piece in pieces]).tolist() == list(range(len(some)))
+        assert max(int(lengths[piece.rows].sum()) for piece in pieces) <= 400
+        return {tuple(str(rows[row]) for row in piece.rows) for piece in pieces}
+
+    n = len(rollouts)
+    all_of_them = shards(np.arange(n))
+    assert 20 < len(all_of_them) < 200
+    assert len(all_of_them - shards(np.arange(n - 40))) <= 15  # The last problems, and the shard that they share.
+    without = shards(np.flatnonzero(np.arange(n) // 4 % 20 != 3))  # every 20th problem
+    assert len(all_of_them & without) > 0.6 * len(all_of_them)
+
+
+def test_a_longer_log_keeps_most_of_the_problems_that_were_drawn() -> None:
+    outline = make_rollouts(n_problems=200, n_samples=4).frame.assign(band=None)
+    half = int((outline.prompt_length + outline.response_length).sum()) // 2
+
+    def drawn(n: int) -> set[str]:
+        some = outline[: 4 * n]
+        return set(some.problem_id[draw_problems(some, half, 0, "log")])
+
+    before, after = drawn(160), drawn(200)
+    stayed = len(before & after) / len(before)
+    assert 0.7 < stayed < 0.9  # 4 in 5 have place
+    assert after - before <= {f"p{number:03d}" for number in range(160, 200)}
+
+
+def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
+    table = make_rollouts(n_problems=6, n_samples=4).with_column("step", np.repeat(np.arange(6), 4).tolist())
+    before = table.select(np.arange(16)).write(tmp_path / "before.parquet")
+    order = np.random.default_rng(0).permutation(24)
+    check_grown(before, table.select(order).write(tmp_path / "more.parquet"), tmp_path)  # Order does not count.
+    check_grown(tmp_path / "none.parquet", before, tmp_path)
+    for changed, told in (
+        (table.select(np.delete(order, np.flatnonzero(order == 9))), r"no longer holds 1 of the 16 .*of step 2\)"),
+        (table.with_column("reward", [0.25] * 24), r"no longer holds 16 of the 16 .*of step 0, 1, 2 and 1 more\)"),
+        (table.with_column("step", [7] * 24), r"no longer holds 16"),
+    ):
+        with pytest.raises(TsaeError, match=told):
+            check_grown(before, changed.write(tmp_path / "now.parquet"), tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_at_random_it_ends_as_if_undisturbed() -> None:
+    """Of a log of JSON lines, which grows while it is read."""
+    found = soak_watch.main(soak_watch.Options(minutes=0.5, seed=1, kill_seconds=12, step_seconds=2))
+    assert found["different"] == []
+    assert found["kills"] >= 1
+    assert found["updates"] >= 1

@@ -1,0 +1,395 @@
+"""`tsae watch`: follow a training that goes on. New checkpoints and log steps are added to the folder of `tsae run`.
+
+1. Look: which checkpoints are complete, and how much of every file of the log (`tsae.checkpoints.complete`,
+   `tsae.rollouts.logs.on_disk.settled`). What is being written waits for a later look.
+2. If that is something new, the stages of `tsae run` analyse exactly this state, in the hidden folder .next. Shards and
+   codes that were computed before are copied from the analysis before; the SAE is kept.
+3. When all of it is there, its parts take the places of the old ones. Until then the old analysis stays whole.
+
+What comes out depends on the state and the SAE alone, not on the updates before. So an update that was killed is
+resumed for the state that it had begun with, and a watch ends with what one analysis of the finished training gives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from tsae.activations.shards.manifest import read_manifest
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import read_object, write_json
+from tsae.checkpoints.complete import unfinished
+from tsae.checkpoints.discovery import step_folders
+from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.config import RunConfig, WatchConfig
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
+from tsae.pipeline import Before, add_found
+from tsae.report.text import visible
+from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows
+from tsae.rollouts.logs.on_disk.settled import Settling
+from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, name_in, stamp
+from tsae.sae.model import TemporalSAE
+
+_NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
+_STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "report.html")
+_FILES = ("stages.json", "run.json")
+_FALL = 0.05
+"""A fall of a reader's FVE below that of the training that is worth a warning."""
+_NAMED = 3
+"""Checkpoints that one line names; of more, the first and the last."""
+_NOT_COMPARED = ("attribute", "attribution")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update of a watched training did."""
+
+    diff: FeatureDiff
+    """Of the training as it was; its features lie in the folder."""
+    checkpoints: tuple[str, ...]
+    """Ids of the checkpoints that are new."""
+    trajectories: int
+    """Of the log, and those of them that are new."""
+    new_trajectories: int
+    step: int | None
+    """The last that the log has; None where it has no steps."""
+    fve: dict[str, float | None]
+    """Fraction of variance that the SAE explains of each reader."""
+    warning: str
+    """Where it explains less of a reader than when it was trained; else empty."""
+    seconds: float
+    page: Path
+    """The page that was written anew."""
+
+    def __str__(self) -> str:
+        ids = self.checkpoints
+        many = f"{len(ids)} checkpoints, {ids[0]} to {ids[-1]}" if len(ids) > _NAMED else ", ".join(ids)
+        new = f"new: {many}; " if ids else ""
+        last = "" if self.step is None else f" up to step {self.step:,}"
+        explained = ", ".join(f"{id} {'unknown' if fve is None else f'{fve:.3f}'}" for id, fve in self.fve.items())
+        return (
+            f"{new}{self.new_trajectories:,} new of {self.trajectories:,} trajectories{last}; FVE {explained}; "
+            f"{self.seconds:.0f} s; reload {self.page}"
+        )
+
+
+def watch(
+    config: RunConfig,
+    watching: WatchConfig | None = None,
+    *,
+    progress: bool = False,
+    say: Callable[[str], None] = print,
+) -> Iterator[Update]:
+    """Follow a training that goes on, and give an `Update` whenever something new was analysed.
+
+    Args:
+        config: which training, and the choices that you make yourself: those of `tsae.analyze_run`, whose folder may
+            exist. Samples are not attributed.
+        watching: defaults of `WatchConfig`.
+        progress: show the bars of the stages.
+        say: called with one line for each update, warning, and new reason to wait.
+
+    Raises:
+        TsaeError: as `tsae.analyze_run`; and where the folder `to` holds an analysis of other settings, versions or
+            another base, or the log no longer holds what was read before. The analysis that is there stays.
+    """
+    return _Watch(replace(config, attribute=False), watching or WatchConfig(), progress, say).updates()
+
+
+class _State(NamedTuple):
+    """A state of the training, to be analysed."""
+
+    series: CheckpointSeries
+    grown: Grown
+    stamp: dict[str, Any]
+
+
+class _Watch:
+    def __init__(self, config: RunConfig, watching: WatchConfig, progress: bool, say: Callable[[str], None]) -> None:
+        self.config, self.watching, self.progress, self.say = config, watching, progress, say
+        self.to, self.next = config.to, config.to / _NEXT
+        self.settling = Settling(watching.quiet)
+        self.told = ""
+        self.sae: TemporalSAE | None = None
+        """The one that is kept, once it was loaded."""
+
+    def updates(self) -> Generator[Update]:
+        if not self.config.path.is_dir():
+            raise TsaeError("no such folder", where=self.config.path, fix="Give the folder that the trainer writes to.")
+        asked = False
+        while True:
+            with sole_writer(self.to):
+                _exchange(self.to)
+                state = self._begun()
+                resumed = state is not None
+                try:
+                    state = state or self._look()
+                except FileNotFoundError:  # removed while it was looked at
+                    self.settling.waits = True
+                update = None if state is None else self._update(state)
+            if update is not None:
+                self._tell(str(update))
+                if update.warning:
+                    self._tell(f"warning: {update.warning}")
+                yield update
+                assert state is not None
+                if self.watching.until is not None and max(c.step for c in state.series) >= self.watching.until:
+                    return
+                if resumed:
+                    continue  # What has come since may be a lot.
+            if self.watching.once:
+                if asked or not self.settling.waits:
+                    if update is None and not self.told:
+                        self._tell("nothing new")
+                    return
+                asked = True
+                time.sleep(self.watching.quiet)
+            else:
+                time.sleep(self.watching.every)
+
+    def _tell(self, line: str) -> None:
+        self.say(visible(line))
+
+    def _wait(self, why: str) -> None:
+        """Say why there is nothing to analyse yet, once."""
+        if why != self.told:
+            self._tell(f"waiting: {why}")
+        self.told = why
+
+    def _look(self) -> _State | None:
+        """The state of the training, if it differs from the one that was analysed."""
+        self.settling.waits = False
+        folders = self._checkpoints()
+        partial = unfinished(folders)
+        partial |= {folder: "it is being written" for folder in folders if not self.settling.rests(folder)}
+        self.settling.waits |= bool(partial)
+        before = self._finished()
+        known = {} if before is None else dict(before["log"])
+        try:
+            log = find_run_log(self.config)
+            files = find_files(log)
+        except NoLog:
+            self._wait("there is no rollout log yet")
+            return None
+        sizes = {}
+        for file in files:
+            found = self.settling.bytes_of(file)
+            held = known.get(name_in(log, file), 0)
+            sizes[file] = held if found < held <= file.stat().st_size and grows(file) else found
+        self.settling.forget([*folders, *files])
+        sizes = {file: size for file, size in sizes.items() if size}
+        if len(partial) == len(folders) or not sizes:
+            none = "no checkpoint is complete" if len(partial) == len(folders) else "nothing of the log is complete"
+            self._wait(none + "".join(f"; {folder.name}: {why}" for folder, why in list(partial.items())[:1]))
+            return None
+        _, of_log, _ = find_log(log, self.config.importing, sizes)
+        sizes = {file.path: sizes[file.path] for file in of_log}
+        grown = self._grown(before, frozenset(partial), sizes)
+        try:
+            series, _ = find_series(self.config, grown.without)
+        except OneCheckpoint as error:
+            self._wait(f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)")
+            return None
+        state = self._state(series, log, grown)
+        same = before is not None and all(sorted(before[n]) == sorted(state.stamp[n]) for n in ("series", "log"))
+        if same and not (self.watching.retrain and "sae" in (before or {})):
+            return None
+        self.told = ""
+        return state
+
+    def _checkpoints(self) -> list[Path]:
+        """Folders of the training's checkpoints, complete or not."""
+        if (self.config.path / "series.json").is_file():
+            series = CheckpointSeries.load(self.config.path)
+            return [Path(c.path) for c in series if not c.is_base and Path(c.path).is_dir()]
+        return step_folders(self.config.path)
+
+    def _begun(self) -> _State | None:
+        """The state of an update that was interrupted, if it can be completed; else nothing is left of it."""
+        file = self.next / "run.json"
+        if not file.is_file():
+            _remove(self.next)
+            return None
+        try:
+            found = read_object(file, "Remove it.")
+            paths = {Path(path) for _, path in found["series"]}
+            folders = self._checkpoints()
+            without = frozenset(folder for folder in folders if folder not in paths)
+            log = find_run_log(self.config)
+            sizes = {(log / name if log.is_dir() else log): int(size) for name, size in found["log"]}
+            there = not unfinished([folder for folder in folders if folder in paths]) and all(
+                file.is_file() and (file.stat().st_size == n or (grows(file) and file.stat().st_size > n))
+                for file, n in sizes.items()
+            )
+            if there:
+                grown = self._grown(self._finished(), without, sizes)
+                series, _ = find_series(self.config, without)
+                state = self._state(series, log, grown)
+                if {**found, "found": None} == {**state.stamp, "found": None}:
+                    return state
+        except (TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
+            pass
+        _remove(self.next)
+        return None
+
+    def _grown(self, before: dict[str, Any] | None, without: frozenset[Path], sizes: dict[Path, int]) -> Grown:
+        kept = self.to / "sae"
+        if before is None or self.watching.retrain:
+            self.sae = None
+        elif self.sae is None:
+            self.sae = TemporalSAE.load(kept, device=self.config.device)
+        trained = {} if before is None or self.sae is None else self._trained(before)
+        before_this = Before(self.sae, trained, self.to / "activations", self.to / _CODES)
+        return Grown(without, sizes, self.to, self.to / _PARTS, before_this)
+
+    def _state(self, series: CheckpointSeries, log: Path, grown: Grown) -> _State:
+        found = stamp(self.config, series, log, grown.log, grown)
+        return _State(series, grown, json.loads(json.dumps(found, default=str)))
+
+    def _finished(self) -> dict[str, Any] | None:
+        """What run.json of the analysis that is there says; None where there is none.
+
+        Raises:
+            TsaeError: where the folder holds something else.
+        """
+        file = self.to / "run.json"
+        if file.is_file():
+            return read_object(file, "Delete that folder, or give another one with --to.")
+        if self.to.is_dir() and any(not path.name.startswith(".") for path in self.to.iterdir()):
+            raise TsaeError("holds something else than an analysis", where=self.to, fix="Give another one with --to.")
+        return None
+
+    def _update(self, state: _State) -> Update | None:
+        began = time.monotonic()
+        before = self._finished()
+        if before is not None:
+            self._refuse_others(before, state)
+        try:
+            diff = analyze_state(
+                replace(self.config, to=self.next), state.grown, progress=self.progress, say=lambda line: None
+            )
+        except (TsaeError, OSError) as error:
+            gone = self._gone(state)
+            if not gone:
+                raise
+            self._tell(f"looking again: {gone} was removed while it was read ({str(error).splitlines()[0]})")
+            return None
+        fve = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
+        trained = state.grown.before.trained or fve
+        found = read_object(self.next / "run.json", "Remove it.").get("found", {})
+        add_found(self.next, "run.json", {**found, "fve_at_training": trained})
+        stages = read_object(self.next / "stages.json", "Remove it.")
+        write_json(self.next / "stages.json", {**stages, "report": str(self.to / "report.html")})
+        held, n = (_n_rows(folder / "rollouts" / "log.parquet") for folder in (self.to, self.next))
+        ids = {id for id, _ in before["series"]} if before is not None else set()
+        steps = pq.read_table(self.next / "rollouts" / "log.parquet", columns=["step"])["step"].drop_null()
+        write_json(self.next / _READY, {})
+        _exchange(self.to)
+        return Update(
+            diff=FeatureDiff.load(self.to / "diff", features=FeatureTable.load(self.to / "features")),
+            checkpoints=tuple(c.id for c in state.series if c.id not in ids and not c.is_base),
+            trajectories=n,
+            new_trajectories=n - held,
+            step=max(steps.to_pylist(), default=None),
+            fve=fve,
+            warning=_warning(fve, trained),
+            seconds=time.monotonic() - began,
+            page=(self.to / "report.html").resolve(),
+        )
+
+    def _gone(self, state: _State) -> str:
+        """What of a state is no longer there; empty where all of it is."""
+        names = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
+        lost = [names[path] for path in names if path in unfinished([path])]
+        return ", ".join([*lost, *(file.name for file in state.grown.log if not file.is_file())])
+
+    def _refuse_others(self, before: dict[str, Any], state: _State) -> None:
+        """Refuse to go on with an analysis of other settings, versions or another base."""
+        wanted = state.stamp
+        different = [
+            name
+            for name in wanted["run"]
+            if name not in _NOT_COMPARED and before["run"].get(name) != wanted["run"][name]
+        ]
+        different += ["versions"] * (before["versions"] != wanted["versions"])
+        if different:
+            raise TsaeError(
+                f"holds an analysis of other settings or versions (differing: {', '.join(different)})",
+                where=self.to,
+                fix="Give the options that it was begun with, or another folder with --to.",
+            )
+        base = state.series.base
+        captured, found = read_manifest(self.to / "activations")["readers"][0]["weights"], weights_fingerprint(base)
+        if captured != found:
+            raise TsaeError(
+                f"is another base than before: its weights have the hash {found}, and those that were compared with "
+                f"have {captured}",
+                where=base.path,
+                fix="Give the same base (--base), or begin in another folder with --to.",
+            )
+
+    def _trained(self, before: dict[str, Any]) -> dict[str, float | None]:
+        """FVE by reader when the SAE was trained."""
+        found = before.get("found", {}).get("fve_at_training")
+        if found is None:  # `tsae run` trained it, and compared what it trained it on.
+            diff = FeatureDiff.load(self.to / "diff")
+            found = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
+        return dict(found)
+
+
+def _warning(fve: dict[str, float | None], trained: dict[str, float | None]) -> str:
+    """Where the SAE explains less than when it was trained."""
+    known = [value for value in trained.values() if value is not None]
+    least = min(known, default=0.0)
+    fallen = {id: value for id, value in fve.items() if value is None or value < least - _FALL}
+    if not fallen:
+        return ""
+    shown = ", ".join(f"{'nothing' if value is None else f'{value:.3f}'} of {id}" for id, value in fallen.items())
+    return f"the SAE explains {shown}, and explained {least:.3f} or more when it was trained; --retrain trains another"
+
+
+def _n_rows(file: Path) -> int:
+    return int(pq.read_metadata(file).num_rows) if file.is_file() else 0
+
+
+def _exchange(to: Path) -> None:
+    """Put a finished update in the place of the analysis before. Goes on where it was interrupted."""
+    new, old = to / _NEXT, to / _OLD
+    if (new / _READY).is_file():
+        trained = (new / "sae").is_dir()
+        for name in (*_STAGES, *_FILES):
+            if name == "sae" and not trained:
+                continue
+            if (new / name).exists():
+                _put_away(to / name, old)
+                os.replace(new / name, to / name)
+            elif name == "attribution":
+                _put_away(to / name, old)
+        (new / _READY).unlink()
+        _remove(new)
+    _remove(old)
+
+
+def _put_away(path: Path, old: Path) -> None:
+    """Move a file or folder out of the way, until the new one is in its place."""
+    if path.is_dir():
+        old.mkdir(exist_ok=True)
+        _remove(old / path.name)
+        os.replace(path, old / path.name)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        shutil.rmtree(folder)
