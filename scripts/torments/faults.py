@@ -16,8 +16,22 @@ import numpy as np
 from torments import artefacts, process
 from torments.stages import BY_NAME, WRITERS, Stage
 
-KILLS = ("kill", "kill later", "kill twice", "kill worker")
-KINDS = (*KILLS, "int", "term", "full", "size", "files", "memory", "two", "clock", "reader")
+KILLS = (*("kill", "kill later", "kill twice") * 3, "kill worker")
+KINDS = (
+    "kill",
+    "kill later",
+    "kill twice",
+    "kill worker",
+    "int",
+    "term",
+    "full",
+    "size",
+    "files",
+    "memory",
+    "two",
+    "clock",
+    "reader",
+)
 
 
 def kill(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
