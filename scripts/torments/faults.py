@@ -61,6 +61,7 @@ def attempt(rng: np.random.Generator, made: Path, here: Path, kinds: tuple[str, 
         what = kind.split()[0] if kind != "clock" else "kill"
         if what == "size":
             what = f"size-{int(2 ** rng.uniform(4, 18))}"
+            process.afresh(True)  # whose words go through pipes, which have no size
         elif what == "files":
             what = f"files-{int(rng.integers(0, 8))}"
         elif what == "memory":

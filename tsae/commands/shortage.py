@@ -58,7 +58,7 @@ def shortage(error: BaseException) -> TsaeError | None:
             number = int(found[1])
         fix = _BY_NUMBER.get(number or 0)
         named = error.filename2 or error.filename  # of a renaming its target
-        where = named if isinstance(named, str | os.PathLike) else None
+        where = str(named) if isinstance(named, str | os.PathLike) else None
         first = error.strerror or first
     elif type(error).__name__ == "SafetensorError" and (found := _NUMBER.search(str(error))):
         fix = _BY_NUMBER.get(int(found[1]))
