@@ -16,6 +16,7 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import token_strings
@@ -159,7 +160,8 @@ def analyse(
     )
 
     if (to / "features" / "run.json").is_file():
-        features = tsae.FeatureTable.load(to / "features")
+        with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
+            features = tsae.FeatureTable.load(to / "features")
     else:
         features = tsae.encode(sae, store, to=to / "features", kept=kept, progress=progress)
     say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")

@@ -16,8 +16,22 @@ import numpy as np
 from torments import artefacts, process
 from torments.stages import BY_NAME, WRITERS, Stage
 
-KILLS = ("kill", "kill later", "kill twice", "kill worker")
-KINDS = (*KILLS, "int", "term", "full", "size", "files", "memory", "two", "clock", "reader")
+KILLS = (*("kill", "kill later", "kill twice") * 3, "kill worker")
+KINDS = (
+    "kill",
+    "kill later",
+    "kill twice",
+    "kill worker",
+    "int",
+    "term",
+    "full",
+    "size",
+    "files",
+    "memory",
+    "two",
+    "clock",
+    "reader",
+)
 
 
 def kill(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
@@ -47,6 +61,7 @@ def attempt(rng: np.random.Generator, made: Path, here: Path, kinds: tuple[str, 
         what = kind.split()[0] if kind != "clock" else "kill"
         if what == "size":
             what = f"size-{int(2 ** rng.uniform(4, 18))}"
+            process.afresh(True)  # whose words go through pipes, which have no size
         elif what == "files":
             what = f"files-{int(rng.integers(0, 8))}"
         elif what == "memory":

@@ -39,6 +39,13 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         assert shortage(other) is None
 
 
+@pytest.mark.parametrize("device", ["3", "bogus", "", "cuda:99"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError)) as refused:
+        torch.nn.Linear(2, 2).to(device)
+    assert "--device cpu" in str(shortage(refused.value))
+
+
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("new")
     (tmp_path / "b").mkdir()

@@ -195,7 +195,12 @@ def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys:
 
     with pytest.raises(TsaeError, match="a problem, but no reformulation"):
         read_reformulations(tmp_path / "hard.jsonl")
-    (tmp_path / "broken.jsonl").write_text(json.dumps({"question": "?", "answer": "no marker"}) + "\n")
-    with pytest.raises(SystemExit):
-        main(["reformulate", str(tmp_path / "broken.jsonl"), "--to", str(tmp_path / "x.jsonl")])
-    assert "no #### before the final answer" in capsys.readouterr().err
+    for broken, what in (
+        (json.dumps({"question": "?", "answer": "no marker"}).encode(), "no #### before the final answer"),
+        (json.dumps({"question": 5, "answer": "#### 1"}).encode(), "the question is a int"),
+        (b"PAR1\x98", "cannot be read"),
+    ):
+        (tmp_path / "broken.jsonl").write_bytes(broken + b"\n")
+        with pytest.raises(SystemExit):
+            main(["reformulate", str(tmp_path / "broken.jsonl"), "--to", str(tmp_path / "x.jsonl")])
+        assert what in capsys.readouterr().err

@@ -26,6 +26,11 @@ _FIXES = {
 _BY_NUMBER = {number: fix for fix, numbers in _FIXES.items() for number in numbers}
 _NUMBER = re.compile(r"(?:os error|errno =|\[Errno) (\d+)")
 _MEMORY = re.compile(r"can't allocate memory|out of memory|Unable to allocate|std::bad_alloc", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"device string|device type|not compiled with (CUDA|XPU)|not linked with support for|No CUDA GPUs|NVIDIA driver|"
+    r"invalid device ordinal",
+    re.IGNORECASE,
+)
 _THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
 
 
@@ -43,6 +48,8 @@ def shortage(error: BaseException) -> TsaeError | None:
     fix = None
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
         return TsaeError(f"there is not enough memory ({first or type(error).__name__})", fix=_BY_NUMBER[errno.ENOMEM])
+    if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _DEVICE.search(str(error)):
+        return TsaeError(f"there is no such device ({first})", fix="Give --device cpu, or cuda where there is a GPU.")
     if isinstance(error, RuntimeError) and _THREADS.search(str(error)):
         fix = _BY_NUMBER[errno.EAGAIN]
     elif isinstance(error, OSError) and not isinstance(error, socket.timeout | ConnectionError):

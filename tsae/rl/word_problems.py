@@ -38,6 +38,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from tsae.base.disk.untrusted import parse_json
+from tsae.base.files import reading
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem, read_problems
@@ -98,7 +99,8 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
         TsaeError: for any other file.
     """
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    with reading(path, "Give JSON lines of problems."):
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if not any('"question"' in line for line in lines[:1]):
         return read_problems(path), {}
     problems, solutions = [], {}
@@ -108,6 +110,8 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
             solution, marker, answer = record["answer"].rpartition("####")
             if not marker:
                 raise ValueError("no #### before the final answer")
+            if not isinstance(record["question"], str):
+                raise TypeError(f"the question is a {type(record['question']).__name__}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TsaeError(
                 f"no question with a solution ({error})",
