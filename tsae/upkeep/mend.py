@@ -232,9 +232,10 @@ def _run(command: MadeBy) -> None:
     # With -P: the folder may be a stranger's, and its json.py or tsae.py is not imported.
     words = [sys.executable, "-P", "-m", "tsae", *command.runnable]
     try:
-        ended = subprocess.run(words, cwd=command.where, stdout=sys.stderr, check=False)
+        # The descriptor: sys.stderr may be wrapped, and then has none.
+        ended = subprocess.run(words, cwd=command.where, stdout=2, check=False)
     except OSError as error:
-        what = f"cannot be entered ({error.strerror})"
+        what = f"cannot be entered ({error.strerror or error})"
         raise TsaeError(what, where=command.where, fix=f"Give the command yourself: {command}.") from error
     if ended.returncode:
         raise TsaeError(
