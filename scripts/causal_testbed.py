@@ -21,7 +21,7 @@ import tyro
 from tqdm.auto import tqdm
 
 import tsae
-from tsae.base.intervals import mean_interval
+from tsae.base.statistics.intervals import mean_interval
 from tsae.causal.beyond import beyond_random
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
 from tsae.causal.edits import FeatureEdit

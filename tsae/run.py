@@ -24,8 +24,8 @@ from tsae.activations.store import ActivationStore
 from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.provenance import versions
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig

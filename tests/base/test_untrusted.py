@@ -13,7 +13,7 @@ import yaml
 
 import tsae
 from tsae.attribution.trainer.recipe import read_recipe
-from tsae.base.disk.untrusted import check_zip, parse_json, parse_yaml, weighs_within
+from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits
 from tsae.checkpoints.loading import load_tokenizer

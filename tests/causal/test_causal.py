@@ -15,7 +15,7 @@ from statements.random_sets import KINDS, exchangeable, said, sharing, spread
 
 import tsae
 from support.builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
-from tsae.base.intervals import mean_interval
+from tsae.base.statistics.intervals import mean_interval
 from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference

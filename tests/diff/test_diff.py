@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from scipy.stats import false_discovery_control, spearmanr
 
 from support.builders import EOS, feature_table
-from tsae.base.bootstrap import bootstrap_interval
+from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.contrast.draw_contrast import draw

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import beta, binom
 
 import tsae
-from tsae.base.proportions import jeffreys_interval, wilson_interval
+from tsae.base.statistics.proportions import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table

@@ -19,7 +19,7 @@ import torch
 from scipy.stats import binomtest
 
 from support.builders import BOS, EOS, make_rollouts
-from tsae.base.proportions import wilson_interval
+from tsae.base.statistics.proportions import wilson_interval
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages

@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import plain, read_object, replacing, sha256, write_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 SEAL = "checksums.json"

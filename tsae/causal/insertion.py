@@ -23,7 +23,7 @@ import pandas as pd
 from einops import reduce
 
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
-from tsae.base.bootstrap import bootstrap_interval
+from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
 from tsae.checkpoints.checkpoint import Checkpoint

@@ -13,9 +13,9 @@ import pandas as pd
 
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.intervals import too_few
-from tsae.base.proportions import wilson_interval
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.statistics.intervals import too_few
+from tsae.base.statistics.proportions import wilson_interval
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.diff.feature_diff import FeatureDiff

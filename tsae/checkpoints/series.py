@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_json
 from tsae.base.filters import several
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint

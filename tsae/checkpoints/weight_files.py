@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
 

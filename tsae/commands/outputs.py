@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 

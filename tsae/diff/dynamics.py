@@ -32,7 +32,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from tsae.base.bootstrap import counts, percentile_interval
+from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, main_comparisons

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.disk.untrusted import check_zip
 from tsae.base.files import replacing, writing
 from tsae.base.part import check_same_work, digest_of
 from tsae.base.remote.mirror import local, needed, published, removed, there
+from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")

@@ -26,7 +26,7 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
-from tsae.base.bootstrap import bootstrap_interval
+from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import outcome_comparison
 from tsae.diff.contrast.draw_contrast import draw

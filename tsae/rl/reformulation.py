@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_text
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, read_problems
 

@@ -37,8 +37,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import reading
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem, read_problems

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
+from tsae.base.statistics.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.responses.texts import final_answers, loop_share, operations, repeated_ngrams, response_format
 from tsae.rollouts.schema import BANDS
@@ -93,7 +93,7 @@ def with_behaviours(
 
 
 def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
-    """Means with intervals over problems (`tsae.base.intervals`), and their changes against a reference.
+    """Means with intervals over problems (`tsae.base.statistics.intervals`), and their changes against a reference.
 
     Args:
         rollouts: ``info["behaviours"]`` names further numeric or boolean columns to average.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_text
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tsae.activations.source import Source
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_json
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
 from tsae.base.seal import with_checksum, without_checksum
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 FORMAT = "tsae-activations"

@@ -12,7 +12,7 @@ import numpy as np
 
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.trainer.recipe import Recipe
-from tsae.base.disk.untrusted import parse_json, parse_yaml
+from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute

@@ -16,8 +16,8 @@ import yaml
 
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
-from tsae.base.disk.untrusted import parse_json, parse_yaml
 from tsae.base.files import reading
+from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 
 _STATE = "trainer_state.json"

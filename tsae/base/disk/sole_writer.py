@@ -20,10 +20,10 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import writing
 from tsae.base.part import Part
 from tsae.base.torchrun import first_process
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 _PATIENCE_S = 1.0

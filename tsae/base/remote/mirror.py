@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
 
 CACHE, CACHE_GB = "TSAE_CACHE", "TSAE_CACHE_GB"

@@ -24,7 +24,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
-from tsae.base.bootstrap import bootstrap_interval
+from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.contrast.problem_means import problem_aurocs, side_means

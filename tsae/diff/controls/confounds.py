@@ -26,7 +26,7 @@ import pandas as pd
 import scipy.sparse as sp
 from einops import rearrange, reduce
 
-from tsae.base.bootstrap import group_interval
+from tsae.base.statistics.bootstrap import group_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import CONTRAST, Comparison
 from tsae.diff.contrast.draw_contrast import Contrast

@@ -10,7 +10,7 @@ import pandas as pd
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
-from tsae.base.bootstrap import counts, percentile_interval
+from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows

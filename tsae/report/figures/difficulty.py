@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.base.intervals import too_few
+from tsae.base.statistics.intervals import too_few
 from tsae.report.figures.layout import finish, panels, x_title
 from tsae.report.figures.marks import area, aside, path
 from tsae.report.figures.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS

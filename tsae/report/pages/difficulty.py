@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tsae.base.intervals import too_few
+from tsae.base.statistics.intervals import too_few
 from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.report.pages.document import render_page, write_page
 from tsae.report.pages.tables import DASH, Cell, Table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from tsae.base.intervals import FEWEST
+from tsae.base.statistics.intervals import FEWEST
 from tsae.report.story.difficulty import ends_of, lead, measured_text, moved_lines
 from tsae.rollouts.advantages import KINDS, group_summary
 from tsae.rollouts.difficulty.difficulty import Difficulty

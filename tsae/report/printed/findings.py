@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.intervals import FEWEST
+from tsae.base.statistics.intervals import FEWEST
 from tsae.diff.dynamics import FLAT, align
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.significance.power import power_text

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.intervals import change_interval, mean_interval
+from tsae.base.statistics.intervals import change_interval, mean_interval
 from tsae.rollouts.schema import BANDS
 
 _COLUMNS = [
@@ -44,7 +44,7 @@ def pass_at_k(
     k: Sequence[int] = (),
     confidence: float = 0.95,
 ) -> pd.DataFrame:
-    """pass@k by policy and band, with intervals over problems (`tsae.base.intervals`).
+    """pass@k by policy and band, with intervals over problems (`tsae.base.statistics.intervals`).
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.

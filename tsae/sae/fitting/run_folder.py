@@ -29,11 +29,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import reading, sha256, write_json
 from tsae.base.provenance import write_run
 from tsae.base.seal import with_checksum, without_checksum
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.sharding import load_latents

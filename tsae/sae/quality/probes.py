@@ -20,7 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 from einops import reduce
 
-from tsae.base.bootstrap import counts
+from tsae.base.statistics.bootstrap import counts
 from tsae.errors import TsaeError
 
 PENALTIES = (1e-2, 1e-3, 1e-4)

@@ -25,7 +25,7 @@ import torch
 
 from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
-from tsae.base.bootstrap import percentile_interval
+from tsae.base.statistics.bootstrap import percentile_interval
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE, check_fits

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from einops import reduce
 
-from tsae.base.disk.untrusted import parse_json
 from tsae.base.files import write_json
 from tsae.base.seal import SEAL, check_seal, need_seal, seal
+from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsae.base.disk.untrusted import parse_json
-from tsae.base.proportions import wilson_interval
+from tsae.base.statistics.proportions import wilson_interval
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import equal, expressions, number_in
 from tsae.rollouts.logs.entries.hashes import place_hash

@@ -12,7 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from tsae.base.disk.untrusted import check_zip, parse_json, weighs_within
+from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.packed import unpacked
 

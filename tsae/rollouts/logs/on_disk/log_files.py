@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.disk.untrusted import parse_json
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk import containers
 from tsae.rollouts.logs.on_disk.packed import bare, is_packed, unpacked

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tsae.base.disk.untrusted import parse_yaml
+from tsae.base.untrusted import parse_yaml
 
 _CONFIG = Path(".hydra") / "config.yaml"
 _LEVELS_UP = 2  # From the folder of the log to that of the run.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tsae.base.disk.untrusted import parse_json
+from tsae.base.untrusted import parse_json
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry

@@ -1,0 +1,1 @@
+"""Means over problems: one bootstrap for all, intervals of few problems, proportions."""
