@@ -25,6 +25,8 @@ _TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% endif %}"
 )
+_NAMING = ("run.json", "stages.json")
+"""Results that say where the base lies."""
 _ONCE = ("influence", "analysis", "drift")
 """Artefacts of the first run alone: no command reads them beside others."""
 
@@ -197,9 +199,13 @@ def clear_words(folder: Path) -> None:
 
 
 def results(folder: Path) -> dict[str, str]:
-    """Checksums of what a command wrote, by name."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    """Checksums of what a command wrote, by name. The folder that run.json and stages.json name counts as one."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    here = str(folder.parent).encode()
+    return {
+        name: str(path.read_bytes().replace(here, b"@")) if path.name in _NAMING else sha256(path)
+        for name, path in files.items()
+    }
 
 
 def unusual_end(ended: subprocess.CompletedProcess[str]) -> str:
