@@ -203,7 +203,7 @@ def test_what_is_damaged_in_an_analysis_is_not_read(
     whole = file.read_text()
     file.write_text(whole.replace('"fve": 0.', '"fve": 1.', 1))
     assert file.read_text() != whole
-    with pytest.raises(TsaeError, match=r"evaluation\.json is damaged"):
+    with pytest.raises(TsaeError, match=r"evaluation\.json: is damaged"):
         analyze_run(replace(tiny, to=out), progress=False)
     (out / "run.json").write_text("{")
     with pytest.raises(TsaeError, match=r"run\.json: cannot be read"):

@@ -14,6 +14,7 @@ import tsae
 from support.builders import make_rollouts
 from tsae.base.provenance import write_run
 from tsae.base.remote import mirror
+from tsae.base.seal import read_sealed
 from tsae.cli import main
 from tsae.errors import TsaeError, public, without_secrets
 from tsae.pipeline import claim
@@ -67,7 +68,7 @@ def test_files_that_say_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["config"] == hidden
     for _ in range(2):  # and the same again is the same
         claim(tmp_path / "run", "run.json", told, "a run")
-    assert json.loads((tmp_path / "run" / "run.json").read_text()) == hidden
+    assert read_sealed(tmp_path / "run" / "run.json", "") == hidden
 
 
 def test_stages_at_an_address_with_a_password(

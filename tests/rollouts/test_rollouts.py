@@ -436,7 +436,7 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": 5, "answer": 2}', "not a problem"),
         ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
         ('{"id": 1, "prompt": "\udcfb", "answer": 2}', "not a problem .UnicodeDecodeError"),
-        ("[" * 100_000, "not a problem .RecursionError"),
+        ("[" * 100_000, "not a problem .JSONDecodeError: nested too deeply"),
     ],
 )
 def test_bad_problem_lines_are_named(tmp_path: Path, line: str, message: str) -> None:

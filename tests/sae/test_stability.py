@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tsae
+from tsae.base.seal import seal
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -165,6 +166,7 @@ def test_the_stability_of_other_weights_is_refused(trained: list[Path], store: A
     names = f"is that of the SAE {TemporalSAE.load(first).fingerprint}, not of {TemporalSAE.load(second).fingerprint}"
     stale = Path(shutil.copytree(second, tmp_path / "stale"))
     shutil.copy(first / "stability.json", stale)
+    seal(stale, ["stability.json"])
     with pytest.raises(TsaeError, match=names):
         tsae.encode(stale, store, to=tmp_path / "features", progress=False)
     assert not (tmp_path / "features").exists()
@@ -176,5 +178,8 @@ def test_the_stability_of_other_weights_is_refused(trained: list[Path], store: A
     with pytest.raises(TsaeError, match=r"holds no stability\.json"):
         tsae.feature_diff(features, QUICK, stability=second, progress=False)
     shutil.copy(first / "stability.json", tmp_path / "features")
+    with pytest.raises(TsaeError, match=r"holds stability\.json, which was not written with the rest"):
+        tsae.FeatureTable.load(tmp_path / "features")
+    seal(tmp_path / "features", ["stability.json"])
     with pytest.raises(TsaeError, match=names):
         tsae.FeatureTable.load(tmp_path / "features")

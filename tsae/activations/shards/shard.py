@@ -60,7 +60,7 @@ class Shard:
         Raises:
             TsaeError: where they have changed.
         """
-        if self.sha256 is not None and not unchanged(self.path, self.sha256):
+        if self.sha256 is not None and not unchanged(needed(self.path), self.sha256):
             raise TsaeError(CHANGED, where=self.path, fix=REPAIR)
         return self
 
