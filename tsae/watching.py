@@ -32,9 +32,9 @@ from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import Before, add_found
+from tsae.pipeline import Before, add_found, read_stamp, stamp_copy
 from tsae.report.text import visible
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows
@@ -44,7 +44,7 @@ from tsae.sae.model import TemporalSAE
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
 _STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "report.html")
-_FILES = ("stages.json", "run.json")
+_FILES = ("stages.json", stamp_copy(Path(), "run.json").name, "run.json")
 _FALL = 0.05
 """A fall of a reader's FVE below that of the training that is worth a warning."""
 _NAMED = 3
@@ -223,7 +223,7 @@ class _Watch:
             _remove(self.next)
             return None
         try:
-            found = read_object(file, "Remove it.")
+            found = read_stamp(self.next, file.name) or {}
             paths = {Path(path) for _, path in found["series"]}
             folders = self._checkpoints()
             without = frozenset(folder for folder in folders if folder not in paths)
@@ -256,7 +256,7 @@ class _Watch:
 
     def _state(self, series: CheckpointSeries, log: Path, grown: Grown) -> _State:
         found = stamp(self.config, series, log, grown.log, grown)
-        return _State(series, grown, json.loads(json.dumps(found, default=str)))
+        return _State(series, grown, public(json.loads(json.dumps(found, default=str))))
 
     def _finished(self) -> dict[str, Any] | None:
         """What run.json of the analysis that is there says; None where there is none.
@@ -264,9 +264,8 @@ class _Watch:
         Raises:
             TsaeError: where the folder holds something else.
         """
-        file = self.to / "run.json"
-        if file.is_file():
-            return read_object(file, "Delete that folder, or give another one with --to.")
+        if (before := read_stamp(self.to, "run.json")) is not None:
+            return before
         if self.to.is_dir() and any(not path.name.startswith(".") for path in self.to.iterdir()):
             raise TsaeError("holds something else than an analysis", where=self.to, fix="Give another one with --to.")
         return None
@@ -288,7 +287,7 @@ class _Watch:
             return None
         fve = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
         trained = state.grown.before.trained or fve
-        found = read_object(self.next / "run.json", "Remove it.").get("found", {})
+        found = (read_stamp(self.next, "run.json") or {}).get("found", {})
         add_found(self.next, "run.json", {**found, "fve_at_training": trained})
         stages = read_object(self.next / "stages.json", "Remove it.")
         write_json(self.next / "stages.json", {**stages, "report": str(self.to / "report.html")})

@@ -147,7 +147,7 @@ def test_a_changed_part_of_an_import_is_read_again(tmp_path: Path) -> None:
         job = journal.job(part)
         begun = begin(job.folder)
         (begun / "spool").write_bytes(b"rows" * 100)
-        finish(begun, {"counts": {}})
+        finish(begun, {"counts": {}, "asked": []})
         assert journal.job(part).done
         flip(job.folder / "spool", 7)
         assert not journal.job(part).done

@@ -20,12 +20,14 @@ from support.builders import make_rollouts
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader.assignment import beginnings, cut
 from tsae.activations.recording import capture as capturing
+from tsae.base.files import write_json
+from tsae.base.seal import with_checksum
 from tsae.checkpoints.complete import unfinished
 from tsae.cli import main
 from tsae.config import RunConfig, WatchConfig
 from tsae.errors import TsaeError
 from tsae.features import encode as encoding
-from tsae.pipeline import Before
+from tsae.pipeline import Before, read_stamp, stamp_copy
 from tsae.rollouts import importing
 from tsae.rollouts.difficulty.draw_problems import draw_problems
 from tsae.rollouts.growth import check_grown
@@ -154,9 +156,11 @@ def test_what_is_not_the_same_training_is_refused(
     training = Training(tmp_path)
     for name in ("hard", "out"):
         shutil.copytree(followed[0].config.path.parent / name, tmp_path / name, dirs_exist_ok=True)
-    (tmp_path / "out" / "run.json").write_text(
-        (tmp_path / "out" / "run.json").read_text().replace(str(followed[0].config.path.parent), str(tmp_path))
+    told = json.dumps(read_stamp(tmp_path / "out", "run.json")).replace(
+        str(followed[0].config.path.parent), str(tmp_path)
     )
+    for file in (tmp_path / "out" / "run.json", stamp_copy(tmp_path / "out", "run.json")):
+        write_json(file, with_checksum(json.loads(told)))
     before = contents(training.config.to)
 
     def look(config: RunConfig) -> None:
