@@ -269,13 +269,16 @@ def test_a_subset_runs_no_other_reader(source: LiveSource, series: CheckpointSer
 
 @pytest.mark.slow
 def test_live_and_stored_trainings_explain_as_much(source: LiveSource, store: ActivationStore) -> None:
-    training = replace(TRAINING, tokens=40_000, site=SITE)
-    live = tsae.train(source, SAE, training=training, progress=False)
-    from_disk = tsae.train(store, SAE, training=training, progress=False)
-    # On all problems: the one that is held out says little.
-    a, b = (tsae.evaluate(sae, store, held_out=None) for sae in (live, from_disk))
-    assert a.fve == pytest.approx(b.fve, abs=0.05)  # seeds of the stored one alone are .80 to .82
-    assert min(a.fve, b.fve) > 0.75
+    fve: dict[str, list[float]] = {"live": [], "stored": []}
+    for seed in range(3):  # Seeds of one kind differ by up to .02.
+        training = replace(TRAINING, tokens=40_000, site=SITE, seed=seed)
+        live = tsae.train(source, SAE, training=training, progress=False)
+        from_disk = tsae.train(store, SAE, training=training, progress=False)
+        # On all problems: the one that is held out says little.
+        fve["live"].append(tsae.evaluate(live, store, held_out=None).fve)
+        fve["stored"].append(tsae.evaluate(from_disk, store, held_out=None).fve)
+    assert np.mean(fve["live"]) == pytest.approx(np.mean(fve["stored"]), abs=0.03)
+    assert min(*fve["live"], *fve["stored"]) > 0.75
     assert live.training_info["tokens_in_store"] == from_disk.training_info["tokens_in_store"]
     assert live.norm_limit == pytest.approx(from_disk.norm_limit, rel=0.2)
 
