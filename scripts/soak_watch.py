@@ -214,27 +214,27 @@ def _follow(command: list[str], seconds: float, lines: list[str]) -> int:
 
 def _left_alone(command: list[str], seconds: float, lines: list[str]) -> dict[str, Any]:
     """Let the command live, and read its memory after every update."""
-    process = subprocess.Popen(
+    held: list[float] = []
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    ends = threading.Timer(seconds, process.kill)
-    ends.start()
-    held: list[float] = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if "; reload " in line:
-            try:
-                status = Path(f"/proc/{process.pid}/status").read_text()
-            except OSError:
-                break
-            held.append(int(status.partition("VmRSS:")[2].split()[0]) / 1024)
-            print(f"update {len(held)}: {held[-1]:.0f} MB; {line.strip()}", flush=True)
-    ends.join()
+    ) as process:
+        assert process.stdout is not None
+        ends = threading.Timer(seconds, process.kill)
+        ends.start()
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if "; reload " in line:
+                try:
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                except OSError:
+                    break
+                held.append(int(status.partition("VmRSS:")[2].split()[0]) / 1024)
+                print(f"update {len(held)}: {held[-1]:.0f} MB; {line.strip()}", flush=True)
+        ends.join()
     if process.wait() != -signal.SIGKILL:
         raise SystemExit(f"tsae watch ended with {process.returncode}: {lines[-5:]}")
     if len(held) < 2:

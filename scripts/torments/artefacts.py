@@ -145,7 +145,8 @@ def _make(folder: Path, seed: int) -> None:
             continue
         (folder / "out").mkdir()
         _needed(words, folder)
-        made = next(path for path in (folder / "out").iterdir() if not path.name.endswith(".parts"))
+        # Not the hidden record of the command, nor what parts said.
+        made = next(p for p in (folder / "out").iterdir() if p.name[0] != "." and not p.name.endswith(".parts"))
         made.rename(folder / name)
         shutil.rmtree(folder / "out")
 

@@ -148,7 +148,7 @@ def _again(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     stage = WRITERS[int(rng.integers(len(WRITERS)))]
     artefacts.lay_out(stage, made, here)
     artefacts.copy(made / f"expected-{stage.name}", here / "out")
-    results = sorted((here / "out").iterdir())
+    results = sorted(path for path in (here / "out").iterdir() if path.name[0] != ".")
     whole = results[int(rng.integers(len(results)))]
     of_other = made / "other" / whole.name
     readers = [words for folder in (here / "out").rglob("*") for words in _reading(folder)]

@@ -19,11 +19,13 @@ _MAY_UNPICKLE = (
     f"{os.sep}multiprocessing{os.sep}",  # arguments and results of a test's own children
     f"{os.sep}concurrent{os.sep}futures{os.sep}",  # the same
     f"{os.sep}site-packages{os.sep}ray{os.sep}",  # tasks of the Ray cluster that a test starts
+    f"{os.sep}site-packages{os.sep}torch{os.sep}distributed{os.sep}",  # the rendezvous of torchrun's processes
 )
 _LOOPBACK = ("127.", "::1", "localhost", "::ffff:127.")
 _ANYWHERE = ("", "0.0.0.0", "::", None)  # to listen on
-# Daemons of a library, which run none of our code. Ray's look for the cloud in which they are.
-_DAEMONS = f"{os.sep}site-packages{os.sep}ray{os.sep}"
+# Daemons of a library, which run none of our code. Ray's look for the cloud in which they are, and `transformers serve`
+# for a newer version of itself.
+_DAEMONS = (f"{os.sep}site-packages{os.sep}ray{os.sep}", f"{os.sep}bin{os.sep}transformers")
 _ASKS = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
 """Events, and which of their arguments says where."""
 
@@ -83,5 +85,5 @@ def _forbid(what: str) -> None:
     raise Forbidden(f"forbidden in tests: {what}")
 
 
-if os.environ.get(LOG) and not any(_DAEMONS in word for word in sys.orig_argv[1:]):
+if os.environ.get(LOG) and not any(daemon in word for daemon in _DAEMONS for word in sys.orig_argv[1:]):
     watch()
