@@ -100,7 +100,8 @@ def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]
     name = str(rng.choice(list(IMPORTS)))
     log = shutil.copytree(LOGS / name, here / name)
     what = f"{name}: " + ", ".join(change_log(log, rng) for _ in range(rng.integers(1, 4)))
-    to = here / "rollouts.parquet"
+    (here / "out").mkdir()
+    to = here / "out" / "rollouts.parquet"
     ended, wrong = artefacts.watched(importing(name, to, IMPORTS[name], log, made / "chat"), here)
     if wrong or ended is None or ended.returncode:
         return what, wrong

@@ -188,6 +188,7 @@ def test_the_null_stands_beside_the_checkpoints_own_shift_on_the_same_rows(
     series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path], tmp_path: Path
 ) -> None:
     sae, features, folder = read
+    (tmp_path / ".noise-store-dead" / "acts").mkdir(parents=True)  # of a process that was killed
     found = noise_null(series, sae, features, QUICK, scratch=tmp_path, progress=False)
     assert list(tmp_path.iterdir()) == []
     info = found.info["easy-10"]

@@ -11,6 +11,7 @@ except in a log whose trajectories are pooled. So the checkpoint's counts here a
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,10 @@ def noise_null(
     return NoiseNull(pd.concat(together, ignore_index=True) if together else _empty(), info)
 
 
+_STORE = ".noise-store-"
+"""How the names of temporary stores begin."""
+
+
 @dataclass(frozen=True)
 class _Reading:
     """How noisy checkpoints read."""
@@ -125,7 +130,9 @@ class _Reading:
         series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
         if self.scratch is not None:
             Path(self.scratch).mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="noise-", dir=self.scratch) as folder:
+            for left in Path(self.scratch).glob(f"{_STORE}*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(prefix=_STORE, dir=self.scratch) as folder:
             to, sites = Path(folder) / "acts", [self.sae.site]
             store = capture(series, texts, sites, to=to, config=self.config, progress=self.progress)
             return encode(self.sae, store, progress=False)
