@@ -22,7 +22,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,8 @@ class RingOnDisk(Ring):
         if local_rank() == 0:
             for path in (self.index, self.file):
                 path.unlink(missing_ok=True)
-            self.folder.rmdir()
+            with suppress(OSError):  # somebody has put something there
+                self.folder.rmdir()
         self._held.close()
 
     def _note(self, line: Mapping[str, Any]) -> None:
