@@ -237,6 +237,9 @@ def test_the_command_of_an_output_names_it(tmp_path: Path, monkeypatch: pytest.M
 DOUBTS = {
     "function": (["--annotator", "evil:run"], r"runs code of its own \(evil:run\)"),
     "function, joined": (["--annotator=evil.sub:run"], "runs code of its own"),
+    "function, odd names": (["--annotator", "evil:1"], "runs code of its own"),
+    "function, other letters": (["--annotator", "évil:run "], "runs code of its own"),
+    "cluster": (["--executor", "slurm"], "has the option"),
     "address": (["--server.url", "http://evil.example/v1"], "calls an address"),
     "option": (["--trust-remote-code"], "has the option"),
     "secret": (["--tokenizer", "hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"], "was not written down, because it is secret"),

@@ -18,7 +18,7 @@ def find_function(name: str, *, where: str, fix: str) -> Callable[..., Any]:
         TsaeError: where there is no such function; it names `where`, the option, and `fix`, what to give.
     """
     module, _, function = name.partition(":")
-    if not module or not function:
+    if not all(part.isidentifier() for part in (*module.split("."), function)):  # before anything is imported
         raise TsaeError(f"{name!r} is not known and not of the form module:function", where=where, fix=fix)
     # A console script does not put the current folder on the path, as `python -m` does.
     if os.getcwd() not in sys.path:

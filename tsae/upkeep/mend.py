@@ -28,6 +28,7 @@ from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import replacing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -156,8 +157,9 @@ def _do(step: Step, trust: bool, progress: bool) -> Iterator[str]:
         _look(step.findings[0].command, trust)
     if step.does == "copy":
         with sole_writer(path.parent):
-            shutil.copyfile(stamp_copy(path.parent, path.name), partial := path.with_name(f".{path.name}.new"))
-            os.replace(partial, path)
+            # Under a name that is free: a link that lies in a stranger's folder is not written through.
+            with replacing(path) as partial:
+                shutil.copyfile(stamp_copy(path.parent, path.name), partial)
         yield "done"
     elif step.does == "shards":
         with sole_writer(path):
@@ -233,7 +235,9 @@ def _run(command: MadeBy) -> None:
     words = [sys.executable, "-P", "-m", "tsae", *command.runnable]
     try:
         # The descriptor: sys.stderr may be wrapped, and then has none.
-        ended = subprocess.run(words, cwd=command.where, stdout=2, check=False)
+        ended = subprocess.run(
+            words, cwd=command.where, stdout=2, check=False, env={**os.environ, "PYTHONSAFEPATH": "1"}
+        )
     except OSError as error:
         what = f"cannot be entered ({error.strerror or error})"
         raise TsaeError(what, where=command.where, fix=f"Give the command yourself: {command}.") from error

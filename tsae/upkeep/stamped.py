@@ -25,11 +25,15 @@ def stamped_command(run: Path) -> MadeBy | None:
     words: list[str] | None = None
     try:
         if (run / "demo.json").is_file():
-            settings = read_sealed(run / "demo.json", AGAIN)["demo"]
+            settings = dict(read_sealed(run / "demo.json", AGAIN)["demo"])
+            settings.pop("to", None)
             words = ["demo", "--to", run.name, *_options(settings, _plain(asdict(DemoConfig())))]
         elif (run / "run.json").is_file():
             settings = dict(read_sealed(run / "run.json", AGAIN)["run"])
-            path, plain = settings.pop("path"), asdict(RunConfig(Path()))
+            path, plain = str(settings.pop("path")), asdict(RunConfig(Path()))
+            settings.pop("to", None)
+            if path.startswith("-"):
+                return None
             plain["diff"] = RunConfig(Path()).diff.settings()
             words = ["run", path, "--to", run.name, *_options(settings, _plain(plain))]
     except (TsaeError, KeyError, TypeError, AttributeError):

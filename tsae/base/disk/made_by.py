@@ -26,7 +26,8 @@ _COMMANDS = (
     "reinforcement", "influence", "report", "reformulate", "credit",
 )  # fmt: skip
 """Those that write artefacts."""
-_FUNCTION = re.compile(r"(?!tsae\.)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
+_DOUBTFUL = ("--trust", "--wandb", "--training.wandb", "--executor", "--slurm", "--ray")
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,15 @@ class MadeBy:
             value = word.partition("=")[2] if word.startswith("--") else word
             if "***" in word:
                 return f"has a part that was not written down, because it is secret ({word})"
-            if _FUNCTION.fullmatch(value):
-                return f"runs code of its own ({value})"
             if "://" in word:
                 return f"calls an address ({value})"
-            if word.startswith(("--trust", "--wandb", "--training.wandb")):
+            # Whatever a colon stands in may name a module.
+            if ":" in value and not value.startswith("tsae.") and not _DEVICE.fullmatch(value):
+                return f"runs code of its own ({value})"
+            if word.startswith(_DOUBTFUL):
                 return f"has the option {word}"
+        if sum(word.partition("=")[0] == "--to" for word in self.words) > 1:
+            return "names more than one output"
         return ""
 
     @property
