@@ -156,10 +156,9 @@ def _do(step: Step, trust: bool, progress: bool) -> Iterator[str]:
     if step.does != "copy" and step.findings[0].command is not None:
         _look(step.findings[0].command, trust)
     if step.does == "copy":
-        with sole_writer(path.parent):
-            # Under a name that is free: a link that lies in a stranger's folder is not written through.
-            with replacing(path) as partial:
-                shutil.copyfile(stamp_copy(path.parent, path.name), partial)
+        # Under a name that is free: a link that lies in a stranger's folder is not written through.
+        with sole_writer(path.parent), replacing(path) as partial:
+            shutil.copyfile(stamp_copy(path.parent, path.name), partial)
         yield "done"
     elif step.does == "shards":
         with sole_writer(path):
