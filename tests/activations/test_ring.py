@@ -166,7 +166,7 @@ def test_processes_divide_what_is_computed(series_folder: Path, rollouts: Any, t
     for child in ranks:
         child.join(300)
     assert [child.exitcode for child in ranks] == [0, 0]
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     source = LiveSource(CheckpointSeries.load(series_folder), rollouts, SITE, config=CONFIG)
     with pytest.MonkeyPatch.context() as patch, computed(patch) as portions:
         windows = source.windows(SITE, balance=("reader",))

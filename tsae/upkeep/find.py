@@ -33,7 +33,7 @@ class Artefact:
 
     @property
     def shown(self) -> str:
-        """Its path for messages: relative to the working folder, if it lies below."""
+        """Its path for messages: relative to the working folder if it lies in it."""
         return shown_path(self.path)
 
 

@@ -188,7 +188,7 @@ class Windows:
         return other
 
     def discard(self) -> None:
-        """Remove what was held on disk for these windows; a store's are none."""
+        """Remove what these windows hold on disk. Windows of a store hold nothing there."""
 
     @cached_property
     def _maps(self) -> list[np.ndarray]:

@@ -146,7 +146,7 @@ def strongest(values: torch.Tensor, k: int, among: Processes) -> torch.Tensor:
 
 @torch.no_grad()
 def clip(sae: TemporalSAE, among: Processes, most: float = 1.0) -> None:
-    """Scale the gradient so that the norm of the whole SAE's is at most this."""
+    """Scale the gradient down until its norm, over all processes, is at most this."""
     if among.size == 1:
         torch.nn.utils.clip_grad_norm_(sae.parameters(), most)
         return
