@@ -16,7 +16,11 @@ _IN_URLS = (
 _BY_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16})\b"
 )
-_NAMES = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD)(?:_|$)|(?:API|ACCESS|SERVER|ACCOUNT)_?KEY", re.I)
+_NAMES = re.compile(
+    # A file or folder with a key in it, such as AWS_WEB_IDENTITY_TOKEN_FILE, is no secret.
+    r"^(?!.*_(?:FILE|PATH|DIR)$).*(?:(?:^|_)(?:TOKEN|SECRET|PASSWORD)(?:_|$)|(?:API|ACCESS|SERVER|ACCOUNT)_?KEY)",
+    re.I,
+)
 _SHORTEST = 8  # characters; a shorter value may be an everyday word
 
 

@@ -145,6 +145,10 @@ def stamp(
     """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
     settings["diff"] = config.diff.settings()
+    # Wherever the command is given next, it is the same run.
+    for name in ("log", "bands_from", "base"):
+        if settings[name] is not None and Path(settings[name]).exists():
+            settings[name] = Path(settings[name]).resolve()
     kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
     return {
         "run": {**settings, "path": config.path.resolve()},

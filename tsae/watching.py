@@ -204,6 +204,7 @@ class _Watch:
             return None
         state = self._state(series, log, grown)
         same = before is not None and all(sorted(before[n]) == sorted(state.stamp[n]) for n in ("series", "log"))
+        same = same and all((self.to / name).exists() for name in _STAGES if name not in _NOT_COMPARED)
         if same and not (self.watching.retrain and "sae" in (before or {})):
             return None
         self.told = ""

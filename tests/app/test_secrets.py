@@ -55,6 +55,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_what_is_hidden_and_what_is_not(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", KEY)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "half_finished")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "half_finished")
     assert without_secrets(text) == shown
     assert str(TsaeError(text, where=text, fix=text)).count("***") == 3 * shown.count("***")
     assert public({"a": [text, 1, None]}) == {"a": [shown, 1, None]}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from support.builders import synthetic_store
 from support.cli import run
 from support.damage import flip, unsealed
 from support.planted import planted
+from tsae.activations.config import CaptureConfig
 from tsae.activations.shards.manifest import write_manifest
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.token_shares import Directions
@@ -36,7 +38,8 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
-from tsae.pipeline import claim
+from tsae.pipeline import claim, stamp_copy
+from tsae.report.pages.document import check_page, render_page, write_page
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
 from tsae.rollouts.config import ImportConfig
@@ -44,7 +47,7 @@ from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.upkeep.find import aside_name
-from tsae.upkeep.mend import repair
+from tsae.upkeep.mend import remedy, repair
 from tsae.upkeep.stamped import stamped_command
 from tsae.upkeep.verify import verify
 
@@ -93,6 +96,28 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str, str]] = {
     "unfinished": ("diff", lambda f: (shutil.rmtree(f), (f / "pieces").mkdir(parents=True),
                                       (f / "features.h5").touch()), "incomplete", "was not finished"),
 }  # fmt: skip
+
+
+def test_files_that_are_like_ours_are_not_read_as_such(copy: Path) -> None:
+    before = states(copy)
+    for number, text in enumerate(("3", "[" * 100_000, '["sites"]', "\udc80")):
+        folder = copy / f"other-{number}"
+        folder.mkdir()
+        for name in ("run.json", "manifest.json", "config.json"):
+            (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"tsae": "3"}), copy / "other.parquet")
+    assert states(copy) == {**before, "other.parquet": "damaged"}
+
+
+def test_a_page_that_is_cut(tmp_path: Path) -> None:
+    page = write_page(tmp_path / "page.html", render_page("document.html", "A page", {}))
+    assert check_page(page)
+    whole = page.read_bytes()
+    page.write_bytes(whole[: whole.index(b"</html>") + len(b"</html>")])
+    with pytest.raises(TsaeError, match="its bytes have changed"):
+        check_page(page)
+    page.write_bytes(page.read_bytes().replace(b'<meta name="checksum"', b'<meta name="other"'))
+    assert not check_page(page)  # of an earlier version
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
@@ -224,6 +249,10 @@ def test_the_command_of_an_output_names_it(tmp_path: Path, monkeypatch: pytest.M
     assert found is not None
     assert found.runnable == ["demo", "--seed", "3", "--to", "demo"]
     assert not found.doubt
+    record_command(Path("demo"), ["watch", "grpo", "--to", "demo"])
+    found = made_by(Path("demo"))
+    assert found is not None
+    assert found.runnable == ["watch", "grpo", "--to", "demo", "--once"]
     for words in (["demo", "--seed", "3"], ["serve", "--to", "demo"], ["demo"]):
         write_json(command_file(tmp_path / "demo"), {"command": words, "from": ".", "output": "demo"})
         with pytest.raises(TsaeError, match="is no command that writes demo"):
@@ -341,3 +370,35 @@ def test_a_run_that_python_started_has_a_command_too(tmp_path: Path) -> None:
     found = verify([config.to], progress=False)
     assert {finding.state for finding in found} == {"intact", "missing"}
     assert all(finding.command == stamped_command(config.to) for finding in found)
+
+
+def test_only_a_copy_with_a_checksum_mends_the_settings_of_a_run(tmp_path: Path) -> None:
+    claim(tmp_path / "r", "run.json", {"run": {"path": "a"}}, "an analysis")
+    flip(tmp_path / "r" / "run.json", 30)
+    finding = next(found for found in verify([tmp_path / "r"], progress=False) if found.state == "damaged")
+    assert remedy(finding).startswith("tsae repair ")
+    copy = stamp_copy(tmp_path / "r", "run.json")
+    copy.rename(tmp_path / "copy")
+    assert not remedy(finding)
+    copy.symlink_to(tmp_path / "copy")
+    assert not remedy(finding)
+    copy.unlink()
+    write_json(copy, {"run": {"path": "b"}})
+    assert not remedy(finding)
+
+
+def test_a_store_whose_checkpoints_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    shard = store.manifest["readers"][0]["shards"][0]
+    shard["sha256"] = sha256(store.path / shard["file"])
+    manifest = {**store.manifest, "config": asdict(CaptureConfig())}
+    write_manifest(store.path / "manifest.json", manifest)
+    write_run(store.path, "capture", {}, {"rollouts": store.rollouts.fingerprint})
+    flip(store.path / shard["file"], 100)
+    monkeypatch.chdir(tmp_path)
+    for series in ("/gone/away", "org/model", "gone"):
+        record_command(store.path, ["capture", "--series", series, "--rollouts", "r.parquet", "--to", str(store.path)])
+        (finding,) = (found for found in verify([store.path], progress=False) if not found.ok)
+        assert finding.state == "damaged"
+        with pytest.raises(TsaeError, match=series):
+            repair([store.path], say=lambda _: None, progress=False)

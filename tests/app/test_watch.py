@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import tsae
 from support.builders import make_rollouts
+from support.damage import flip
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader.assignment import beginnings, cut
 from tsae.activations.recording import capture as capturing
@@ -33,6 +34,8 @@ from tsae.rollouts.difficulty.draw_problems import draw_problems
 from tsae.rollouts.growth import check_grown
 from tsae.rollouts.logs.on_disk.settled import Settling
 from tsae.run import Grown, analyze_run, analyze_state
+from tsae.upkeep.mend import repair
+from tsae.upkeep.verify import verify
 from tsae.watching import watch
 
 SHIPPED = tsae.testbed.series_path()
@@ -148,6 +151,18 @@ def test_an_update_equals_one_analysis_of_the_training(
     assert json.loads((out / "stages.json").read_text())["report"] == str(out / "report.html")
     assert not (out / ".next").exists()
     assert not (out / ".old").exists()
+    # The SAE rests on the store of the first update, not on this one.
+    assert {finding.state for finding in verify([out], progress=False)} == {"intact"}
+
+
+@pytest.mark.slow
+def test_what_is_lost_is_made_again(followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path) -> None:
+    out = Path(shutil.copytree(followed[0].config.to, tmp_path / "out"))
+    before = contents(out)
+    shutil.rmtree(out / "diff")
+    flip(out / "features" / "columns.h5", 5000)
+    assert all(finding.ok for finding in repair([out], say=lambda _: None, progress=False))
+    assert contents(out) == before
 
 
 def test_what_is_not_the_same_training_is_refused(

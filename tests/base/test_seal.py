@@ -67,7 +67,10 @@ def test_one_file_can_be_sealed_again(folder: Path) -> None:
         check_seal(folder, "Make it again.")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": {"../a": "0"}}', '{"sha256": {"a.bin": 1}}', "\ud800"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"sha256": {"../a": "0"}}', '{"sha256": {"..": "0"}}', '{"sha256": {"a.bin": 1}}', "\ud800"],
+)
 def test_a_damaged_seal_is_refused(folder: Path, content: str) -> None:
     (folder / SEAL).write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(TsaeError, match="is no list of checksums"):

@@ -152,7 +152,8 @@ class RingOnDisk(Ring):
             self._rows[portion], self._to_be_checked[portion] = rows, checksum
 
     def _claim(self, n_bytes: int) -> None:
-        own = (self.index.name, self.file.name, f"{self.index.name}.tmp")
+        # The lock lies inside where nothing can be written beside the folder.
+        own = (self.index.name, self.file.name, f"{self.index.name}.tmp", f".{self.folder.name}.lock")
         others = sorted(p.name for p in self.folder.glob("*") if p.name not in own)
         if others:
             raise TsaeError(

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError)
@@ -129,7 +130,7 @@ def read_object(file: str | Path, fix: str) -> dict[str, Any]:
         TsaeError: where the file is missing or damaged, or holds something else.
     """
     with reading(file, fix):
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = parse_json(Path(file).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}, expected an object")
     return content

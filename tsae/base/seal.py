@@ -193,7 +193,9 @@ def _read(file: Path) -> dict[str, str]:
     try:
         found = parse_json(file.read_text(encoding="utf-8"))["sha256"]
         # A name is that of a file beside the seal, never a path to elsewhere.
-        if not all(isinstance(d, str) and Path(name).name == name for name, d in found.items()):
+        if not all(
+            isinstance(d, str) and name not in ("", "..") and Path(name).name == name for name, d in found.items()
+        ):
             raise ValueError("not a checksum by name")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TsaeError(

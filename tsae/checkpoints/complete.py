@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tsae.base.untrusted import parse_json
 from tsae.checkpoints.weight_files import ADAPTER_CONFIG, is_adapter, json_object, weight_files
 from tsae.errors import TsaeError
 
@@ -47,7 +47,7 @@ def _whole(file: Path) -> bool:
         if not 2 <= size <= total - 8:
             return False
         try:
-            head = json.loads(stream.read(size))
+            head = parse_json(stream.read(size))
             ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
         except (ValueError, LookupError, TypeError, AttributeError):
             return False

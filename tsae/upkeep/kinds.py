@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tsae.attribution.online.recording import SAMPLES, SETTINGS, check_samples
 from tsae.base.disk.sealed_parquet import check_parquet
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, check_seal, read_sealed, sealed_names
+from tsae.base.untrusted import parse_json
 from tsae.causal.intervention import Intervention
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.policy_gradient.influence import Influence
@@ -204,10 +204,10 @@ def _fits(kind: Kind, path: Path, known: set[str]) -> bool:
 
 def _says(file: Path, key: str, value: Any = None) -> bool:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return key in found and value in (None, found[key])
-    except (OSError, ValueError, TypeError):
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
+    return isinstance(found, dict) and key in found and value in (None, found[key])
 
 
 def kind_of_file(path: Path) -> Kind | None:
@@ -217,10 +217,10 @@ def kind_of_file(path: Path) -> Kind | None:
     if path.suffix == ".parquet":
         try:
             told = (pq.read_schema(path).metadata or {}).get(b"tsae")
-            known: Mapping[str, Any] = {} if told is None else json.loads(told)
+            known = {} if told is None else parse_json(told)
         except (OSError, ValueError, pa.ArrowException):
             return ROLLOUTS if path.name in ("rollouts.parquet", "log.parquet") else PARQUET
         if told is None:
             return None
-        return PARQUET if "kind" in known else ROLLOUTS
+        return PARQUET if isinstance(known, dict) and "kind" in known else ROLLOUTS
     return PAGE if path.suffix == ".html" and is_page(path) else None

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import constants
+
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import replacing
+from tsae.base.files import read_object, replacing, writing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -103,8 +105,8 @@ def repair(
     Args:
         paths: files or folders.
         dry_run: say what would be done, and do nothing.
-        trust: run recorded commands that name code or addresses, too. They come from files beside the artefacts, which
-            whoever made the folder wrote.
+        trust: run recorded commands that name code or addresses, and download models that they name, too. They come
+            from files beside the artefacts, which whoever made the folder wrote.
         say: called with a line for every step.
         progress: show bars.
 
@@ -161,26 +163,27 @@ def _do(step: Step, trust: bool, progress: bool) -> Iterator[str]:
             shutil.copyfile(stamp_copy(path.parent, path.name), partial)
         yield "done"
     elif step.does == "shards":
-        with sole_writer(path):
+        with sole_writer(path), _offline(trust):
             for mended in repair_store(path, _series(step.findings[0]), check_store(path), progress=progress):
                 yield f"{mended.file}: {'the same bytes' if mended.same else 'other last bits'}"
     else:
         assert step.command is not None
         with _aside(step.findings) as moved:
-            _run(step.command)
+            _run(step.command, trust)
         yield from moved
 
 
 def _copied(finding: Finding) -> bool:
     """Whether an artefact is a stamp whose second copy is whole."""
     path = finding.artefact.path
-    if finding.artefact.kind is not STAMP or not stamp_copy(path.parent, path.name).is_file():
+    copy = stamp_copy(path.parent, path.name)
+    if finding.artefact.kind is not STAMP or copy.is_symlink() or not copy.is_file():
         return False
     try:
-        read_sealed(stamp_copy(path.parent, path.name), AGAIN)
+        read_sealed(copy, AGAIN)
+        return "checksum" in read_object(copy, AGAIN)
     except TsaeError:
         return False
-    return True
 
 
 def _of_shards(finding: Finding) -> bool:
@@ -198,7 +201,12 @@ def _sources(finding: Finding) -> list[str] | None:
         return []
     if command is None or command.words[:1] != ("capture",):
         return None
-    return [str(path) if path.exists() else str(path.relative_to(command.where)) for path in command.values("--series")]
+    # What is no path here may be the name of a repository.
+    here = command.where
+    return [
+        str(path.relative_to(here)) if not path.exists() and path.is_relative_to(here) else str(path)
+        for path in command.values("--series")
+    ]
 
 
 def _series(finding: Finding) -> CheckpointSeries:
@@ -224,7 +232,18 @@ def _look(command: MadeBy, trust: bool) -> None:
         raise TsaeError(f"is not run: it {command.doubt}", where=str(command), fix=fix)
 
 
-def _run(command: MadeBy) -> None:
+@contextmanager
+def _offline(trust: bool) -> Iterator[None]:
+    """Let nothing be downloaded in the block: a stranger's folder may name any model of the Hub."""
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not trust
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _run(command: MadeBy, trust: bool) -> None:
     """Run a command; what it prints goes to standard error.
 
     Raises:
@@ -232,11 +251,10 @@ def _run(command: MadeBy) -> None:
     """
     # With -P: the folder may be a stranger's, and its json.py or tsae.py is not imported.
     words = [sys.executable, "-P", "-m", "tsae", *command.runnable]
+    around = {**os.environ, "PYTHONSAFEPATH": "1", **({} if trust else {"HF_HUB_OFFLINE": "1"})}
     try:
         # The descriptor: sys.stderr may be wrapped, and then has none.
-        ended = subprocess.run(
-            words, cwd=command.where, stdout=2, check=False, env={**os.environ, "PYTHONSAFEPATH": "1"}
-        )
+        ended = subprocess.run(words, cwd=command.where, stdout=2, check=False, env=around)
     except OSError as error:
         what = f"cannot be entered ({error.strerror or error})"
         raise TsaeError(what, where=command.where, fix=f"Give the command yourself: {command}.") from error
@@ -244,7 +262,8 @@ def _run(command: MadeBy) -> None:
         raise TsaeError(
             f"ended with status {ended.returncode}; what was moved aside is back in its place",
             where=str(command),
-            fix="See what it said above; put that right, and repair again.",
+            fix="See what it said above; put that right, and repair again."
+            + ("" if trust else " Models are downloaded with --trust alone."),
         )
 
 
@@ -259,14 +278,18 @@ def _aside(findings: Sequence[Finding]) -> Iterator[list[str]]:
                 if aside_name(path).exists() and not path.exists():
                     moved[path] = finding  # by a repair that was interrupted
                 elif path not in moved and path.exists():
-                    with sole_writer(finding.artefact.run or finding.artefact.path):
+                    with (
+                        sole_writer(finding.artefact.run or finding.artefact.path),
+                        writing(path, "Make its folder one that you may write to, and repair again."),
+                    ):
                         _remove(aside_name(path))
                         path.rename(aside_name(path))
                     moved[path] = finding
         yield told
         for path, finding in moved.items():
             if path.exists():
-                told.append(_replaced(path, aside_name(path), finding))
+                with writing(aside_name(path), "Its replacement is there: remove it yourself."):
+                    told.append(_replaced(path, aside_name(path), finding))
     finally:
         for path in moved:
             if aside_name(path).exists() and not path.exists():

@@ -29,13 +29,15 @@ def stamped_command(run: Path) -> MadeBy | None:
             settings.pop("to", None)
             words = ["demo", "--to", run.name, *_options(settings, _plain(asdict(DemoConfig())))]
         elif (run / "run.json").is_file():
-            settings = dict(read_sealed(run / "run.json", AGAIN)["run"])
+            stamp = read_sealed(run / "run.json", AGAIN)
+            settings = dict(stamp["run"])
             path, plain = str(settings.pop("path")), asdict(RunConfig(Path()))
             settings.pop("to", None)
             if path.startswith("-"):
                 return None
             plain["diff"] = RunConfig(Path()).diff.settings()
-            words = ["run", path, "--to", run.name, *_options(settings, _plain(plain))]
+            command = "watch" if "sae" in stamp else "run"
+            words = [command, path, "--to", run.name, *_options(settings, _plain(plain))]
     except (TsaeError, KeyError, TypeError, AttributeError):
         return None
     return None if words is None else MadeBy(tuple(words), run.parent)

@@ -24,6 +24,7 @@ from tsae.base.files import read_object
 from tsae.base.progress import progress_bar
 from tsae.base.seal import digest
 from tsae.errors import TsaeError
+from tsae.pipeline import read_stamp
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 from tsae.upkeep.find import Artefact, find_artefacts, shown_path
@@ -186,8 +187,17 @@ def _inputs(finding: Finding) -> Iterator[Path]:
     for option in _OPTIONS if command is not None and artefact.run is None else ():
         assert command is not None
         yield from command.values(option)
-    for name in _STAGES.get(artefact.kind.name, ()) if artefact.run is not None else ():
+    if artefact.run is None or (artefact.kind.name == "SAE" and _kept(artefact.run)):
+        return
+    for name in _STAGES.get(artefact.kind.name, ()):
         yield artefact.path.parent / name
+
+
+def _kept(run: Path) -> bool:
+    """Whether `tsae watch` kept the SAE of a run, which it had trained on an earlier, shorter state."""
+    with suppress(TsaeError):
+        return "sae" in (read_stamp(run, "run.json") or {})
+    return False
 
 
 def _is(artefact: Artefact) -> dict[str, str]:

@@ -128,7 +128,7 @@ class StatesReader:
             raise self.endpoint.refusal(status, answer)
         path = self._path(answer)
         found = self._when_written(text, path)
-        states = self._checked(text, ids, found)
+        # Also when they are refused next, or the folder fills up.
         try:
             for file in (path, _lock_of(path)):
                 file.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ class StatesReader:
                 where=path,
                 fix="Let the server write as the user who reads, or the folder fills up.",
             ) from error
-        return states
+        return self._checked(text, ids, found)
 
     def _path(self, answer: Any) -> Path:
         """Where the states are. The server's word is not enough to read, and delete, a file somewhere else."""

@@ -12,6 +12,7 @@ from tsae.activations.reader.opening import open_reader
 from tsae.activations.recording.shard_capture import capture_shard
 from tsae.activations.shards.checksums import Damage, stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest, write_manifest
+from tsae.base.files import reading
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, published
 from tsae.checkpoints.loading import weights_fingerprint
@@ -45,7 +46,9 @@ def repair_store(
     """
     path = local(path)
     manifest = read_manifest(path)
-    rollouts, config = stored_rollouts(path, manifest), CaptureConfig(**manifest["config"])
+    rollouts = stored_rollouts(path, manifest)
+    with reading(path / "manifest.json", "Capture the store again."):
+        config = CaptureConfig(**manifest["config"])
     if config.backend == "vllm":
         # The checkpoint computes the same up to rounding, and no server has to be there.
         config = replace(config, backend="huggingface")

@@ -22,8 +22,8 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.errors import TsaeError, public
 
 _COMMANDS = (
-    "run", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute", "causal",
-    "reinforcement", "influence", "report", "reformulate", "credit",
+    "run", "watch", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute",
+    "causal", "reinforcement", "influence", "report", "reformulate", "credit",
 )  # fmt: skip
 """Those that write artefacts."""
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
@@ -59,7 +59,7 @@ class MadeBy:
 
     @property
     def runnable(self) -> list[str]:
-        """Its words without what makes other files than its output, or opens a browser."""
+        """Its words without what makes other files than its output, opens a browser, or waits for more to come."""
         found: list[str] = []
         skipping = False
         for word in self.words:
@@ -70,6 +70,8 @@ class MadeBy:
                 found.append(word)
             else:
                 skipping = False
+        if self.words[:1] == ("watch",) and "--once" not in found:
+            found.append("--once")
         return found
 
     def __str__(self) -> str:

@@ -27,6 +27,8 @@ from tsae.report.templates import environment
 from tsae.report.text import script_json
 
 _MARK = b"\n<!-- sha256 %s -->\n"
+_HEAD = 4096
+"""Bytes in which a page says that tsae wrote it, and that it ends with its checksum."""
 
 
 def render_page(
@@ -83,7 +85,7 @@ def write_page(path: str | Path, content: str) -> Path:
 def is_page(path: Path) -> bool:
     """Whether `write_page` wrote a file, by its beginning."""
     with path.open("rb") as file:
-        return b'<meta name="generator" content="tsae">' in file.read(4096)
+        return b'<meta name="generator" content="tsae">' in file.read(_HEAD)
 
 
 def check_page(path: Path) -> bool:
@@ -94,7 +96,7 @@ def check_page(path: Path) -> bool:
     """
     page = path.read_bytes()
     end = len(_MARK % (b"0" * 64))
-    if page.endswith(b"</html>"):
+    if b'<meta name="checksum"' not in page[:_HEAD]:
         return False  # of an earlier version
     if page[-end:] != _MARK % hashlib.sha256(page[:-end]).hexdigest().encode():
         raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix="Make it again.")

@@ -32,9 +32,9 @@ from safetensors.torch import load_file, save_file
 from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import reading, sha256, write_json
 from tsae.base.provenance import write_run
-from tsae.base.seal import with_checksum, without_checksum
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
@@ -55,7 +55,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path, sae: SAEConfig, training: TrainingConfig, inputs: Mapping[str, Any]) -> None:
         self.path, self.checkpoints = Path(path), Path(path) / "checkpoint"
-        self.sae, self.training, self.inputs = sae, training, dict(inputs)
+        # As run.json has them, where passwords in addresses are hidden.
+        self.sae, self.training, self.inputs = sae, training, public(dict(inputs))
         self.identity = _identity({"sae": asdict(sae), "training": asdict(training)}, self.inputs)
 
     @property
@@ -263,14 +264,12 @@ def _short(value: Any) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = without_checksum(parse_json(file.read_text(encoding="utf-8")), file, _ANEW)
-        # What `_identity` reads; another stage's run.json has no training.
+    content = read_sealed(file, _ANEW)
+    # What `_identity` reads; another stage's run.json has no training.
+    with reading(file, _ANEW):
         if content.get("stage") == "train":
-            content["config"]["training"], content["config"]["sae"], content["inputs"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TsaeError(f"cannot be read ({type(error).__name__}: {error})", where=file, fix=_ANEW) from error
-    return dict(content)
+            dict(content["config"]["training"]), content["config"]["sae"], content["inputs"]
+    return content
 
 
 def _flush(path: Path) -> None:

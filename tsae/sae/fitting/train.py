@@ -33,6 +33,7 @@ from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
+from tsae.errors import public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.run_folder import RunFolder
 from tsae.sae.fitting.trainer import Trainer
@@ -145,7 +146,7 @@ class _Run:
         self.row: dict[str, float] = {}
         self.wandb = None
         if plan.training.wandb_project is not None and processes.first:
-            shown = {"sae": asdict(plan.config), "training": asdict(plan.training), "inputs": plan.inputs}
+            shown = {"sae": asdict(plan.config), "training": asdict(plan.training), "inputs": public(plan.inputs)}
             name, id = (None, None) if plan.folder is None else (plan.folder.path.name, plan.folder.id)
             self.wandb = start_wandb(plan.training.wandb_project, shown, name, id)
         self.trainer = Trainer(windows, plan.config, plan.training, processes, plan.start)

@@ -6,7 +6,6 @@ that were there some seconds ago, so that a log that never rests is read too.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.untrusted import parse_json
 from tsae.rollouts.logs.on_disk.log_files import LONGEST_LINE, grows, kind_of
 
 _BLOCK = 1 << 16
@@ -102,7 +102,7 @@ def _whole_lines(file: Path, size: int, *, rests: bool) -> int:
         if rests and 0 < size - end <= LONGEST_LINE:
             stream.seek(end)
             try:
-                json.loads(stream.read(size - end))
+                parse_json(stream.read(size - end))
                 return size
             except ValueError:
                 pass
