@@ -29,13 +29,13 @@ from organism.mixed import MixedConfig, train
 import tsae
 from support.builders import make_rollouts
 from support.checkpoints import cached
+from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.errors import TsaeError
-from tsae.report.pages.report import render
 from tsae.report.story.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.config import ImportConfig
@@ -511,15 +511,15 @@ def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str]
     assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
     looked = {"answers": {"compared": 9, "disagrees": True, "line": "answers: <b>9</b>"}}
     told = replace(diff, info={**diff.info, "second_look": looked})
-    page = render(told, {})
+    page = rendered(told, {})
     assert "The log that was imported" in page
     assert "does not agree with itself (answers)" in page
     assert "<li>answers: &lt;b&gt;9&lt;/b&gt;</li>" in page
     sentences = [sentence for finding in findings(told) for sentence in finding.sentences]
     assert "The rollout log does not agree with itself: answers." in sentences
     nothing = {"answers": {"compared": 0, "disagrees": False, "line": "answers: not compared"}}
-    assert "could not be compared" in render(replace(diff, info={**diff.info, "second_look": nothing}), {})
-    assert "Rollout log" not in render(replace(diff, info={**diff.info, "second_look": None}), {})
+    assert "could not be compared" in rendered(replace(diff, info={**diff.info, "second_look": nothing}), {})
+    assert "Rollout log" not in rendered(replace(diff, info={**diff.info, "second_look": None}), {})
 
 
 # --- which reward, which bands, which problems

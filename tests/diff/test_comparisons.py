@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support.builders import EOS, feature_table
+from support.pages import rendered
 from tsae.activations.shards.manifest import FORMAT, VERSION
 from tsae.activations.shards.writer import write_shard
 from tsae.activations.store import ActivationStore
@@ -29,7 +30,6 @@ from tsae.diff.measure_diff import feature_diff
 from tsae.diff.significance.inference import moved_p, q_values
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.report.pages.report import render
 from tsae.report.printed.findings import print_findings
 from tsae.rollouts.table import Rollouts
 
@@ -352,7 +352,7 @@ def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.Ca
     assert "Features that up raised and down lowered: 1 (|Δ| > 0.1, q ≤ 0.05 in both)" in said
     assert "Features that down raised and up lowered: 1 (|Δ| > 0.1, q ≤ 0.05 in both)" in said
     assert "up: 2 of 8 tested features moved on the same trajectories" in said
-    page = render(diff)
+    page = rendered(diff)
     assert "up raised and down lowered 1 feature, most clearly" in page
     for nothing in ("Nothing was discovered", "Nothing was found", "No feature was raised by one run"):
         assert nothing not in page

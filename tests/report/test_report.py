@@ -26,6 +26,7 @@ from support.diffs import (
     reader,
     source,
 )
+from support.pages import rendered
 from tsae.diff.controls.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -44,7 +45,7 @@ from tsae.report.figures.style import (
 from tsae.report.packing import number_array
 from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
 from tsae.report.pages.explorer import contrasts_shown
-from tsae.report.pages.report import linked, render, write_report
+from tsae.report.pages.report import linked, write_report
 from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
@@ -55,7 +56,7 @@ from tsae.rollouts.table import Rollouts
 @pytest.fixture(scope="module")
 def page() -> Page:
     """The report of the diff that `make` makes."""
-    return Page(render(make()))
+    return Page(rendered(make()))
 
 
 class Page(HTMLParser):
@@ -157,7 +158,7 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
     made.info["readers"][2] = reader("down-run", "down-run", fve=0.31)
     assert "down-run" in sentences(made, "How far to believe it")
     assert "not to be trusted" in sentences(made, "down-run")
-    assert "flagged (below 0.5)" in Page(render(made)).text
+    assert "flagged (below 0.5)" in Page(rendered(made)).text
 
 
 def test_tokens_that_are_left_out_are_said() -> None:
@@ -170,13 +171,13 @@ def test_tokens_that_are_left_out_are_said() -> None:
     made.info["readers"][2] |= {"outlier_share": 0.08, "flagged": True}
     assert "norm limit, left out of every mean: base 0 %, up-run 0.5 %, down-run 8 %" in gates_text(made, None)
     assert "does not see much of this checkpoint" in sentences(made, "down-run")
-    assert "flagged (more than 5 % of tokens left out)" in Page(render(made)).text
+    assert "flagged (more than 5 % of tokens left out)" in Page(rendered(made)).text
 
 
 def test_no_bands() -> None:
     made = make(bands=())
     assert "Accuracy rose (50 → 80 %, +30.0 [+24.5, +35.5])." in sentences(made, "up-run")
-    page = Page(render(made))
+    page = Page(rendered(made))
     assert "The problems have no bands." in page.text
     assert {"overview", "bands-figure", "decomposition-figure", "outcomes-figure"} <= set(page.drawn)
 
@@ -189,7 +190,7 @@ def test_no_runs() -> None:
     assert "30 problems with both outcomes, 4 left out" in told
     assert "Largest: 2 “answer” Δ −0.80 [−1.00, −0.60] in successes." in told
     assert lead(made).startswith("Successes against failures of the same problem, as base reads them")
-    page = Page(render(made))
+    page = Page(rendered(made))
     assert "overview" in page.drawn
     assert "bands-figure" not in page.drawn
     assert "successes than in failures" in overview_caption(made)
@@ -203,7 +204,7 @@ def test_a_run_that_only_read_others_trajectories() -> None:
     made = replace(made, shifts=made.shifts[of_readers], contrasts=made.contrasts[drawn], behaviours=nobody)
     assert "tested features moved on the same trajectories" in sentences(made, "up-run")
     assert "Accuracy" not in sentences(made, "up-run")
-    assert "decomposition-figure" not in Page(render(made)).drawn
+    assert "decomposition-figure" not in Page(rendered(made)).drawn
 
 
 def test_nothing_was_tested() -> None:
@@ -211,7 +212,7 @@ def test_nothing_was_tested() -> None:
     refused = made.contrasts.assign(n_tested=0, n_discoveries=0, note="2 problems; 5 are needed")
     made = replace(made, shifts=made.shifts.iloc[:0], contrasts=refused, behaviours=made.behaviours.iloc[:0])
     assert "not drawn: 2 problems; 5 are needed" in sentences(made, "up-run")
-    page = Page(render(made))
+    page = Page(rendered(made))
     assert "2 problems; 5 are needed" in page.text
     assert "No behaviours were measured." in page.text
 
@@ -223,7 +224,7 @@ def test_without_an_annotator_the_picture_shows_features() -> None:
     assert "operand" in labels
     labels = overview(made).layout.yaxis4.ticktext  # type: ignore[union-attr]
     assert any(label.startswith("0: ' a'") for label in labels)
-    assert Page(render(made)).drawn
+    assert Page(rendered(made)).drawn
 
 
 def test_the_picture_says_what_the_tables_say() -> None:
@@ -261,7 +262,7 @@ def test_stability_is_shown_where_it_is_known(page: Page) -> None:
     features = made.features.assign(stability=[0.93, 0.7, 0.41, 0.95, 0.9, 0.99])
     table, strings = source(["a"])
     diff = replace(made, features=features, info={**made.info, "stability": known, "token_strings": strings})
-    shown = Page(render(replace(diff, source=table)))
+    shown = Page(rendered(replace(diff, source=table)))
     fact = "2 other seeds on average find 75 % of 6 active features again (cosine of matched decoder directions ≥ 0.7)"
     assert f"{fact}; mean cosine 0.81." in shown.texts
     assert "25 %, high-level, stability 0.93" in shown.texts
@@ -289,7 +290,7 @@ def test_examples_need_the_feature_table(page: Page) -> None:
     table, strings = source(["x", "y", "z"])
     made = make(source=table)
     made.info["token_strings"] = strings
-    page = Page(render(made))
+    page = Page(rendered(made))
     assert page.part("features")["info"]["no_examples"] == ""
     data = page.part("trajectories")
     # Two trajectories of prompt 0 and response 0, 1, 2; token 0 is the most frequent.
@@ -303,7 +304,7 @@ def test_examples_need_the_feature_table(page: Page) -> None:
         [[0, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]], [1, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]]],
     ]
     assert (
-        Page(render(make(source=table))).part("trajectories")["strings"][1] == "#1 "
+        Page(rendered(make(source=table))).part("trajectories")["strings"][1] == "#1 "
     )  # ids where no strings were kept
 
 
@@ -338,7 +339,7 @@ def test_controls_that_a_feature_does_not_survive_reach_its_card() -> None:
     keys = {"kind": "shift", "checkpoint": "up-run", "part": "total", "band": "all", "outcome": "all"}
     verdicts = [(0, "length", FAILS), (0, "token", FAILS), (1, "length", SURVIVES), (2, "position", FAILS)]
     confounds = pd.DataFrame([{**keys, "feature": f, "control": c, "verdict": v} for f, c, v in verdicts])
-    data = Page(render(make(confounds=confounds))).part("features")
+    data = Page(rendered(make(confounds=confounds))).part("features")
     assert data["effects"][0]["lost"] == [0b101, 0, 0b010, 0, 0, 0]
 
 

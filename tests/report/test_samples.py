@@ -10,10 +10,10 @@ import pytest
 import tsae
 from support.attributions import REALISED, TARGETS, make_attribution
 from support.diffs import MARKUP, make
+from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
 from tsae.report.figures.attribution import attribution_figure
-from tsae.report.pages.report import render
 from tsae.report.printed.attribution import attribution_text
 from tsae.report.story import facts
 from tsae.report.story.attribution import amount, belief, grid, lead, most_moved, moved, statement
@@ -114,7 +114,7 @@ def test_replayed_trainings_are_told_by_target() -> None:
 @pytest.mark.parametrize("validated", [False, True])
 def test_both_views_tell_one_story(validated: bool) -> None:
     found = make_attribution(validated=validated)
-    text, page = attribution_text(found), render(make(), attribution=found)
+    text, page = attribution_text(found), rendered(make(), attribution=found)
     for part in [lead(found), *(one.text for one in belief(found)), *(moved(found, t, 1).change for t in TARGETS)]:
         assert part in text
         assert html_text(part) in page
@@ -127,7 +127,7 @@ def test_both_views_tell_one_story(validated: bool) -> None:
 
 
 def test_the_page_has_the_section_only_with_an_attribution() -> None:
-    without, page = render(make()), render(make(), attribution=make_attribution())
+    without, page = rendered(make()), rendered(make(), attribution=make_attribution())
     assert "Which samples did that" not in without
     assert 'id="samples"' not in without
     assert '<section id="samples"' in page
@@ -138,7 +138,7 @@ def test_the_page_has_the_section_only_with_an_attribution() -> None:
 
 
 def test_hostile_responses_stay_text() -> None:
-    page = render(make(), attribution=make_attribution((MARKUP, "<script>alert(2)</script>", "a\u202eb\x1b")))
+    page = rendered(make(), attribution=make_attribution((MARKUP, "<script>alert(2)</script>", "a\u202eb\x1b")))
     assert MARKUP not in page
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(2)&lt;/script&gt;" in page
@@ -146,8 +146,8 @@ def test_hostile_responses_stay_text() -> None:
 
 
 def test_the_page_stays_bounded() -> None:
-    short = len(render(make(), attribution=make_attribution()))
-    long = len(render(make(), attribution=make_attribution(("x" * 1_000_000,) * 12)))
+    short = len(rendered(make(), attribution=make_attribution()))
+    long = len(rendered(make(), attribution=make_attribution(("x" * 1_000_000,) * 12)))
     assert long - short < 12 * 3 * 2500
 
 
@@ -162,12 +162,12 @@ def test_the_figure_draws_shares_above_effects() -> None:
 def test_a_feature_links_to_its_card_where_the_sae_is_the_same() -> None:
     diff = make()
     weights = (diff.info.get("sae") or {}).get("weights")
-    other = render(diff, attribution=make_attribution(sae="another"))
+    other = rendered(diff, attribution=make_attribution(sae="another"))
     assert "feature 2</bdi></th><td" in other
     same = tsae.FeatureDiff(
         **{**vars(diff), "info": {**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}}
     )
-    page = render(same, attribution=make_attribution(sae="w"))
+    page = rendered(same, attribution=make_attribution(sae="w"))
     assert 'data-feature="2">2</span><bdi> “' in page
     assert weights != "w"
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -21,6 +20,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from tsae.base.files import replacing
 from tsae.errors import TsaeError
 from tsae.report.packing import packed_plotly
 from tsae.report.templates import environment
@@ -33,8 +33,8 @@ _HEAD = 4096
 
 def render_page(
     template: str, title: str, drawn: Mapping[str, go.Figure | None], parts: Mapping[str, str] | None = None, **of: Any
-) -> str:
-    """Render a template that extends document.html; the same input gives the same string.
+) -> Iterator[str]:
+    """Render a template that extends document.html, piece by piece; the same input gives the same page.
 
     Args:
         template: name of its file.
@@ -50,7 +50,7 @@ def render_page(
     return (
         environment()
         .get_template(template)
-        .render(
+        .generate(
             title=title,
             figures=figures,
             heights={name: int(figure.layout.height) for name, figure in figures.items()},
@@ -66,19 +66,24 @@ def render_page(
     )
 
 
-def write_page(path: str | Path, content: str) -> Path:
+def write_page(path: str | Path, content: Iterable[str]) -> Path:
     """Write a page whole or not at all; its folder is made. A comment at its end holds its checksum.
+
+    Args:
+        path: of the page.
+        content: its pieces, so that a large page is never in memory as a whole.
 
     Raises:
         TsaeError: where the path is a folder.
     """
-    path = target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Lone surrogates are shown by code point long before this; whatever escaped that must not stop the report.
-    partial = path.with_name(path.name + ".tmp")
-    page = content.encode("utf-8", "replace")
-    partial.write_bytes(page + _MARK % hashlib.sha256(page).hexdigest().encode())
-    os.replace(partial, path)
+    path, digest = target(path), hashlib.sha256()
+    with replacing(path) as partial, partial.open("wb") as file:
+        for piece in content:
+            # Lone surrogates are shown by code point long before this; what escaped that must not stop the report.
+            text = piece.encode("utf-8", "replace")
+            digest.update(text)
+            file.write(text)
+        file.write(_MARK % digest.hexdigest().encode())
     return path
 
 

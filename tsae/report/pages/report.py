@@ -64,8 +64,8 @@ def write_report(
     return write_page(path, render(diff, title, attribution))
 
 
-def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None) -> str:
-    """The report as one string of HTML; the same diff gives the same string."""
+def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None) -> Iterator[str]:
+    """The report's HTML in pieces; the same diff gives the same page."""
     diff = _readable(diff)
     found = findings(diff)
     if attribution is not None:
