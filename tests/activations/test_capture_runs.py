@@ -162,6 +162,7 @@ def test_batches_that_do_not_fit_are_halved(
     assert 32 in {record["batch_tokens"] for record in records(found.path)}
 
 
+@pytest.mark.slow
 def test_what_was_short_of_memory_and_interrupted_ends_with_the_same_bytes(
     series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +273,7 @@ def exit_codes(children: list[Any]) -> list[int | None]:
     return [child.exitcode for child in children]
 
 
-@pytest.mark.parametrize("n", [2, 7])
+@pytest.mark.parametrize("n", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_parts_in_any_order_make_the_store_of_one(
     series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, n: int
 ) -> None:
@@ -481,6 +482,7 @@ def flip(path: Path, position: int | None = None) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_refused_or_changes_no_place(whole: Path, tmp_path: Path) -> None:
     before = (whole / "easy-10" / "00000.h5").read_bytes()
     path = tmp_path / "shard.h5"

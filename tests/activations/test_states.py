@@ -199,6 +199,7 @@ def test_parts_give_the_bytes_of_one_and_an_interrupted_capture_goes_on(
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_each_reader_has_a_server_of_its_own(
     start: Callable[..., Engine],
     series_folder: Path,

@@ -380,7 +380,7 @@ def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("temporal", ["contrastive", "l1"])
+@pytest.mark.parametrize("temporal", ["contrastive", pytest.param("l1", marks=pytest.mark.slow)])
 def test_a_training_goes_on_with_the_same_bits(
     noisy: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, temporal: Any
 ) -> None:
@@ -459,6 +459,7 @@ def test_activations_may_be_small(tmp_path: Path) -> None:
 # --- the index
 
 
+@pytest.mark.slow
 def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> None:
     texts = list(np.random.default_rng(0).normal(size=(3000, 500, 1)))
     windows = synthetic_store(tmp_path, texts).windows("x.site", window=2, partner=None)

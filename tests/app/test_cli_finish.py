@@ -231,7 +231,7 @@ _SLOW = pytest.mark.slow
         # A few lines, flushed last.
         pytest.param(["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, False, marks=_SLOW),
         pytest.param(["reformulate", "problems.jsonl", "--to", "easier.jsonl"], 141, True, marks=_SLOW),
-        (["rollouts", "--help"], 141, False),
+        pytest.param(["rollouts", "--help"], 141, False, marks=_SLOW),
         pytest.param(["rollouts", "--help"], 141, True, marks=_SLOW),
         # What went wrong is said all the same.
         (["store", "show", "nothing"], 2, False),

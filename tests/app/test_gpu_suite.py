@@ -27,6 +27,7 @@ def test_the_benches_run_and_write_their_page(tmp_path: Path) -> None:
     assert shown in page
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([ROOT / "scripts" / "gpu_suite.sh"], capture_output=True, text=True)

@@ -218,6 +218,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, tsae.testbed.series().base, folder, progress=False)
 
 
+@pytest.mark.slow
 def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     few = AttributionConfig(n_features=2, n_fixed=18, subsets=0, singles=0, groups=("outcome",), budget_gb=1.0)

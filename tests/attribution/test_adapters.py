@@ -133,6 +133,7 @@ def test_a_run_of_adapters_is_attributed(llama: Path, run: Path, log: Rollouts, 
     assert tokens.share.sum() == pytest.approx(sample.share, rel=0.02)
 
 
+@pytest.mark.slow
 def test_effects_are_near_to_lora_trainings_on_the_rest(llama: Path, run: Path, log: Rollouts, tmp_path: Path) -> None:
     series = tsae.CheckpointSeries.load(llama, run)
     path = TrainingPath.of(series)

@@ -82,6 +82,7 @@ def test_summands_have_the_pull_as_their_derivative(advantage: float, high: floa
     assert float(loss.summands(torch.tensor(0.0), torch.tensor(advantage))) == pytest.approx(advantage)
 
 
+@pytest.mark.slow
 def test_attribution_is_validated_on_halves(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: tuple[TrainingPath, Logs, replays.Logged]
 ) -> None:

@@ -79,7 +79,10 @@ def moved(model: Any, direction: list[torch.Tensor], by: float) -> None:
     [
         InfluenceConfig(model_dtype="float64", batch_tokens=40),
         pytest.param(InfluenceConfig(model_dtype="float64", loss_type="grpo", temperature=0.7), marks=pytest.mark.slow),
-        InfluenceConfig(model_dtype="float64", loss_type="dr_grpo", max_completion_length=20),
+        pytest.param(
+            InfluenceConfig(model_dtype="float64", loss_type="dr_grpo", max_completion_length=20),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda config: config.loss_type,
 )

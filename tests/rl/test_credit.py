@@ -197,7 +197,9 @@ def test_effects_are_chosen_and_shrunk_on_the_problems_learned_from() -> None:
     assert f"no outcome effect at q <= 0.05 in {none.info['n_learned']} problems: all weights are 1" in repr(none)
 
 
-@pytest.mark.parametrize("estimator", ["action", "value", "effects"])
+@pytest.mark.parametrize(
+    "estimator", ["action", *(pytest.param(name, marks=pytest.mark.slow) for name in ("value", "effects"))]
+)
 def test_credit_finds_what_is_planted_and_nothing_else(estimator: Any) -> None:
     effect = 0.4 if estimator == "action" else 0.8
     assert sum(says(seed, effect, estimator) for seed in range(5)) == 5

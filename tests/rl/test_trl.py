@@ -120,7 +120,7 @@ class Given:
         pytest.param("dapo", GROUP * PROMPTS, marks=pytest.mark.slow),
         ("dapo", GROUP),
         pytest.param("dr_grpo", GROUP * PROMPTS, marks=pytest.mark.slow),
-        ("dr_grpo", GROUP),
+        pytest.param("dr_grpo", GROUP, marks=pytest.mark.slow),
     ],
 )
 def test_uniform_weights_give_the_gradients_of_plain_grpo(tmp_path: Path, loss_type: str, micro: int) -> None:

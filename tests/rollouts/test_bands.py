@@ -107,7 +107,10 @@ def gains(frame: pd.DataFrame, band: np.ndarray) -> dict[str, float]:
     return (means.run - means.base).groupby(level=0).mean().to_dict()
 
 
-@pytest.mark.parametrize(("n", "shares"), [(16, None), (8, None), (7, None), (16, BandQuantiles())])
+@pytest.mark.parametrize(
+    ("n", "shares"),
+    [(16, None), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((8, None), (7, None), (16, BandQuantiles())))],
+)
 def test_a_checkpoint_that_is_the_base_gains_nothing_in_any_band(n: int, shares: BandQuantiles | None) -> None:
     """Fresh rollouts of the base as checkpoint; bands on the analysed rollouts make hard problems gain."""
     rng = np.random.default_rng(n)

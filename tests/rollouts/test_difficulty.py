@@ -275,6 +275,7 @@ def test_the_paired_interval_is_that_of_differences() -> None:
     assert again.set_index("policy").difference_low["run"] == pytest.approx(row.difference_low)
 
 
+@pytest.mark.slow
 def test_differences_where_there_are_none() -> None:
     """95 % intervals miss 0 in about one data set of twenty."""
     rng = np.random.default_rng(1)

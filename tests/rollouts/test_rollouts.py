@@ -152,6 +152,7 @@ def in_a_process(code: str, *arguments: str | Path) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_no_room_for_the_temporary_file_is_said(tmp_path: Path) -> None:
     file = many_tokens(600_000).write(tmp_path / "r.parquet")
     code = (
@@ -591,6 +592,7 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     assert encode_prompt(tokenizer, "1+1?", "plain") == plain
 
 
+@pytest.mark.slow
 def test_a_file_is_read_without_all_of_it_in_memory(tmp_path: Path) -> None:
     few = make_rollouts(n_problems=16, n_samples=4)
     few = few.with_column("prompt", [f"{i} {'long ' * 4000}" for i in range(len(few))])

@@ -194,6 +194,7 @@ def test_what_was_answered_is_kept(policy: Checkpoint, served: Served, tmp_path:
     assert len(served.bodies) == 24 + 1 - 5 * (len(done) - 1)
 
 
+@pytest.mark.slow
 def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
     for server in (None, served.config):
         whole = sample(policy, PROBLEMS, CONFIG, server=server, progress=False)
@@ -319,6 +320,7 @@ def test_other_log_probabilities_are_seen(policy: Checkpoint, served: Served) ->
         sample(policy, MANY[:3], LONG, server=served.config, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
 def test_own_samples_agree_and_the_score_is_standard_normal(policy: Checkpoint, temperature: float) -> None:
     """Over repeated samplings, z has about unit variance, and own samples are never refused."""

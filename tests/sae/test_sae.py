@@ -819,6 +819,7 @@ def test_evaluation_leaves_out_what_training_left_out(
     assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
 
 
+@pytest.mark.slow
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
     sae = TemporalSAE(store.d_model(SITE), SAEConfig(d_sae=32, k=2), site=SITE)
     sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))

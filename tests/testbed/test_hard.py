@@ -30,6 +30,7 @@ def test_every_step_asks_fresh_hard_problems() -> None:
     assert not {problem.id for some in held.values() for problem in some} & set(asked)
 
 
+@pytest.mark.slow
 def test_new_responses_are_left_out_one_by_one() -> None:
     base = series().base
     every = {problem.id for problem in TINY.problems}

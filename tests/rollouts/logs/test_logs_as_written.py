@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "openr1": ("openr1/run", {}, {"prompt_ids", "policy"}),
     "openr1nan": ("openr1nan/run", {}, {"prompt_ids", "policy"}),
 }
+LATEST = ("trl_1.16.0_conv", "verl090_dapo", "oi_HEAD", "nemo_grpo", "prime_v0.8.0", "prime_tok_HEAD", "openr1nan")
+"""One of every trainer is in the fast tests."""
 
 
 def sampled(log: Path) -> list[dict[str, Any]]:
@@ -80,7 +82,9 @@ def pairs(rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> Iterator[tu
         yield row, alike[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in LATEST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_every_trajectory_comes_in_as_it_was_sampled(name: str, tmp_path: Path) -> None:
     folder, options, untold = CASES[name]
     log = LOGS / folder
