@@ -10,15 +10,17 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
 Where = Literal["predicting", "first", "response", "all"]
+Mode = Literal["ablate", "mean", "clamp", "steer", "transplant"]
 
 
 @dataclass(frozen=True)
 class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
-    mode: Literal["ablate", "mean", "clamp", "steer"] = "ablate"
+    mode: Mode = "ablate"
     """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
-    typical activation; steer: amount × the typical activation is added."""
+    typical activation; steer: amount × the typical activation is added; transplant: to what another checkpoint, which
+    reads the same tokens, computes for it (--donor)."""
     amount: float = 1.0
     """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
     other way."""
@@ -49,6 +51,13 @@ class InterventionConfig:
             )
         if self.mode == "steer" and self.amount == 0:
             raise TsaeError("amount=0 with mode steer changes nothing", where=where)
+        if self.mode == "transplant" and self.backend != "huggingface":
+            raise TsaeError(
+                f'mode="transplant" with backend={self.backend!r}: the other checkpoint reads along through hooks on '
+                "the Hugging Face model",
+                where=where,
+                fix='Use backend="huggingface".',
+            )
         if self.n_random < 1:
             raise TsaeError(
                 f"n_random={self.n_random}: without random features an effect cannot be told from that of any edit",

@@ -9,6 +9,13 @@ One set of problems is answered under every condition with the same random numbe
    features, as matching is never perfect; "same_norm" pools them;
 5. wrong_sign: every token moves by as much the other way;
 6. mean_difference, where a direction is given: every token moves as far as under 2, along that direction.
+
+A transplant sets features to what another checkpoint, the donor, computes for them while it reads the same tokens. It
+has three more conditions, which say how much there is to move:
+
+7. donor: the donor answers itself;
+8. whole: the donor's whole residual stream at the site, without the SAE: the most that any of its features can move;
+9. all_features: all features at once, which leaves out what the SAE does not see.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
+from tsae.causal.donor import Donor
 from tsae.causal.edits import FeatureEdit, Rewriting
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -55,6 +63,7 @@ def intervene(
     problems: Rollouts | Sequence[Problem] | None = None,
     verify: Callable[[str, str], bool] | None = None,
     direction: torch.Tensor | None = None,
+    donor: Checkpoint | None = None,
     exclude: Sequence[int] = (),
     describe: Callable[[Rollouts], Rollouts] | None = None,
     progress: bool = True,
@@ -71,6 +80,8 @@ def intervene(
             which the features were not chosen are the fairer test.
         verify: (response text, reference answer) -> right or not; without it accuracy is not measured.
         direction: (d_model,) for the condition mean_difference; see `tsae.causal.controls.mean_difference`.
+        donor: whose features are transplanted (mode "transplant"), such as the run's last checkpoint where the base
+            generates. Both models are held at once.
         exclude: features that are not drawn as random ones, such as others of the same family.
         describe: adds behaviours of one's own (columns named in ``info["behaviours"]``) to those that are read off the
             texts, such as `tsae.testbed.classes.with_behaviours`.
@@ -86,23 +97,31 @@ def intervene(
     sae = TemporalSAE.of(sae, device=device)
     chosen = tuple(int(feature) for feature in chosen)
     check_sae(sae, features)
+    if (donor is None) == (config.mode == "transplant"):
+        what = "gives no checkpoint whose features are transplanted" if donor is None else "transplants nothing"
+        raise TsaeError(f"mode={config.mode!r} {what}", where="intervene", fix='donor goes with mode="transplant".')
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_chosen(chosen, scales, features.n_features)
     check_features(tuple(exclude), features.n_features)
     asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
+    given = None
+    if donor is not None:
+        given = Donor(donor.load_model(device=device), sae.site)
+        check_model(given.model, sae, donor, features)
     seed = config.sampling.seed
     sets = matched_features(chosen, scales, sae, config.n_random, seed, exclude=exclude)
 
     def edit(ids: tuple[int, ...], **changes: Any) -> FeatureEdit:
-        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), **changes)
+        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), donor=given, **changes)
 
     main = edit(chosen)
     conditions: dict[str, FeatureEdit | None] = {
         "none": None,
         "no_op": replace(main, sign=0.0),
         "features": main,
+        **({} if given is None else {"all_features": edit((*range(sae.config.d_sae),)), "whole": edit((), whole=True)}),
         **{f"random_{i}": edit(ids) for i, ids in enumerate(sets, 1)},
         **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(sets, 1)},
         "wrong_sign": main.reversed(),
@@ -115,6 +134,9 @@ def intervene(
         around = None if change is None else change.hook(rewriting, config.tokens, special)
         drawn = sample(checkpoint, asked, config.sampling, verify=verify, model=model, around=around, progress=progress)
         parts.append(drawn.with_column("policy", [name] * len(drawn)))
+    if donor is not None and given is not None:
+        drawn = sample(donor, asked, config.sampling, verify=verify, model=given.model, progress=progress)
+        parts.append(drawn.with_column("policy", ["donor"] * len(drawn)))
     rollouts = Rollouts.concat(parts)
     if bands:
         rollouts = rollouts.with_column("band", [bands.get(id) for id in rollouts.table["problem_id"].to_pylist()])
@@ -126,6 +148,7 @@ def intervene(
         rollouts=rollouts,
         info={
             "checkpoint": checkpoint.id,
+            **({} if donor is None else {"donor": donor.id}),
             "features": list(chosen),
             "config": asdict(config),
             "sae": features.info["sae"],
@@ -237,7 +260,7 @@ def _load(
 
 
 def _levels(ids: tuple[int, ...], scales: FeatureScales, config: InterventionConfig) -> tuple[float, ...]:
-    if config.mode == "ablate":
+    if config.mode in ("ablate", "transplant"):
         return (0.0,) * len(ids)
     if config.mode == "mean":
         return tuple(scales.mean[list(ids)].tolist())
