@@ -69,6 +69,27 @@ class InterventionConfig:
 
 
 @dataclass(frozen=True)
+class CausalConfig:
+    """How `tsae run --causal` tests the features that a run moved."""
+
+    features: int = 4
+    """Features of every run: those that it raised furthest, or where it raised none, lowered furthest."""
+    problems: int = 64
+    """Problems that are answered; all, if there are fewer."""
+    samples: int = 2
+    """Responses to a problem under every condition. A test has 2 · n_random + 6 conditions, a transplant three more."""
+    n_random: int = 12
+    """Sets of matched random features."""
+    amount: float = 1.0
+    """Of steering, in units of a feature's typical activation."""
+
+    def __post_init__(self) -> None:
+        for name in ("features", "problems", "samples", "n_random"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CausalConfig")
+
+
+@dataclass(frozen=True)
 class InsertionConfig:
     """How top tokens of features are inserted into other contexts."""
 

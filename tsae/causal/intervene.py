@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tsae.base.progress import progress_bar
 from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
@@ -44,7 +45,6 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.sampling.sample import sample
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
@@ -89,7 +89,7 @@ def intervene(
 
     Raises:
         TsaeError: where features are out of range, come twice or never fire; the SAE is not the table's, or does not
-            fit the checkpoint's width, blocks or tokenizer; or prompts are tokenised to other ids than the table's.
+            fit the checkpoint's width, blocks or tokenizer; or the problems are of another tokenizer.
     """
     config = config or InterventionConfig()
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
@@ -103,7 +103,7 @@ def intervene(
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_chosen(chosen, scales, features.n_features)
     check_features(tuple(exclude), features.n_features)
-    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
+    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
     given = None
@@ -129,14 +129,20 @@ def intervene(
     if direction is not None:
         conditions["mean_difference"] = replace(main, direction=_unit(direction, sae).to(device))
     special = tuple(features.info["special_ids"])
-    parts = []
-    for name, change in conditions.items():
-        around = None if change is None else change.hook(rewriting, config.tokens, special)
-        drawn = sample(checkpoint, asked, config.sampling, verify=verify, model=model, around=around, progress=progress)
-        parts.append(drawn.with_column("policy", [name] * len(drawn)))
+    runs = [
+        (name, checkpoint, model, None if change is None else change.hook(rewriting, config.tokens, special))
+        for name, change in conditions.items()
+    ]
     if donor is not None and given is not None:
-        drawn = sample(donor, asked, config.sampling, verify=verify, model=given.model, progress=progress)
-        parts.append(drawn.with_column("policy", ["donor"] * len(drawn)))
+        runs.append(("donor", donor, given.model, None))
+    parts = []
+    n_responses = len(asked) * config.sampling.n_samples
+    named = f"{config.mode} {'in' if donor is None else f'{donor.id} into'} {checkpoint.id}"
+    with progress_bar(named, "response", n_responses * len(runs), shown=progress) as bar:
+        for name, who, loaded, around in runs:
+            drawn = sample(who, asked, config.sampling, verify=verify, model=loaded, around=around, progress=False)
+            parts.append(drawn.with_column("policy", [name] * len(drawn)))
+            bar.update(len(drawn))
     rollouts = Rollouts.concat(parts)
     if bands:
         rollouts = rollouts.with_column("band", [bands.get(id) for id in rollouts.table["problem_id"].to_pylist()])
@@ -217,33 +223,19 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
         )
 
 
-def _problems(
-    given: Rollouts | Sequence[Problem], checkpoint: Checkpoint, config: InterventionConfig
-) -> tuple[list[Problem], dict[str, str]]:
-    """The problems, each once, and their bands."""
+def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tuple[list[Problem], dict[str, str]]:
+    """The problems, each once, and their bands. Those of a table have the token ids that it has."""
     if not isinstance(given, Rollouts):
         return list(given), {}
-    tokenizer = checkpoint.load_tokenizer()
-    asked: dict[str, Problem] = {}
-    bands: dict[str, str] = {}
-    columns = given.table.select(["problem_id", "prompt", "answer", "level", "band", "prompt_ids"]).to_pylist()
-    for row in columns:
-        id = row["problem_id"]
-        if id in asked:
-            continue
-        if row["prompt"] is None:
-            raise TsaeError(f"problem {id} has no prompt text", where=given.origin, fix="Give problems by themselves.")
-        found = encode_prompt(tokenizer, row["prompt"], config.sampling.prompt_format, f"problem {id}")
-        if found != row["prompt_ids"]:
-            raise TsaeError(
-                f"the prompt of problem {id} is tokenised to other ids than the table has",
-                where=given.origin,
-                fix="Set prompt_format as the rollouts were sampled with, or give problems by themselves.",
-            )
-        asked[id] = Problem(id=id, prompt=row["prompt"], answer=row["answer"] or "", level=row["level"])
-        if row["band"] is not None:
-            bands[id] = row["band"]
-    return list(asked.values()), bands
+    found, expected = given.info.get("tokenizer"), tokenizer_fingerprint(checkpoint.load_tokenizer())
+    if found not in (None, expected):
+        raise TsaeError(
+            f"the problems were tokenised with another tokenizer ({found}) than that of {checkpoint.id} ({expected})",
+            where=given.origin,
+            fix="Give rollouts of this model, or problems as text.",
+        )
+    banded = given.frame[given.frame.band.notna()]
+    return Problem.of(given), dict(zip(banded.problem_id, banded.band, strict=True))
 
 
 def _load(

@@ -81,7 +81,7 @@ def _shares(pooled: Rollouts, table: pd.DataFrame, confidence: float) -> pd.Data
         share = changes.sum() / changes["donor"].sum()
         low, high = percentile_interval(drawn.div(drawn["donor"], axis=0).to_numpy(), confidence)
         rows += [(who, band, name, *of) for who, *of in zip(changes.columns, share, low, high, strict=True)]
-    return pd.DataFrame(rows, columns=[*_KEYS, *_SHARE])
+    return pd.DataFrame(rows, columns=[*_KEYS, *_SHARE]).astype(dict.fromkeys(_SHARE, float))
 
 
 def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFrame:

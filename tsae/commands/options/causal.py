@@ -13,8 +13,7 @@ from tsae.diff.config import InfluenceConfig
 
 @dataclass(frozen=True)
 class Causal:
-    """Ablate, clamp, steer or transplant features while a checkpoint generates, beside matched random features and other
-    controls.
+    """Ablate, steer or transplant features while a checkpoint generates, beside matched random ones and other controls.
 
     Features are chosen by number, or as those that one checkpoint raised and another lowered.
     """
@@ -42,7 +41,7 @@ class Causal:
     top: int | None = None
     """With --diff: only this many of them, the clearest first."""
     store: Path | None = None
-    """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised, or in a transplant
+    """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised; in a transplant
     from --checkpoint to --donor."""
     donor: str | None = None
     """With --mode transplant: id of the checkpoint whose features are put in. It reads along, and both models are held

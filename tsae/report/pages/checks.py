@@ -93,6 +93,20 @@ def reinforced(diff: FeatureDiff) -> dict[str, Table | None]:
     return tables
 
 
+def pass_at_k(diff: FeatureDiff) -> Table | None:
+    """pass@k of every reader, by band; None where rollouts were not sampled afresh."""
+    known = diff.info.get("pass_at_k")
+    if not known:
+        return None
+    table = pd.DataFrame(known)
+    ks = sorted(table.k.unique())
+    rows: list[list[str | Cell]] = []
+    for (band, policy), mine in table.groupby(["band", "policy"], sort=False):
+        cells = {r.k: ranged(r.pass_at_k, r.low, r.high, sign=False) for r in facts.records(mine)}
+        rows.append([str(band), str(policy), f"{mine.n_problems.max():,}", *(cells.get(k, DASH) for k in ks)])
+    return Table("pass@k", ["problems", "policy", "number", *(f"k = {k}" for k in ks)], rows, 2)
+
+
 def steps(diff: FeatureDiff) -> list[Table]:
     """How many features of each kind every run has, and when the clearest set in."""
     counts: list[list[str | Cell]] = []
