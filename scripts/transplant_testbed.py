@@ -66,10 +66,11 @@ def main() -> None:
     )
     asked = asked.with_column("band", asked.table["level"].to_pylist())
     rows = []
-    for run in RUNS:
-        chosen = furthest(diff, run, settings.features)
-        together = sorted({feature for of in chosen.values() for feature in of})
-        for into, donor in (("base", run), (run, "base")):
+    for way in (1, -1):
+        for run in RUNS:
+            chosen = furthest(diff, run, settings.features)
+            together = sorted({feature for of in chosen.values() for feature in of})
+            into, donor = ("base", run)[::way]
             direction = mean_difference(store, sae.site, donor, into, norm_limit=sae.norm_limit)
             for family, ids in chosen.items():
                 folder, began = settings.to / f"{family}-of-{donor}-into-{into}", time.perf_counter()

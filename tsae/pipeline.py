@@ -284,10 +284,8 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         if found is not None and adds and _left_out(found, wanted, STAMPS[name], adds):
-            _write_stamp(folder, name, {**wanted, **({_FOUND: found[_FOUND]} if _FOUND in found else {})})
             (folder / "report.html").unlink(missing_ok=True)
-            return
-        if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
+        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             raise TsaeError(
                 f"holds something else than {what} of these settings and versions"

@@ -119,8 +119,7 @@ def analyze_state(
     for stage in ("rollouts", "second look", "sampled", "bands"):
         if stage in rollouts.info["stages"]:  # An older version imported without a second look.
             stages.say(stage, rollouts.info["stages"][stage])
-    told = (read_stamp(config.to, "run.json") or {}).get("found", {})
-    add_found(config.to, "run.json", {**told, "second_look": rollouts.info["log"].get("second_look")})
+    add_found(config.to, "run.json", {"second_look": rollouts.info["log"].get("second_look")})
     analysed, _ = analyse(
         readers,
         rollouts,

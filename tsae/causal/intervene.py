@@ -6,7 +6,7 @@ One set of problems is answered under every condition with the same random numbe
 2. features: the edit of the chosen features;
 3. random_1 … random_n: the same edit of features matched on firing rate and magnitude; "random" pools them;
 4. same_norm_1 … same_norm_n: every token moves exactly as far as under 2, along the decoder rows of those random
-   features, as matching is never perfect; "same_norm" pools them;
+   features, as matching is never perfect; "same_norm" pools them. A transplant, in which two models run, has 4 at most;
 5. wrong_sign: every token moves by as much the other way;
 6. mean_difference, where a direction is given: every token moves as far as under 2, along that direction.
 
@@ -51,6 +51,10 @@ from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_DIRECTIONS = 4
+"""Random directions of the same norm that a transplant has at most."""
 
 
 def intervene(
@@ -113,6 +117,8 @@ def intervene(
     seed = config.sampling.seed
     sets = matched_features(chosen, scales, sae, config.n_random, seed, exclude=exclude)
 
+    directions = sets if given is None else sets[:_DIRECTIONS]
+
     def edit(ids: tuple[int, ...], **changes: Any) -> FeatureEdit:
         return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), donor=given, **changes)
 
@@ -123,7 +129,7 @@ def intervene(
         "features": main,
         **({} if given is None else {"all_features": edit((*range(sae.config.d_sae),)), "whole": edit((), whole=True)}),
         **{f"random_{i}": edit(ids) for i, ids in enumerate(sets, 1)},
-        **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(sets, 1)},
+        **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(directions, 1)},
         "wrong_sign": main.reversed(),
     }
     if direction is not None:

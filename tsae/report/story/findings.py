@@ -43,7 +43,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
         *found[: limit - 1],
         _predicted(diff),
         _along_steps(diff),
-        _tested(diff),
+        tested(diff),
         Statement("How far to believe it", belief(diff), "gates"),
     ]
     return [statement for statement in kept if statement]
@@ -234,7 +234,7 @@ def _along_steps(diff: FeatureDiff) -> Statement | None:
     return Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps") if clauses else None
 
 
-def _tested(diff: FeatureDiff) -> Statement | None:
+def tested(diff: FeatureDiff) -> Statement | None:
     """A sentence a test: direct answers where they were measured, else the first behaviour."""
     sentences = []
     for test in tests(diff):
