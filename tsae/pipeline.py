@@ -233,6 +233,9 @@ def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
     if (rollouts.frame.outcome == "unknown").all():
         return {}
     table = tsae.difficulty(rollouts, series=series).pass_at_k
+    # Of some problems only half of the responses are in the band. Without these, those left would be a selection.
+    kept = (table.band == "all") | ((table.n_left_out == 0) & rollouts.frame.band.notna().any())
+    table = table[kept]
     return {"pass_at_k": json.loads(table.to_json(orient="records"))}
 
 
