@@ -45,6 +45,9 @@ class Settings:
     """Sets of matched random features."""
     features: int = 12
     """Features of each family, those that the run moved furthest."""
+    only: tuple[str, ...] = ()
+    """Names of tests to make now, such as direct-answer-of-hard-150-into-base; the tables have all that are there. By
+    default all are made."""
     seed: int = 4000
     """Of problems, sampling and controls; the demo's is 0."""
 
@@ -74,7 +77,10 @@ def main() -> None:
             direction = mean_difference(store, sae.site, donor, into, norm_limit=sae.norm_limit)
             for family, ids in chosen.items():
                 folder, began = settings.to / f"{family}-of-{donor}-into-{into}", time.perf_counter()
-                if not (folder / "causal.json").is_file():
+                there = (folder / "causal.json").is_file()
+                if not there and settings.only and folder.name not in settings.only:
+                    continue
+                if not there:
                     config = tsae.InterventionConfig(
                         mode="transplant", tokens="all", n_random=settings.n_random, sampling=sampling
                     )

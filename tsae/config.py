@@ -77,8 +77,8 @@ class RunConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     """Samples instead of this machine (--sample). It serves every reader under its id."""
     causal: bool = False
-    """Also ablate, steer and transplant the features that every run moved furthest, beside matched controls. A later
-    call with this option adds it to an analysis that is there."""
+    """Also ablate, steer and transplant the features that every run most clearly raised, beside matched controls. Given
+    later, this adds them to an analysis that is there."""
     tests: CausalConfig = field(default_factory=CausalConfig)
     """How these features are tested (--causal)."""
     minutes: float | None = None

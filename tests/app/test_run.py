@@ -340,7 +340,7 @@ def test_both_halves_and_the_causal_columns_on_one_page(
 def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str], Any]) -> None:
     diff = finished[2]
     moved = diff.main_shift("hard-00150", discoveries=True)
-    raised = moved[moved.delta > 0].sort_values("delta", ascending=False).feature.head(2)
+    raised = moved[moved.delta > 0].sort_values("delta_low", ascending=False).feature.head(2)
     assert len(raised) == 2
     plan = planned_tests(diff, 2)
     assert {test.features for test in plan} == {tuple(raised)}
@@ -348,7 +348,7 @@ def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str],
         (mode, "hard-00150", "base") for mode in ("ablate", "transplant", "steer")
     ]
     # A run that only lowered features: the base has them.
-    shifts = diff.shifts.assign(delta=-diff.shifts.delta.abs())
+    shifts = diff.shifts.assign(delta=-diff.shifts.delta.abs())  # delta_low and delta_high only order them
     assert {(test.has, test.lacks) for test in planned_tests(replace(diff, shifts=shifts), 2)} == {
         ("base", "hard-00150")
     }

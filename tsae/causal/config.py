@@ -72,8 +72,8 @@ class InterventionConfig:
 class CausalConfig:
     """How `tsae run --causal` tests the features that a run moved."""
 
-    features: int = 4
-    """Features of every run: those that it raised furthest, or where it raised none, lowered furthest."""
+    features: int = 8
+    """Features of every run, tested together: those that it most clearly raised, or where it raised none, lowered."""
     problems: int = 64
     """Problems that are answered; all, if there are fewer."""
     samples: int = 2

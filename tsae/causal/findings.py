@@ -1,4 +1,4 @@
-"""Test what a diff found: of every run the features that it moved furthest, ablated, steered and transplanted.
+"""Test what a diff found: of every run the features that it most clearly moved, ablated, steered and transplanted.
 
 Features that the run raised are ablated in the run (are they necessary for what it does?), and steered and transplanted
 into the base (do they bring it about alone?). Where a run raised none, those that it lowered, with the roles exchanged.
@@ -68,7 +68,9 @@ def planned_tests(diff: FeatureDiff, n_features: int) -> list[Planned]:
         last[reader.get("run") or reader["id"]] = reader["id"]
     for run in last.values():
         moved = diff.main_shift(run, discoveries=True)
-        moved = moved.loc[moved.delta.abs().sort_values(ascending=False, kind="stable").index]
+        # The nearer end of the interval: a rare feature may have a large Δ that is hardly known.
+        least = np.minimum(moved.delta_low.abs(), moved.delta_high.abs())
+        moved = moved.loc[least.sort_values(ascending=False, kind="stable").index]
         raised = bool((moved.delta > 0).any())
         chosen = tuple(int(f) for f in moved[(moved.delta > 0) == raised].feature.head(n_features))
         has, lacks = (run, diff.base) if raised else (diff.base, run)

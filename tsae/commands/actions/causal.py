@@ -25,10 +25,10 @@ def run_causal(options: Causal) -> None:
         problems = read_problems(options.problems) if as_lines else tsae.Rollouts.read(options.problems)
     sae, direction = tsae.TemporalSAE.load(options.sae), None
     if options.store is not None:
-        ends = (options.raised, options.lowered) if options.donor is None else (options.donor, options.checkpoint)
-        if ends[0] is None or ends[1] is None:
+        up, down = (options.raised, options.lowered) if options.donor is None else (options.donor, options.checkpoint)
+        if up is None or down is None:
             raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
-        direction = mean_difference(tsae.ActivationStore(options.store), sae.site, *ends, norm_limit=sae.norm_limit)
+        direction = mean_difference(tsae.ActivationStore(options.store), sae.site, up, down, norm_limit=sae.norm_limit)
     series = load_series(*options.series)
     found = tsae.intervene(
         series[options.checkpoint],
