@@ -9,9 +9,10 @@ from typing import get_args
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
+from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ImportConfig, Unfit
+from tsae.rollouts.config import ImportConfig, ServerConfig, Unfit
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 _KINDS: tuple[Kind, ...] = (
@@ -69,12 +70,32 @@ class RunConfig:
     )
     """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
     device and seed take the place of its own."""
+    sample: int | None = None
+    """Let every reader answer the log's problems so often anew, and compare these responses instead of the log's: what
+    the policies do, by band, and pass@k then do not depend on what the log holds. Of a log beyond --tokens, problems
+    are drawn."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Samples instead of this machine (--sample). It serves every reader under its id."""
+    causal: bool = False
+    """Also ablate, steer and transplant the features that every run most clearly raised, beside matched controls. Given
+    later, this adds them to an analysis that is there."""
+    tests: CausalConfig = field(default_factory=CausalConfig)
+    """How these features are tested (--causal)."""
+    minutes: float | None = None
+    """Most minutes that fresh samples take, and most that causal tests take, about. Fewer problems are then sampled;
+    tests that did not fit in are made when the same command is given again."""
 
     def __post_init__(self) -> None:
         for name in ("path", "to", "log", "bands_from"):
             if getattr(self, name) is not None:  # Python code may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("tokens", "d_sae", "k", "training_tokens"):
+        if self.server.url and self.sample is None:
+            raise TsaeError(
+                "a server is given, and nothing to sample", where="RunConfig", fix="Give sample (--sample)."
+            )
+        if self.minutes is not None and not self.minutes > 0:
+            raise TsaeError(f"minutes={self.minutes} is not positive", where="RunConfig")
+        for name in ("tokens", "d_sae", "k", "training_tokens", "sample"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")

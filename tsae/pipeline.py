@@ -19,6 +19,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
+from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
@@ -93,6 +94,7 @@ def analyse(
     families: Mapping[str, Sequence[str]] | None = None,
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
     attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
+    test: Callable[[TemporalSAE, ActivationStore, FeatureTable, FeatureDiff], Tested] | None = None,
     before: Before | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = lambda stage, line: None,
@@ -114,6 +116,7 @@ def analyse(
             features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
         attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
             cannot; the page then says so.
+        test: tests features causally, and saves that in `to`/causal.
         before: an earlier analysis, of which this one takes what it can.
         title: title of the report.
         say: called with the name of each finished stage and one line on what it did.
@@ -188,6 +191,10 @@ def analyse(
             diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
         except TsaeError as error:
             diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
+        if rollouts.info.get("sampled"):
+            diff = replace(
+                diff, info={**diff.info, "sampled": rollouts.info["sampled"], **_pass_at_k(rollouts, series)}
+            )
         if before is not None and before.sae is not None:
             diff = replace(diff, info={**diff.info, "sae_kept": before.trained})
         diff.save(to / "diff")
@@ -203,10 +210,33 @@ def analyse(
         say("attribution", told)
 
     report = to / "report.html"
+    if test is not None:
+        tested = test(sae, store, features, diff)
+        for one in tested.tests:
+            diff = one.mark(diff)
+        if tested.new:
+            report.unlink(missing_ok=True)
+        made = f"{len(tested.tests)} of {tested.planned} tests of what the diff found: ablated, transplanted, steered"
+        say(
+            "causal",
+            (made if tested.planned else "no feature moved: there is nothing to test")
+            + f"; {tested.why}" * bool(tested.why),
+        )
     if not report.is_file():
         diff.to_html(report, title=title, attribution=attribution)
     say("report", str(report))
     return diff, evaluation
+
+
+def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
+    """pass@k of every reader, for the diff's info; nothing where no answer was checked."""
+    if (rollouts.frame.outcome == "unknown").all():
+        return {}
+    table = tsae.difficulty(rollouts, series=series).pass_at_k
+    # Of some problems only half of the responses are in the band. Without these, those left would be a selection.
+    kept = (table.band == "all") | ((table.n_left_out == 0) & rollouts.frame.band.notna().any())
+    table = table[kept]
+    return {"pass_at_k": json.loads(table.to_json(orient="records"))}
 
 
 def _attributed(
@@ -235,8 +265,16 @@ def _encode_steps(
     return tsae.encode(sae, store, to=to / "features", progress=progress)
 
 
-def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
+def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:
     """Write a stamp into a new folder, or check that the folder has the same stamp: settings, inputs and versions.
+
+    Args:
+        folder: of the run.
+        name: of the stamp.
+        stamp: what it is to say.
+        what: names the run in messages.
+        adds: settings of a stage, first the one that asks for it. If it is asked for, and the folder's run left it out,
+            the stage is added: the rest stays, and the page is written anew.
 
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
@@ -248,7 +286,9 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
     if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
-        if found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
+        if found is not None and adds and _left_out(found, wanted, STAMPS[name], adds):
+            (folder / "report.html").unlink(missing_ok=True)
+        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             raise TsaeError(
                 f"holds something else than {what} of these settings and versions"
@@ -259,6 +299,13 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str) -> None:
                 else "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to).",
             )
     _write_stamp(folder, name, wanted)
+
+
+def _left_out(found: Mapping[str, Any], wanted: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:
+    """Whether a stamp is of the run that is wanted, but without the stage of some settings."""
+    before = {**wanted[key], **{name: found.get(key, {}).get(name) for name in adds}}
+    asked = wanted[key][adds[0]] and not before[adds[0]]
+    return bool(asked) and {name: value for name, value in found.items() if name != _FOUND} == {**wanted, key: before}
 
 
 def stamp_copy(folder: Path, name: str) -> Path:

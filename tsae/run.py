@@ -12,9 +12,10 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,24 +26,24 @@ from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.provenance import versions
-from tsae.base.untrusted import parse_json
-from tsae.checkpoints.series import CheckpointSeries
+from tsae.causal.findings import causal_tests
+from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.pipeline import Before, Choice, Stages, add_found, analyse, claim
+from tsae.pipeline import Before, Choice, Stages, add_found, analyse, claim, read_stamp
 from tsae.report.story import facts
-from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.bands import band_counts
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import ImportConfig, SamplingConfig
 from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
 from tsae.rollouts.growth import check_grown
 from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.bookkeeping.verdicts import with_outcome
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files
 from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.sampling.fresh import answered_anew, drawn_problems, longest_response
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -53,8 +54,12 @@ _FIRINGS = 1000
 problems have it to be compared."""
 _DIFFERENTIATED = 10
 """Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
+_SAMPLING = "sampling"
+"""Folder of the batches of an unfinished sampling."""
 _SHARD_TOKENS = 8192
 """Fewest of the largest shard. A shard has a quarter of the largest on average."""
+_ADDED = ("causal", "tests", "minutes")
+"""Settings of a stage that can be added to an analysis; the first asks for it."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
 
 
@@ -103,15 +108,15 @@ def analyze_state(
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if grown is None else grown.log
     form, files, _ = find_log(log, config.importing, only)
-    importing, success = _with_outcome(form.read(files[0], config.importing), config.importing, log)
+    importing, success = with_outcome(form.read(files[0], config.importing), config.importing, log)
     sizes = only or {file.path: file.path.stat().st_size for file in files}
-    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis")
+    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis", _ADDED)
     stages = Stages(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
-    rollouts = _rollouts(config, series, log, importing, success, progress, grown)
-    for stage in ("rollouts", "second look", "bands"):
+    rollouts = _rollouts(config, series, readers, log, importing, success, progress, grown)
+    for stage in ("rollouts", "second look", "sampled", "bands"):
         if stage in rollouts.info["stages"]:  # An older version imported without a second look.
             stages.say(stage, rollouts.info["stages"][stage])
     add_found(config.to, "run.json", {"second_look": rollouts.info["log"].get("second_look")})
@@ -121,21 +126,38 @@ def analyze_state(
         config.to,
         choose=lambda store: choose_sae(store, config),
         sites=(config.site,) if config.site else (),
-        # Every reader reads everything, since a log has most problems from one policy only.
-        # Its shards are small and steady, so that a training that goes on captures few of them again.
+        # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
+        # reads all, and the others the base's and their own. Its shards are small and steady, so
+        # that a training that goes on captures few of them again.
         capturing=CaptureConfig(
             device=config.device,
-            plan="all",
+            plan="all" if config.sample is None else "paired",
             shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
             steady_shards=True,
         ),
         diffing=replace(config.diff, seed=config.seed),
         attribute=(lambda sae, diff: _attributed(config, series, sae, diff, progress)) if config.attribute else None,
+        test=partial(
+            causal_tests,
+            readers,
+            config=config.tests,
+            to=config.to / "causal",
+            verifier=config.importing.verifier,
+            seed=config.seed,
+            device=config.device,
+            minutes=config.minutes,
+            progress=progress,
+        )
+        if config.causal
+        else None,
         before=None if grown is None else grown.before,
         title=f"What training changed: {series.name}",
         say=stages.say,
         progress=progress,
     )
+    if config.causal:
+        made = sorted(folder.name for folder in (config.to / "causal").glob("*") if folder.is_dir())
+        add_found(config.to, "run.json", {**((read_stamp(config.to, "run.json") or {})["found"]), "causal": made})
     return analysed
 
 
@@ -179,7 +201,7 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         base, told = config.base, " (as asked)"
     else:
         found = CheckpointSeries.load(path, without=without)
-        named = _named_base(found, path)
+        named = named_base(found, path)
         if found.base.step == 0 and len(found) > 1:
             base, told = found.base.path, ""
         elif named is None:
@@ -222,6 +244,7 @@ def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
 def _rollouts(
     config: RunConfig,
     series: CheckpointSeries,
+    readers: CheckpointSeries,
     log: Path,
     importing: ImportConfig,
     success: str,
@@ -246,7 +269,10 @@ def _rollouts(
     measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
     bands, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
     outline["band"] = None if bands is None else bands.rows.band.to_numpy()
-    rows = draw_problems(outline, config.tokens, config.seed, whole)
+    if config.sample is None:
+        rows = draw_problems(outline, config.tokens, config.seed, whole)
+    else:
+        rows = drawn_problems(outline, config.sample * len(readers), config.tokens, config.seed, whole)
     drawn = tsae.Rollouts.read_rows(whole, rows)
     if bands is not None:
         drawn = drawn.in_bands(bands.select(rows))
@@ -260,7 +286,9 @@ def _rollouts(
         if outline[name].nunique() == 1:
             success += f"; {name[7:]} is {outline[name].dropna().iloc[0]:g} for every response, and says nothing"
     part = "all of them are read"
-    if not rows.all():
+    if config.sample is not None:
+        part = f"{drawn.n_problems:,} of its problems are answered anew"
+    elif not rows.all():
         part = (
             f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up "
             f"to {config.tokens:,} tokens"
@@ -274,7 +302,25 @@ def _rollouts(
         "second look": "; ".join(check["line"] for check in logged["second_look"].values()),
         "bands": told,
     }
+    if config.sample is not None:
+        drawn = answered_anew(
+            list(readers),
+            drawn,
+            SamplingConfig(
+                n_samples=config.sample,
+                max_new_tokens=longest_response(list(readers), outline),
+                seed=config.seed,
+                device=config.device,
+            ),
+            verifier=config.importing.verifier,
+            measured_on=measured_on,
+            server=config.server if config.server.url else None,
+            minutes=config.minutes,
+            pieces=folder / _SAMPLING,
+            progress=progress,
+        )
     drawn.write(file)
+    shutil.rmtree(folder / _SAMPLING, ignore_errors=True)
     return drawn
 
 
@@ -338,49 +384,6 @@ def find_run_log(config: RunConfig) -> Path:
                 "(tsae rollouts sample) and go on with tsae capture",
             ) from error
     return log
-
-
-def _with_outcome(entries: Iterable[object], importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
-    """Choose the reward that means success, and say why; the name decides where the log has several."""
-    if importing.verifier is not None:
-        return importing, f"the answer is right ({importing.verifier})"
-    first = next((entry for entry in entries if isinstance(entry, Entry)), None)
-    above = f"is above {importing.success_above:g}"
-    if importing.outcome is not None:
-        return importing, f"{importing.outcome} {above} (as asked)"
-    if first is None or first.correct is not None:
-        return importing, "the log says so"
-    names = tuple(importing.rewards or first.rewards)
-    if not names:
-        return importing, "unknown (the log holds no reward)"
-    if first.decides or len(names) <= 1:
-        told = "the log's only reward" if len(names) == 1 else "the one that the trainer's logs have for it"
-        return importing, f"{first.decides or names[0]} {above} ({told})"
-    telling = outcome_reward(names, where=log)
-    return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"
-
-
-def _named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
-    """The base that a configuration or model card names, and which file names it."""
-    folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
-    for folder in folders:
-        file = folder / "config.json"
-        if file.is_file():
-            try:
-                name = parse_json(file.read_text(encoding="utf-8")).get("_name_or_path")
-            except (ValueError, AttributeError):
-                continue  # Loading the checkpoint says what is wrong.
-            # A resumed run names its own checkpoint.
-            if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
-                return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
-    for folder in folders:
-        card = folder / "README.md"
-        if card.is_file():
-            head = card.read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
-            match = re.search(r"^base_model:[ \t]*[\"']?([^\s\"'\[]+)", head, re.MULTILINE)
-            if match and not Path(match[1]).resolve().is_relative_to(run.resolve()):
-                return match[1], "by its model card"
-    return None
 
 
 def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:

@@ -43,13 +43,15 @@ from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_ser
 from tsae.sae.model import TemporalSAE
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
-_STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "report.html")
+_STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "causal", "report.html")
 _FILES = ("stages.json", stamp_copy(Path(), "run.json").name, "run.json")
 _FALL = 0.05
 """A fall of a reader's FVE below that of the training that is worth a warning."""
 _NAMED = 3
 """Checkpoints that one line names; of more, the first and the last."""
-_NOT_COMPARED = ("attribute", "attribution")
+_LATER = ("attribution", "causal")
+"""Stages that watching leaves out: what lies in the folder is of a shorter training, and is removed."""
+_NOT_COMPARED = ("attribute", "attribution", "causal", "tests", "minutes")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def watch(
 
     Args:
         config: which training, and the choices that you make yourself: those of `tsae.analyze_run`, whose folder may
-            exist. Samples are not attributed.
+            exist. Samples are not attributed, and features not tested causally.
         watching: defaults of `WatchConfig`.
         progress: show the bars of the stages.
         say: called with one line for each update, warning, and new reason to wait.
@@ -105,7 +107,13 @@ def watch(
         TsaeError: as `tsae.analyze_run`; and where the folder `to` holds an analysis of other settings, versions or
             another base, or the log no longer holds what was read before. The analysis that is there stays.
     """
-    return _Watch(replace(config, attribute=False), watching or WatchConfig(), progress, say).updates()
+    if config.sample is not None:
+        raise TsaeError(
+            "fresh rollouts are not sampled while a training goes on",
+            where="--sample",
+            fix="Leave it out, and give `tsae run --sample` to another folder in the end.",
+        )
+    return _Watch(replace(config, attribute=False, causal=False), watching or WatchConfig(), progress, say).updates()
 
 
 class _State(NamedTuple):
@@ -375,7 +383,7 @@ def _exchange(to: Path) -> None:
             if (new / name).exists():
                 _put_away(to / name, old)
                 os.replace(new / name, to / name)
-            elif name == "attribution":
+            elif name in _LATER:
                 _put_away(to / name, old)
         (new / _READY).unlink()
         _remove(new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,6 +153,26 @@ def test_a_changed_part_of_an_import_is_read_again(tmp_path: Path) -> None:
         flip(job.folder / "spool", 7)
         assert not journal.job(part).done
         assert not job.folder.exists()
+
+
+def test_a_stage_is_added_to_a_run_that_left_it_out(tmp_path: Path) -> None:
+    def asked(causal: bool, **more: Any) -> dict[str, Any]:
+        return {"run": {"seed": 0, "causal": causal, "tests": {"problems": 8}, **more}}
+
+    adds = ("causal", "tests")
+    claim(tmp_path, "run.json", asked(False), "an analysis", adds)
+    page = tmp_path / "report.html"
+    page.write_text("page")
+    claim(tmp_path, "run.json", asked(False), "an analysis", adds)
+    assert page.is_file()
+    with pytest.raises(TsaeError, match="holds something else"):
+        claim(tmp_path, "run.json", asked(True, seed=1), "an analysis", adds)
+    claim(tmp_path, "run.json", asked(True, tests={"problems": 9}), "an analysis", adds)
+    assert not page.is_file()
+    assert read_stamp(tmp_path, "run.json") == asked(True, tests={"problems": 9})
+    for other in (asked(False), asked(True, tests={"problems": 7})):
+        with pytest.raises(TsaeError, match="holds something else"):
+            claim(tmp_path, "run.json", other, "an analysis", adds)
 
 
 def test_a_changed_stamp_is_refused(tmp_path: Path) -> None:

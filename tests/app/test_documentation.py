@@ -38,7 +38,8 @@ TRAINING = {"--tokens": "6000", "--batch-tokens": "512", "--d-sae": "64", "--k":
 SMALL: dict[str, dict[str, str]] = {
     "demo": {},
     "run": {"--tokens": "12000", "--d-sae": "32", "--k": "4", "--training-tokens": "6000",
-            "--diff.n-bootstrap": "100", "--diff.n-permutations": "100"},
+            "--diff.n-bootstrap": "100", "--diff.n-permutations": "100", "--tests.features": "1",
+            "--tests.problems": "4", "--tests.samples": "1", "--tests.n-random": "1"},
     "watch": {"--tokens": "12000", "--d-sae": "32", "--k": "4", "--training-tokens": "6000",
               "--diff.n-bootstrap": "100", "--diff.n-permutations": "100"},
     "rollouts sample": {"--n-samples": "6", "--max-new-tokens": "40"},

@@ -32,6 +32,8 @@ from support.checkpoints import cached
 from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
+from tsae.causal.config import CausalConfig
+from tsae.causal.findings import planned_tests
 from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.controls.baselines import baselines
@@ -278,6 +280,86 @@ def test_what_keeps_samples_from_being_attributed_is_said(
         assert told in said[0]
         assert "`tsae attribute` adds it" in said[0]
         assert told in page
+
+
+@pytest.mark.slow
+def test_both_halves_and_the_causal_columns_on_one_page(
+    tiny: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fresh rollouts, the same command again, causal tests added, and one of them repaired."""
+    out = tmp_path / "out"
+    lines: list[str] = []
+    config = replace(tiny, to=out, sample=2, tokens=8000)
+    diff = analyze_run(config, progress=False, say=lines.append)
+    said = json.loads((out / "stages.json").read_text())
+    rollouts = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
+    n = rollouts.n_problems
+    assert said["sampled"] == (
+        f"{4 * n} fresh responses, 2 to each of {n} problems by base, hard-00150; last_number checks answers, which "
+        "confirms 100% of the log's outcomes"
+    )
+    assert rollouts.frame.groupby(["policy", "problem_id"]).size().eq(2).all()
+    assert not (out / "rollouts" / "sampling").exists()
+    # Both answered every problem: their behaviour is compared, and shifts are divided into their parts.
+    assert {"total", "policy", "representation"} <= set(diff.contrasts.part)
+    accuracy = diff.behaviours[(diff.behaviours.behaviour == "accuracy") & (diff.behaviours.band == "all")]
+    assert accuracy.n_problems.tolist() == [n, n]
+    page = (out / "report.html").read_text()
+    assert "pass@k" in page
+    assert "half that is missing" not in page
+    assert "<code>--causal</code>" in page
+
+    lines.clear()
+    tests = CausalConfig(features=1, problems=4, samples=1, n_random=2)
+    again = replace(config, causal=True, tests=tests)
+    with_tests = analyze_run(again, progress=False, say=lines.append)
+    assert [line.endswith("[from disk]") for line in lines] == [True] * (len(lines) - 2) + [False, True]
+    assert lines[-2].startswith("causal:      3 of 3 tests")
+    modes = {test["mode"]: test for test in with_tests.info["causally_tested"]}
+    assert {mode: test["checkpoint"] for mode, test in modes.items()} == {
+        "ablate": "hard-00150", "transplant": "base", "steer": "base"
+    }  # fmt: skip
+    assert modes["transplant"]["donor"] == "hard-00150"
+    assert "mean_difference" in {row["condition"] for row in modes["transplant"]["changes"]}
+    page = (out / "report.html").read_text()
+    assert "sufficient: share that they move" in page
+    assert "necessary: ablated in the donor" in page
+    assert "<code>--causal</code>" not in page
+    with pytest.raises(TsaeError, match="holds something else"):
+        analyze_run(config, progress=False)
+
+    before, (test, *_) = contents(out), sorted((out / "causal").iterdir())
+    shutil.rmtree(test)
+    with pytest.raises(SystemExit):
+        main(["verify", str(out)])
+    assert test.name in capsys.readouterr().out
+    main(["repair", str(out)])
+    assert contents(out) == before
+    main(["verify", str(out)])
+
+
+def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str], Any]) -> None:
+    diff = finished[2]
+    moved = diff.main_shift("hard-00150", discoveries=True)
+    raised = moved[moved.delta > 0].sort_values("delta_low", ascending=False).feature.head(2)
+    assert len(raised) == 2
+    plan = planned_tests(diff, 2)
+    assert {test.features for test in plan} == {tuple(raised)}
+    assert [(test.mode, test.has, test.lacks) for test in plan] == [
+        (mode, "hard-00150", "base") for mode in ("ablate", "transplant", "steer")
+    ]
+    # A run that only lowered features: the base has them.
+    shifts = diff.shifts.assign(delta=-diff.shifts.delta.abs())  # delta_low and delta_high only order them
+    assert {(test.has, test.lacks) for test in planned_tests(replace(diff, shifts=shifts), 2)} == {
+        ("base", "hard-00150")
+    }
+    assert planned_tests(replace(diff, shifts=diff.shifts.assign(q=1.0)), 2) == []
+
+
+def test_a_page_says_which_half_is_missing(finished: tuple[Path, list[str], Any]) -> None:
+    page = html.unescape((finished[0] / "report.html").read_text())
+    assert "the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer" in page
+    assert "again with <code>--causal</code>" in page
 
 
 @pytest.mark.slow

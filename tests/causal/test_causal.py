@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from tsae.base.statistics.intervals import mean_interval
 from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
+from tsae.causal.donor import Donor
 from tsae.causal.edits import FeatureEdit
 from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.forward.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
+from tsae.report.pages.checks import necessary_and_sufficient
+from tsae.report.story import facts
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig
@@ -557,7 +561,7 @@ def test_what_does_not_fit_together(
     rollouts = decided_features.rollouts
     strange = type(rollouts)(rollouts.table, {**rollouts.info, "tokenizer": "other"})
     refused("its tokenizer", table=replace(decided_features, rollouts=strange))
-    refused("tokenised to other ids", problems=rollouts.with_column("prompt_ids", [[BOS, 1]] * len(rollouts)))
+    refused("tokenised with another tokenizer", problems=strange)
     refused("no feature 99", exclude=[99])
     refused("the direction has shape", direction=torch.ones(3))
     refused("the direction has shape", direction=torch.full((D_MODEL,), float("nan")))
@@ -581,3 +585,122 @@ def test_keys_and_behaviours_that_are_not_there(found: Intervention) -> None:
         found.table(condition="nothing")
     with pytest.raises(TsaeError, match="no behaviour 'nothing'"):
         found.summary("nothing")
+
+
+# -- transplants
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_whole_stream_makes_a_model_of_two_halves(series: Any, use_cache: bool) -> None:
+    """The donor's blocks up to the site and the model's own above it."""
+    own, other = (series[id].load_model() for id in ("base", "easy-10"))
+    with torch.no_grad():
+        for weights in other.parameters():
+            weights.add_(0.3 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(len(weights))))
+    both = series.base.load_model()
+    both.model.embed_tokens.load_state_dict(other.model.embed_tokens.state_dict())
+    for block in range(2):  # The site is the output of block 1.
+        both.model.layers[block].load_state_dict(other.model.layers[block].state_dict())
+    ids, mask = torch.tensor([[18, 18, 3, 5], [18, 7, 9, 4], [5, 12, 16, 7]]), torch.ones(3, 4, dtype=torch.long)
+    mask[0, :2] = mask[1, :1] = 0
+    options: Any = {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 18, "eos_token_id": None}
+
+    def answers(model: Any, edit: FeatureEdit | None) -> list[list[int]]:
+        torch.manual_seed(5)
+        with torch.no_grad():
+            if edit is None:
+                return model.generate(input_ids=ids, attention_mask=mask, use_cache=use_cache, **options).tolist()
+            with edit.hook(lambda model: partial(rewritten, model), "all", ())(model, ids, mask):
+                return model.generate(input_ids=ids, attention_mask=mask, use_cache=use_cache, **options).tolist()
+
+    whole = FeatureEdit(coordinates(), (), "transplant", (), donor=Donor(other, SITE), whole=True)
+    assert answers(own, whole) == answers(both, None) != answers(own, None)
+    assert answers(own, FeatureEdit(coordinates(), (1, 2), "transplant", (), donor=Donor(both, SITE))) != answers(
+        own, None
+    )
+    same = Donor(series.base.load_model(), SITE)
+    assert answers(own, FeatureEdit(coordinates(), (1, 2), "transplant", (), donor=same)) == answers(own, None)
+
+
+@pytest.fixture(scope="module")
+def two(decided: tsae.CheckpointSeries, tmp_path_factory: pytest.TempPathFactory) -> tsae.CheckpointSeries:
+    """The base lacks the direction that decides, and answers WRONG; the run has it, and answers RIGHT."""
+    model = decided.base.load_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, DECIDES] = 0.0
+    folder = tmp_path_factory.mktemp("two") / "base"
+    model.save_pretrained(folder)
+    decided.base.load_tokenizer().save_pretrained(folder)
+    return tsae.CheckpointSeries(
+        (tsae.Checkpoint("base", str(folder)), tsae.Checkpoint("run-1", decided.base.path, run="run", step=1))
+    )
+
+
+@pytest.fixture(scope="module")
+def tabled(two: tsae.CheckpointSeries, tmp_path_factory: pytest.TempPathFactory) -> tsae.FeatureTable:
+    own = [tsae.sample(checkpoint, PROBLEMS, SAMPLING, verify=answer, progress=False) for checkpoint in two]
+    folder = tmp_path_factory.mktemp("two-table")
+    store = tsae.capture(two, tsae.Rollouts.concat(own), [SITE], to=folder / "acts", progress=False)
+    return tsae.encode(coordinates(), store, to=folder / "features", progress=False)
+
+
+@pytest.fixture(scope="module")
+def transplanted(two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> dict[str, Intervention]:
+    """By the checkpoint that generates; the other one is the donor."""
+    config = InterventionConfig(mode="transplant", tokens="all", n_random=3, sampling=SAMPLING)
+    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
+    return {
+        into: intervene(
+            two[into], coordinates(), tabled, [DECIDES], config, donor=two[of], verify=answer,
+            direction=sign * direction, exclude=[OTHER, ENDS], progress=False,
+        )
+        for into, of, sign in (("base", "run-1", 1), ("run-1", "base", -1))
+    }  # fmt: skip
+
+
+def test_a_planted_feature_moves_the_whole_effect_both_ways(transplanted: dict[str, Intervention]) -> None:
+    for into, before in (("base", 0.0), ("run-1", 1.0)):
+        found = transplanted[into]
+        rows = found.table(behaviour="accuracy", band="all").set_index("condition")
+        for name in ("none", "no_op", "random", "same_norm", "wrong_sign"):
+            assert rows["mean"][name] == before, (into, name)
+        for name in ("features", "mean_difference", "all_features", "whole", "donor"):
+            assert rows["mean"][name] == 1 - before, (into, name)
+            assert (rows.share[name], rows.share_low[name], rows.share_high[name]) == (1, 1, 1)
+        assert rows.share["random"] == 0
+        assert set(found.rollouts.where(policy="features").table["response"].to_pylist()) == {
+            str(RIGHT if into == "base" else WRONG)
+        }
+        # What the donor does not change has no share.
+        assert found.table(behaviour="response_length").share.isna().all()
+    assert (
+        transplanted["base"]
+        .summary("accuracy")
+        .startswith("Transplanting feature 0 of run-1 into base raises accuracy: 0 → 1, +1 [+1, +1]")
+    )
+    assert "of which move: the features 100% [100%, 100%]" in transplanted["base"].summary("accuracy")
+
+
+def test_files_and_reports_keep_a_transplant(transplanted: dict[str, Intervention], tmp_path: Path) -> None:
+    loaded = Intervention.load(transplanted["base"].save(tmp_path / "into-base"))
+    assert loaded.outcomes.equals(transplanted["base"].outcomes)
+    record = loaded.record()
+    assert facts.test_name(record) == "feature 0 of run-1 transplanted into base"
+    shares = {row["condition"]: row["share"] for row in record["changes"] if row["behaviour"] == "accuracy"}
+    assert shares["features"] == shares["whole"] == 1
+    table = necessary_and_sufficient([record])
+    assert table is not None
+    (row,) = [row for row in table.rows if row[2] == "accuracy"]
+    assert "100 %" in str(row[-2])
+
+
+def test_a_transplant_needs_its_donor(two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> None:
+    for mode, donor, refusal in (
+        ("transplant", None, "no checkpoint whose features"),
+        ("ablate", two["run-1"], "transplants nothing"),
+    ):
+        config = InterventionConfig(mode=mode, sampling=SAMPLING)  # type: ignore[arg-type]
+        with pytest.raises(TsaeError, match=refusal):
+            intervene(two.base, coordinates(), tabled, [DECIDES], config, donor=donor, progress=False)
+    with pytest.raises(TsaeError, match="hooks on the Hugging Face model"):
+        InterventionConfig(mode="transplant", backend="transformer_lens")

@@ -10,15 +10,17 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
 Where = Literal["predicting", "first", "response", "all"]
+Mode = Literal["ablate", "mean", "clamp", "steer", "transplant"]
 
 
 @dataclass(frozen=True)
 class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
-    mode: Literal["ablate", "mean", "clamp", "steer"] = "ablate"
+    mode: Mode = "ablate"
     """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
-    typical activation; steer: amount × the typical activation is added."""
+    typical activation; steer: amount × the typical activation is added; transplant: to what another checkpoint, which
+    reads the same tokens, computes for it (--donor)."""
     amount: float = 1.0
     """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
     other way."""
@@ -49,6 +51,13 @@ class InterventionConfig:
             )
         if self.mode == "steer" and self.amount == 0:
             raise TsaeError("amount=0 with mode steer changes nothing", where=where)
+        if self.mode == "transplant" and self.backend != "huggingface":
+            raise TsaeError(
+                f'mode="transplant" with backend={self.backend!r}: the other checkpoint reads along through hooks on '
+                "the Hugging Face model",
+                where=where,
+                fix='Use backend="huggingface".',
+            )
         if self.n_random < 1:
             raise TsaeError(
                 f"n_random={self.n_random}: without random features an effect cannot be told from that of any edit",
@@ -57,6 +66,27 @@ class InterventionConfig:
             )
         if not 0 < self.confidence < 1:
             raise TsaeError(f"confidence={self.confidence} must lie between 0 and 1", where=where)
+
+
+@dataclass(frozen=True)
+class CausalConfig:
+    """How `tsae run --causal` tests the features that a run moved."""
+
+    features: int = 8
+    """Features of every run, tested together: those that it most clearly raised, or where it raised none, lowered."""
+    problems: int = 64
+    """Problems that are answered; all, if there are fewer."""
+    samples: int = 2
+    """Responses to a problem under every condition. A test has 2 · n_random + 6 conditions, a transplant three more."""
+    n_random: int = 12
+    """Sets of matched random features."""
+    amount: float = 1.0
+    """Of steering, in units of a feature's typical activation."""
+
+    def __post_init__(self) -> None:
+        for name in ("features", "problems", "samples", "n_random"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CausalConfig")
 
 
 @dataclass(frozen=True)

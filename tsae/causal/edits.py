@@ -1,20 +1,22 @@
 """Edits of the residual stream that move chosen features and leave all else, the SAE's error too, where it is.
 
-    x ← x + Σ_i (f'_i − f_i) W_dec[i]      f' = 0, the mean, a clamped value, or f + α · typical activation
+    x ← x + Σ_i (f'_i − f_i) W_dec[i]      f' = 0, the mean, a clamped value, f + α · typical activation, or what
+                                           another checkpoint's features are on the same tokens (transplant)
 
 Adding the difference, and not decoding f', keeps the reconstruction error and all other features' contributions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from tsae.causal.config import Where
+from tsae.causal.config import Mode, Where
+from tsae.causal.donor import Donor
 from tsae.checkpoints.forward.hooks import during_generation
 from tsae.sae.model import TemporalSAE
 
@@ -31,34 +33,49 @@ class FeatureEdit:
 
     sae: TemporalSAE
     features: tuple[int, ...]
-    mode: Literal["ablate", "mean", "clamp", "steer"]
+    mode: Mode
     level: tuple[float, ...]
-    """For every feature, in units of activation: what it is set to, or what is added when steering."""
+    """For every feature, in units of activation: what it is set to, or what is added when steering; unused by
+    transplants."""
     sign: float = 1.0
     """−1 moves every feature by as much the other way; 0 encodes, and changes nothing."""
     direction: torch.Tensor | None = None
     """(d_model,) unit vector: every token moves along it instead, as far as the features' edit would move it, forward
-    where that raises the features and backward where it lowers them."""
+    where that raises the features and backward where it lowers them; in a transplant always forward."""
+    donor: Donor | None = None
+    """Whose features are transplanted."""
+    whole: bool = False
+    """Transplant the whole residual stream, without the SAE."""
 
-    def delta(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, d_model) float32 -> (n, d_model): what is added."""
+    def delta(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        """(n, d_model) float32, and the donor's of the same tokens -> (n, d_model): what is added."""
         chosen = list(self.features)
-        level = x.new_tensor(self.level)
+        if other is not None and self.whole:
+            return self.sign * (other - x)
+        level = x.new_tensor(self.level) if other is None else self.sae.encode(other)[:, chosen]
         moved = level.expand(len(x), -1) if self.mode == "steer" else level - self.sae.encode(x)[:, chosen]
         moved = moved * self.sign
         by_features = moved @ self.sae.W_dec.detach()[chosen]
         if self.direction is None:
             return by_features
-        way = moved.sum(1, keepdim=True).sign()
+        way = 1.0 if self.mode == "transplant" else moved.sum(1, keepdim=True).sign()
         return way * by_features.norm(dim=1, keepdim=True) * self.direction.to(x)
 
-    def change(self, hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """(B, T, d_model) edited at `where` (B, T), except tokens beyond the norm limit of the SAE's training."""
-        x = hidden.float()
-        where = where & ~self.sae.outliers(x)
+    def change(self, hidden: torch.Tensor, where: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T, d_model) edited at `where` (B, T), except tokens beyond the norm limit of the SAE's training.
+
+        Args:
+            hidden: the residual stream.
+            where: which tokens.
+            other: the donor's, of the same shape.
+        """
+        x, given = hidden.float(), None if other is None else other.float()
+        if not self.whole:
+            where = where & ~self.sae.outliers(x)
+            where = where if given is None else where & ~self.sae.outliers(given)
         edited = hidden.clone()
         picked = x[where]
-        edited[where] = (picked + self.delta(picked)).to(hidden.dtype)
+        edited[where] = (picked + self.delta(picked, None if given is None else given[where])).to(hidden.dtype)
         return edited
 
     def reversed(self) -> FeatureEdit:
@@ -83,7 +100,18 @@ class FeatureEdit:
                 where[:, :-1] = False  # Prompts are padded on the left.
             elif tokens == "response":
                 where[:] = False
+            if self.donor is not None:
+                return beside(self.donor, model, where)
             change = during_generation(self.change, where, generated=tokens != "first")
             return rewriting(model)(self.sae.site, change)
+
+        @contextmanager
+        def beside(donor: Donor, model: PreTrainedModel, where: torch.Tensor) -> Iterator[None]:
+            with donor.beside(model) as read:
+                change = during_generation(
+                    lambda hidden, where: self.change(hidden, where, read()), where, generated=tokens != "first"
+                )
+                with rewriting(model)(self.sae.site, change):
+                    yield
 
         return around

@@ -6,9 +6,16 @@ One set of problems is answered under every condition with the same random numbe
 2. features: the edit of the chosen features;
 3. random_1 … random_n: the same edit of features matched on firing rate and magnitude; "random" pools them;
 4. same_norm_1 … same_norm_n: every token moves exactly as far as under 2, along the decoder rows of those random
-   features, as matching is never perfect; "same_norm" pools them;
+   features, as matching is never perfect; "same_norm" pools them. A transplant, in which two models run, has 4 at most;
 5. wrong_sign: every token moves by as much the other way;
 6. mean_difference, where a direction is given: every token moves as far as under 2, along that direction.
+
+A transplant sets features to what another checkpoint, the donor, computes for them while it reads the same tokens. It
+has three more conditions, which say how much there is to move:
+
+7. donor: the donor answers itself;
+8. whole: the donor's whole residual stream at the site, without the SAE: the most that any of its features can move;
+9. all_features: all features at once, which leaves out what the SAE does not see.
 """
 
 from __future__ import annotations
@@ -22,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tsae.base.progress import progress_bar
 from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features
+from tsae.causal.donor import Donor
 from tsae.causal.edits import FeatureEdit, Rewriting
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -36,13 +45,16 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.sampling.sample import sample
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_DIRECTIONS = 4
+"""Random directions of the same norm that a transplant has at most."""
 
 
 def intervene(
@@ -55,6 +67,7 @@ def intervene(
     problems: Rollouts | Sequence[Problem] | None = None,
     verify: Callable[[str, str], bool] | None = None,
     direction: torch.Tensor | None = None,
+    donor: Checkpoint | None = None,
     exclude: Sequence[int] = (),
     describe: Callable[[Rollouts], Rollouts] | None = None,
     progress: bool = True,
@@ -71,6 +84,8 @@ def intervene(
             which the features were not chosen are the fairer test.
         verify: (response text, reference answer) -> right or not; without it accuracy is not measured.
         direction: (d_model,) for the condition mean_difference; see `tsae.causal.controls.mean_difference`.
+        donor: whose features are transplanted (mode "transplant"), such as the run's last checkpoint where the base
+            generates. Both models are held at once.
         exclude: features that are not drawn as random ones, such as others of the same family.
         describe: adds behaviours of one's own (columns named in ``info["behaviours"]``) to those that are read off the
             texts, such as `tsae.testbed.classes.with_behaviours`.
@@ -78,7 +93,7 @@ def intervene(
 
     Raises:
         TsaeError: where features are out of range, come twice or never fire; the SAE is not the table's, or does not
-            fit the checkpoint's width, blocks or tokenizer; or prompts are tokenised to other ids than the table's.
+            fit the checkpoint's width, blocks or tokenizer; or the problems are of another tokenizer.
     """
     config = config or InterventionConfig()
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
@@ -86,35 +101,54 @@ def intervene(
     sae = TemporalSAE.of(sae, device=device)
     chosen = tuple(int(feature) for feature in chosen)
     check_sae(sae, features)
+    if (donor is None) == (config.mode == "transplant"):
+        what = "gives no checkpoint whose features are transplanted" if donor is None else "transplants nothing"
+        raise TsaeError(f"mode={config.mode!r} {what}", where="intervene", fix='donor goes with mode="transplant".')
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_chosen(chosen, scales, features.n_features)
     check_features(tuple(exclude), features.n_features)
-    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint, config)
+    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
+    given = None
+    if donor is not None:
+        given = Donor(donor.load_model(device=device), sae.site)
+        check_model(given.model, sae, donor, features)
     seed = config.sampling.seed
     sets = matched_features(chosen, scales, sae, config.n_random, seed, exclude=exclude)
 
+    directions = sets if given is None else sets[:_DIRECTIONS]
+
     def edit(ids: tuple[int, ...], **changes: Any) -> FeatureEdit:
-        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), **changes)
+        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), donor=given, **changes)
 
     main = edit(chosen)
     conditions: dict[str, FeatureEdit | None] = {
         "none": None,
         "no_op": replace(main, sign=0.0),
         "features": main,
+        **({} if given is None else {"all_features": edit((*range(sae.config.d_sae),)), "whole": edit((), whole=True)}),
         **{f"random_{i}": edit(ids) for i, ids in enumerate(sets, 1)},
-        **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(sets, 1)},
+        **{f"same_norm_{i}": replace(main, direction=_summed(ids, scales, sae)) for i, ids in enumerate(directions, 1)},
         "wrong_sign": main.reversed(),
     }
     if direction is not None:
         conditions["mean_difference"] = replace(main, direction=_unit(direction, sae).to(device))
     special = tuple(features.info["special_ids"])
+    runs = [
+        (name, checkpoint, model, None if change is None else change.hook(rewriting, config.tokens, special))
+        for name, change in conditions.items()
+    ]
+    if donor is not None and given is not None:
+        runs.append(("donor", donor, given.model, None))
     parts = []
-    for name, change in conditions.items():
-        around = None if change is None else change.hook(rewriting, config.tokens, special)
-        drawn = sample(checkpoint, asked, config.sampling, verify=verify, model=model, around=around, progress=progress)
-        parts.append(drawn.with_column("policy", [name] * len(drawn)))
+    n_responses = len(asked) * config.sampling.n_samples
+    named = f"{config.mode} {'in' if donor is None else f'{donor.id} into'} {checkpoint.id}"
+    with progress_bar(named, "response", n_responses * len(runs), shown=progress) as bar:
+        for name, who, loaded, around in runs:
+            drawn = sample(who, asked, config.sampling, verify=verify, model=loaded, around=around, progress=False)
+            parts.append(drawn.with_column("policy", [name] * len(drawn)))
+            bar.update(len(drawn))
     rollouts = Rollouts.concat(parts)
     if bands:
         rollouts = rollouts.with_column("band", [bands.get(id) for id in rollouts.table["problem_id"].to_pylist()])
@@ -126,6 +160,7 @@ def intervene(
         rollouts=rollouts,
         info={
             "checkpoint": checkpoint.id,
+            **({} if donor is None else {"donor": donor.id}),
             "features": list(chosen),
             "config": asdict(config),
             "sae": features.info["sae"],
@@ -194,33 +229,19 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
         )
 
 
-def _problems(
-    given: Rollouts | Sequence[Problem], checkpoint: Checkpoint, config: InterventionConfig
-) -> tuple[list[Problem], dict[str, str]]:
-    """The problems, each once, and their bands."""
+def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tuple[list[Problem], dict[str, str]]:
+    """The problems, each once, and their bands. Those of a table have the token ids that it has."""
     if not isinstance(given, Rollouts):
         return list(given), {}
-    tokenizer = checkpoint.load_tokenizer()
-    asked: dict[str, Problem] = {}
-    bands: dict[str, str] = {}
-    columns = given.table.select(["problem_id", "prompt", "answer", "level", "band", "prompt_ids"]).to_pylist()
-    for row in columns:
-        id = row["problem_id"]
-        if id in asked:
-            continue
-        if row["prompt"] is None:
-            raise TsaeError(f"problem {id} has no prompt text", where=given.origin, fix="Give problems by themselves.")
-        found = encode_prompt(tokenizer, row["prompt"], config.sampling.prompt_format, f"problem {id}")
-        if found != row["prompt_ids"]:
-            raise TsaeError(
-                f"the prompt of problem {id} is tokenised to other ids than the table has",
-                where=given.origin,
-                fix="Set prompt_format as the rollouts were sampled with, or give problems by themselves.",
-            )
-        asked[id] = Problem(id=id, prompt=row["prompt"], answer=row["answer"] or "", level=row["level"])
-        if row["band"] is not None:
-            bands[id] = row["band"]
-    return list(asked.values()), bands
+    found, expected = given.info.get("tokenizer"), tokenizer_fingerprint(checkpoint.load_tokenizer())
+    if found not in (None, expected):
+        raise TsaeError(
+            f"the problems were tokenised with another tokenizer ({found}) than that of {checkpoint.id} ({expected})",
+            where=given.origin,
+            fix="Give rollouts of this model, or problems as text.",
+        )
+    banded = given.frame[given.frame.band.notna()]
+    return Problem.of(given), dict(zip(banded.problem_id, banded.band, strict=True))
 
 
 def _load(
@@ -237,7 +258,7 @@ def _load(
 
 
 def _levels(ids: tuple[int, ...], scales: FeatureScales, config: InterventionConfig) -> tuple[float, ...]:
-    if config.mode == "ablate":
+    if config.mode in ("ablate", "transplant"):
         return (0.0,) * len(ids)
     if config.mode == "mean":
         return tuple(scales.mean[list(ids)].tolist())

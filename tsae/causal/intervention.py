@@ -14,6 +14,7 @@ import pandas as pd
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.base.views import views
@@ -28,7 +29,10 @@ _SET = re.compile(r"_\d+$")
 """Matches the name of a single random set, such as random_1; the pooled sets have no number."""
 _KEYS = ["condition", "band", "behaviour"]
 _BEYOND = ["beyond_random", "beyond_low", "beyond_high"]
+_SHARE = ["share", "share_low", "share_high"]
 _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
+_SHOWN = [*_NEEDED[1:], "mean_difference", "all_features", "whole", "donor"]
+_DRAWS = 2000
 _FILES = ("causal.json", "outcomes.parquet", "rollouts.parquet")
 
 
@@ -51,7 +55,33 @@ def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0)
     bounds = pd.DataFrame([_wilson(row, rollouts, pooled, confidence) for row in table.to_dict("records")])
     table = pd.concat([table, bounds], axis=1).rename(columns={"policy": "condition"})
     names = [*_KEYS, "mean", "low", "high", "wilson_low", "wilson_high", "n_problems", "n_trajectories"]
-    return table[[*names, "change", "change_low", "change_high", "n_paired", *_BEYOND]]
+    names += ["change", "change_low", "change_high", "n_paired", *_BEYOND]
+    if "donor" not in rollouts.policies:
+        return table[names]
+    found = _shares(pooled, table, confidence)
+    return table[names].merge(found, on=_KEYS, how="left")
+
+
+def _shares(pooled: Rollouts, table: pd.DataFrame, confidence: float) -> pd.DataFrame:
+    """Change of every condition divided by that of the donor, where the latter's interval leaves out 0.
+
+    The interval is the percentile bootstrap's, over the problems that all three answered.
+    """
+    frame, measured = pooled.frame, measures(pooled)
+    of_donor = table[(table.condition == "donor") & (table.change_low * table.change_high > 0)]
+    rows = []
+    for band, name in zip(of_donor.band, of_donor.behaviour, strict=True):
+        inside = (frame.band == band) | (band == "all")
+        by_problem = measured.loc[inside, name].groupby([frame.problem_id[inside], frame.policy[inside]]).mean()
+        changes = by_problem.unstack().dropna()
+        if changes.empty:
+            continue
+        changes = changes.sub(changes["none"], axis=0).drop(columns="none")
+        drawn = pd.DataFrame(counts(len(changes), _DRAWS, 0) @ changes.to_numpy(), columns=changes.columns)
+        share = changes.sum() / changes["donor"].sum()
+        low, high = percentile_interval(drawn.div(drawn["donor"], axis=0).to_numpy(), confidence)
+        rows += [(who, band, name, *of) for who, *of in zip(changes.columns, share, low, high, strict=True)]
+    return pd.DataFrame(rows, columns=[*_KEYS, *_SHARE]).astype(dict.fromkeys(_SHARE, float))
 
 
 def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFrame:
@@ -95,7 +125,8 @@ class Intervention:
     """One row a condition, band and behaviour:
 
     condition                    see `tsae.causal.intervene`: none, no_op, features, random, same_norm (sets pooled),
-                                 wrong_sign, mean_difference, random_1 …, same_norm_1 …
+                                 wrong_sign, mean_difference, random_1 …, same_norm_1 …; of transplants also donor,
+                                 whole, all_features
     band                         all, and the bands of the problems
     behaviour                    accuracy, response_length (tokens), direct_answer, …: `tsae.rollouts.behaviours`
     mean, low, high              over problems of the mean over a problem's responses; bootstrap over problems
@@ -106,6 +137,9 @@ class Intervention:
     beyond_random, beyond_low, _high   single edits − the mean over the random sets, with an interval that leaves out 0
                                  where a further random set would not be expected to do that: sets and problems are
                                  both a sample (`tsae.causal.beyond`)
+    share, share_low, share_high   of a transplant: the change divided by that from the checkpoint to the donor (1 moves
+                                 all of it), with a bootstrap interval over problems; NaN where the donor itself does
+                                 not clearly differ
     """
     rollouts: Rollouts
     """Every response; the policy is the condition."""
@@ -157,9 +191,16 @@ class Intervention:
                 beyond += ", as a further random set might"
         else:
             beyond += f" (no interval: {len(sets)} random {'set' if len(sets) == 1 else 'sets'})"
+        place, share = f"in {self.info['checkpoint']}", ""
+        if "donor" in rows.index:
+            place = f"of {self.info['donor']} into {self.info['checkpoint']}"
+            share = f"; {self.info['donor']} itself: {_change(rows.loc['donor'])}"
+            if np.isfinite(main.share):
+                of = {"the features": main, "all features": rows.loc["all_features"], "no SAE": rows.loc["whole"]}
+                share += f", of which move: {', '.join(f'{what} {_share(row)}' for what, row in of.items())}"
         text = (
-            f"{self._done()} {named} in {self.info['checkpoint']} {verb} {behaviour.replace('_', ' ')}{where}: "
-            f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)} "
+            f"{self._done()} {named} {place} {verb} {behaviour.replace('_', ' ')}{where}: "
+            f"{base['mean']:.3g} → {main['mean']:.3g}, {_change(main)}, {beyond}; {'; '.join(controls)}{share} "
             f"({int(main.n_paired)} problems, {int(main.n_trajectories)} responses)."
         )
         if not self.info["no_op_identical"]:
@@ -168,7 +209,7 @@ class Intervention:
 
     def _done(self) -> str:
         config = self.info["config"]
-        names = {"ablate": "Ablating", "mean": "Setting to the mean"}
+        names = {"ablate": "Ablating", "mean": "Setting to the mean", "transplant": "Transplanting"}
         amounts = {"clamp": "Clamping", "steer": "Steering"}
         mode = config["mode"]
         return names[mode] if mode in names else f"{amounts[mode]} ({config['amount']:+g} × typical)"
@@ -216,15 +257,16 @@ class Intervention:
         """Facts for reports: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
         and the changes over all problems that these sentences name."""
         config = self.info["config"]
-        conditions = [*_NEEDED[1:], "mean_difference"]
         shown = self.outcomes[
             (self.outcomes.band == "all")
             & self.outcomes.behaviour.isin(self.measured)
-            & self.outcomes.condition.isin(conditions)
+            & self.outcomes.condition.isin(_SHOWN)
         ]
         columns = ["condition", "behaviour", "mean", "change", "change_low", "change_high", "n_paired", *_BEYOND]
+        columns += [name for name in _SHARE if name in shown]
         return {
             "checkpoint": self.info["checkpoint"],
+            **({"donor": self.info["donor"]} if "donor" in self.info else {}),
             "features": self.info["features"],
             "mode": config["mode"],
             "amount": config["amount"],
@@ -269,6 +311,10 @@ class Intervention:
         with reading(folder / "outcomes.parquet", "Run it again."):
             outcomes = pd.read_parquet(folder / "outcomes.parquet")
         return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
+
+
+def _share(row: pd.Series) -> str:
+    return f"{row.share:.0%} [{row.share_low:.0%}, {row.share_high:.0%}]"
 
 
 def _change(row: pd.Series) -> str:

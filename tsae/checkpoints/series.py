@@ -13,6 +13,7 @@ or is put together from trainers' folders, paths and Hugging Face ids (`tsae.che
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -187,3 +188,26 @@ class CheckpointSeries:
                 fix='Expected {"checkpoints": [{"id", "path", "run", "step", "trained_on"}, …]}.',
             ) from error
         return cls(checkpoints=tuple(checkpoints), name=str(content.get("name", file.parent.name)))._checked()
+
+
+def named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
+    """The base that a configuration or model card names, and which file names it."""
+    folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
+    for folder in folders:
+        file = folder / "config.json"
+        if file.is_file():
+            try:
+                name = parse_json(file.read_text(encoding="utf-8")).get("_name_or_path")
+            except (ValueError, AttributeError):
+                continue  # Loading the checkpoint says what is wrong.
+            # A resumed run names its own checkpoint.
+            if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
+                return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
+    for folder in folders:
+        card = folder / "README.md"
+        if card.is_file():
+            head = card.read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
+            match = re.search(r"^base_model:[ \t]*[\"']?([^\s\"'\[]+)", head, re.MULTILINE)
+            if match and not Path(match[1]).resolve().is_relative_to(run.resolve()):
+                return match[1], "by its model card"
+    return None

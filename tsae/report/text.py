@@ -73,7 +73,8 @@ def percent(value: float) -> str:
     share = 100 * value
     if not math.isfinite(share):
         return "–"
-    return f"{share:.1f}" if 0 < share < 1 or 99 < share < 100 else f"{share:.0f}"
+    text = f"{share:.1f}" if 0 < share < 1 or 99 < share < 100 else f"{share:.0f}"
+    return "0" if text == "-0" else text.replace("-", "−")
 
 
 def q_value(q: float) -> str:

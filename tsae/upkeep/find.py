@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tsae.pipeline import STAMPS
+from tsae.errors import TsaeError
+from tsae.pipeline import STAMPS, read_stamp
 from tsae.upkeep.kinds import FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
 
 _STAGES: dict[str, Kind] = {
@@ -105,6 +106,16 @@ def _missing(path: Path) -> Iterator[Artefact]:
         if stamp is None:
             continue
         expected = {stamp.name: STAMP, **dict.fromkeys(_ROLLOUTS[stamp.name], ROLLOUTS), **_STAGES}
+        expected |= dict.fromkeys(_tests(stamp), next(kind for kind in FOLDERS if kind.name == "causal test"))
         for name, kind in expected.items():
             if not (run / name).exists():
                 yield Artefact(run / name, kind, run)
+
+
+def _tests(stamp: Path) -> list[str]:
+    """Folders of the causal tests that a run has made; none where its stamp is damaged."""
+    try:
+        found = read_stamp(stamp.parent, stamp.name) or {}
+        return [f"causal/{name}" for name in found.get("found", {}).get("causal", [])]
+    except TsaeError:
+        return []

@@ -77,7 +77,7 @@ def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
     return parsed
 
 
-class _PastLastSite(Exception):
+class PastLastSite(Exception):
     """Raised inside a forward pass once all sites have been read, to skip the layers above."""
 
 
@@ -111,7 +111,7 @@ class HuggingFaceReader:
         def keep(name: str, hidden: torch.Tensor) -> None:
             found[name] = hidden.detach().clone()
             if stop_early and len(found) == len({site.name for site in self.sites}):
-                raise _PastLastSite
+                raise PastLastSite
 
         handles = [_attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
         try:
@@ -122,7 +122,7 @@ class HuggingFaceReader:
                 use_cache=False,
                 logits_to_keep=1,
             )
-        except _PastLastSite:
+        except PastLastSite:
             pass
         finally:
             for handle in handles:

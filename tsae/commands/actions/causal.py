@@ -25,13 +25,13 @@ def run_causal(options: Causal) -> None:
         problems = read_problems(options.problems) if as_lines else tsae.Rollouts.read(options.problems)
     sae, direction = tsae.TemporalSAE.load(options.sae), None
     if options.store is not None:
-        if options.raised is None or options.lowered is None:
+        up, down = (options.raised, options.lowered) if options.donor is None else (options.donor, options.checkpoint)
+        if up is None or down is None:
             raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
-        direction = mean_difference(
-            tsae.ActivationStore(options.store), sae.site, options.raised, options.lowered, norm_limit=sae.norm_limit
-        )
+        direction = mean_difference(tsae.ActivationStore(options.store), sae.site, up, down, norm_limit=sae.norm_limit)
+    series = load_series(*options.series)
     found = tsae.intervene(
-        load_series(*options.series)[options.checkpoint],
+        series[options.checkpoint],
         sae,
         options.features,
         options.choose or family[: options.top],
@@ -39,6 +39,7 @@ def run_causal(options: Causal) -> None:
         problems=problems,
         verify=verify,
         direction=direction,
+        donor=None if options.donor is None else series[options.donor],
         exclude=family,
         describe=describe,
     )

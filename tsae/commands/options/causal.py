@@ -13,7 +13,7 @@ from tsae.diff.config import InfluenceConfig
 
 @dataclass(frozen=True)
 class Causal:
-    """Ablate, clamp or steer features while a checkpoint generates, beside matched random features and other controls.
+    """Ablate, steer or transplant features while a checkpoint generates, beside matched random ones and other controls.
 
     Features are chosen by number, or as those that one checkpoint raised and another lowered.
     """
@@ -41,7 +41,11 @@ class Causal:
     top: int | None = None
     """With --diff: only this many of them, the clearest first."""
     store: Path | None = None
-    """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised."""
+    """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised; in a transplant
+    from --checkpoint to --donor."""
+    donor: str | None = None
+    """With --mode transplant: id of the checkpoint whose features are put in. It reads along, and both models are held
+    at once."""
     problems: Path | None = None
     """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default the
     problems that the features were encoded on. Fresh problems are the fairer test."""

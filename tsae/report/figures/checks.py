@@ -21,6 +21,9 @@ CONDITIONS = {
     "same_norm": "random directions, same norm",
     "wrong_sign": "wrong sign",
     "mean_difference": "mean difference",
+    "all_features": "all features",
+    "whole": "whole residual stream",
+    "donor": "the donor itself",
 }
 _MAX_TESTS, _MAX_MEASURED = 8, 3
 _LEAST = 1e-5  # |Δ| below which the figure of noise does not tell sizes apart

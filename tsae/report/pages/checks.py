@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,9 +15,9 @@ from tsae.report.figures import CONDITIONS
 from tsae.report.pages.tables import DASH, Cell, Table, described_cells, ranged
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps, predictions
-from tsae.report.text import count, interval, number, q_value
+from tsae.report.text import count, interval, number, percent, q_value
 
-_MAX_TOP = 5
+_MAX_TOP, _MAX_MEASURED = 5, 4
 
 
 def insertion(diff: FeatureDiff) -> Table | None:
@@ -92,6 +93,20 @@ def reinforced(diff: FeatureDiff) -> dict[str, Table | None]:
     return tables
 
 
+def pass_at_k(diff: FeatureDiff) -> Table | None:
+    """pass@k of every reader, by band; None where rollouts were not sampled afresh."""
+    known = diff.info.get("pass_at_k")
+    if not known:
+        return None
+    table = pd.DataFrame(known)
+    ks = sorted(table.k.unique())
+    rows: list[list[str | Cell]] = []
+    for (band, policy), mine in table.groupby(["band", "policy"], sort=False):
+        cells = {r.k: ranged(r.pass_at_k, r.low, r.high, sign=False) for r in facts.records(mine)}
+        rows.append([str(band), str(policy), f"{mine.n_problems.max():,}", *(cells.get(k, DASH) for k in ks)])
+    return Table("pass@k", ["problems", "policy", "number", *(f"k = {k}" for k in ks)], rows, 2)
+
+
 def steps(diff: FeatureDiff) -> list[Table]:
     """How many features of each kind every run has, and when the clearest set in."""
     counts: list[list[str | Cell]] = []
@@ -114,6 +129,58 @@ def steps(diff: FeatureDiff) -> list[Table]:
     tables = [Table("Features by kind", ["run", "steps", *KINDS], counts, 2)] if counts else []
     head = ["run", "feature", "responds to", "kind", "onset", "shift at the last step"]
     return [*tables, Table("Clearest features", head, clearest, 4)] if clearest else tables
+
+
+def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
+    """Of every run's features: what ablating them in the run undoes, and what transplanting them moves.
+
+    A row a donor, set of features and behaviour; None where nothing was transplanted.
+    """
+    rows: list[list[str | Cell]] = []
+    for test in tests:
+        if "donor" not in test:
+            continue
+        ablated = [
+            other
+            for other in tests
+            if other["mode"] == "ablate"
+            and (other["checkpoint"], other["features"]) == (test["donor"], test["features"])
+        ]
+        into = {(row["condition"], row["behaviour"]): row for row in test["changes"]}
+        undone = {(row["condition"], row["behaviour"]): row for other in ablated for row in other["changes"]}
+        names = facts.behaviour_order(name for _, name in into)
+        differs = [name for name in names[2:] if not pd.isna(into["donor", name].get("share"))]
+        for name in [*names[:2], *differs][:_MAX_MEASURED]:
+            rows.append(
+                [
+                    f"{count(len(test['features']), 'feature')} of {test['donor']}",
+                    test["checkpoint"],
+                    facts.behaviour_name(name),
+                    _change(into["donor", name]),
+                    _beside("change", undone, name),
+                    _beside("share", into, name),
+                    _share(into["whole", name]),
+                ]
+            )
+    head = ["features", "into", "behaviour", "the donor itself", "necessary: ablated in the donor"]
+    head += ["sufficient: share that they move", "share that the whole stream moves"]
+    return Table("What the features are needed for, and what they bring about alone", head, rows, 3) if rows else None
+
+
+def _beside(what: str, rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
+    """The change or the share of the features, and under it that of matched random ones."""
+    if ("features", name) not in rows:
+        return Cell(DASH)
+    cell = _change if what == "change" else _share
+    random = cell(rows["random", name])
+    mine = cell(rows["features", name])
+    return Cell(mine.text, mine.small, f"random {random.text} {random.small}")
+
+
+def _share(row: dict[str, Any]) -> Cell:
+    if row.get("share") is None or pd.isna(row["share"]):
+        return Cell(DASH)
+    return Cell(f"{percent(row['share'])} %", f"[{percent(row['share_low'])}, {percent(row['share_high'])}]")
 
 
 def changes(test: dict[str, Any]) -> Table | None:

@@ -95,6 +95,7 @@ def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution
         noise=noise_text(diff),
         gates=gates,
         found=gates.gates(diff),
+        causal_records=tests(diff),
         tests=[(test, capitalised(facts.test_name(test)), checks.changes(test)) for test in tests(diff)],
         attributed=None if attribution is None else attributed(attribution, diff),
         behaviour_order=facts.behaviour_order,

@@ -15,7 +15,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.significance.power import power_text
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps
-from tsae.report.story.findings import feature_sentences
+from tsae.report.story.findings import feature_sentences, tested
 from tsae.report.story.gates import bands_by_step, bands_warning, gates
 from tsae.report.story.statements import Contrast, Effect, contrasts, main_contrast
 from tsae.report.text import visible
@@ -217,7 +217,9 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     if found.stability:
         lines.append(f"  stability: {found.stability}")
     lines += [f"  {sentence}" for sentence in (*found.controls, *found.nulls)]
-    lines.append("  Not causally tested: what a feature responds to is not thereby what it does.")
+    told = tested(diff)
+    untested = ("Not causally tested: what a feature responds to is not thereby what it does.",)
+    lines += [f"  {visible(sentence)}" for sentence in (untested if told is None else told.sentences)]
     return "\n".join(lines)
 
 

@@ -152,6 +152,8 @@ def test_name(test: dict[str, Any]) -> str:
     done = {"ablate": "ablated", "mean": "set to their mean", "clamp": "clamped", "steer": "steered"}
     amount = "" if test["mode"] in ("ablate", "mean") else f" ({test['amount']:+g} × typical)"
     where = " at the prompt's last token" if test.get("tokens") == "first" else ""
+    if "donor" in test:
+        return f"{named} of {test['donor']} transplanted into {test['checkpoint']}{where}"
     return f"{named} {done.get(test['mode'], test['mode'])}{amount} in {test['checkpoint']}{where}"
 
 

@@ -22,6 +22,10 @@ from tsae.report.text import capitalised, count, interval, listed, number, perce
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
 _MAX_TESTS = 3
+_POLICY_HALF = (
+    "What the policies do now is the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer "
+    "the same problems anew."
+)
 
 
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
@@ -39,7 +43,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
         *found[: limit - 1],
         _predicted(diff),
         _along_steps(diff),
-        _tested(diff),
+        tested(diff),
         Statement("How far to believe it", belief(diff), "gates"),
     ]
     return [statement for statement in kept if statement]
@@ -110,6 +114,8 @@ def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     sampled = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
     if not sentences and all(sampled):
         sentences.append(f"It answered no problem that {diff.base} answered, so that what they wrote is not compared.")
+    if not (accuracy or others) and diff.info.get("second_look") is not None:
+        sentences.append(_POLICY_HALF)
     return sentences
 
 
@@ -228,7 +234,7 @@ def _along_steps(diff: FeatureDiff) -> Statement | None:
     return Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps") if clauses else None
 
 
-def _tested(diff: FeatureDiff) -> Statement | None:
+def tested(diff: FeatureDiff) -> Statement | None:
     """A sentence a test: direct answers where they were measured, else the first behaviour."""
     sentences = []
     for test in tests(diff):
@@ -237,7 +243,9 @@ def _tested(diff: FeatureDiff) -> Statement | None:
         for name in ["direct_answer"] if "direct_answer" in names else names[:1]:
             both = {row["condition"]: row for row in rows if row["behaviour"] == name}
             what = f"{facts.test_name(test)}: {facts.behaviour_name(name)} {_change(both['features'])}"
-            sentences.append(f"{capitalised(what)}; matched random features {_change(both['random'])}.")
+            share = both["features"].get("share")
+            of = "" if share is None or pd.isna(share) else f", {percent(share)} % of what {test['donor']} differs by"
+            sentences.append(f"{capitalised(what)}{of}; matched random features {_change(both['random'])}.")
     more = [f"{count(len(sentences) - _MAX_TESTS, 'more test')} below."] if len(sentences) > _MAX_TESTS else []
     return Statement("Tested causally", (*sentences[:_MAX_TESTS], *more), "causal") if sentences else None
 

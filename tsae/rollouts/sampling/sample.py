@@ -122,7 +122,10 @@ class _Sampling:
         self.checkpoint, self.problems, self.config, self.server = checkpoint, problems, config, server
         self.tokenizer = checkpoint.load_tokenizer()
         self.prompts = [
-            encode_prompt(self.tokenizer, p.prompt, config.prompt_format, f"problem {p.id}") for p in problems
+            encode_prompt(self.tokenizer, p.prompt, config.prompt_format, f"problem {p.id}")
+            if p.ids is None
+            else [*p.ids]
+            for p in problems
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
         identity = {} if pieces is None else self._identity()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tsae.errors import TsaeError
@@ -170,3 +172,23 @@ class Verdicts:
             yield (
                 f"{n_unknown:,} trajectories have no reward that says whether they are right: their outcome is unknown"
             )
+
+
+def with_outcome(entries: Iterable[object], importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
+    """Choose the reward that means success, and say why; the name decides where the log has several."""
+    if importing.verifier is not None:
+        return importing, f"the answer is right ({importing.verifier})"
+    first = next((entry for entry in entries if isinstance(entry, Entry)), None)
+    above = f"is above {importing.success_above:g}"
+    if importing.outcome is not None:
+        return importing, f"{importing.outcome} {above} (as asked)"
+    if first is None or first.correct is not None:
+        return importing, "the log says so"
+    names = tuple(importing.rewards or first.rewards)
+    if not names:
+        return importing, "unknown (the log holds no reward)"
+    if first.decides or len(names) <= 1:
+        told = "the log's only reward" if len(names) == 1 else "the one that the trainer's logs have for it"
+        return importing, f"{first.decides or names[0]} {above} ({told})"
+    telling = outcome_reward(names, where=log)
+    return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"

@@ -1,0 +1,206 @@
+"""Fresh rollouts of a log's problems, by every checkpoint that is compared: what the policies do now.
+
+A log holds what its trainer kept: often one policy a problem, and never the base. Fresh responses make the comparison
+whole, and are sampled alike for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tsae.base.progress import progress_bar
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.limits import text_limits
+from tsae.checkpoints.loading import ModelLoader
+from tsae.errors import TsaeError
+from tsae.rollouts.answers.grading import BY_NAME, Verifier, find_verifier
+from tsae.rollouts.behaviours import with_behaviours
+from tsae.rollouts.config import SamplingConfig, ServerConfig
+from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems
+from tsae.rollouts.problems import Problem
+from tsae.rollouts.sampling.sample import sample
+from tsae.rollouts.table import Rollouts
+
+_CHECKED = 400
+"""Responses of a log that verifiers are tried on."""
+_AGREES = 0.9
+"""Least share of the log's successes, and of its failures, that a verifier must confirm."""
+
+
+def fresh_rollouts(
+    readers: Sequence[Checkpoint],
+    problems: Sequence[Problem],
+    config: SamplingConfig,
+    *,
+    pieces: Path,
+    verify: Verifier | None = None,
+    server: ServerConfig | None = None,
+    minutes: float | None = None,
+    progress: bool = True,
+) -> Rollouts:
+    """Sample every problem from every checkpoint.
+
+    Args:
+        readers: the base first.
+        problems: in the order in which they are asked.
+        config: of the sampling.
+        pieces: folder for finished batches, in which an interrupted sampling goes on.
+        verify: (response, answer) -> right or not.
+        server: that samples. It serves every reader under its id, unless it names one model and there is one reader.
+        minutes: most that this call may take, about; an equal part for every reader. Problems that a reader did not
+            come to are left out for all.
+        progress: show one bar, with the time that is left.
+
+    Returns:
+        responses with behaviours, and with advantages if they are verified; only whole problems.
+    """
+    at_once = max(1, config.batch_size // config.n_samples)
+    chunks = [problems[start : start + at_once] for start in range(0, len(problems), at_once)]
+    loader, found = ModelLoader(device=config.device), dict[str, list[Rollouts]]()
+    began = time.monotonic()
+    with progress_bar(
+        "fresh rollouts", "response", len(readers) * len(problems) * config.n_samples, shown=progress
+    ) as bar:
+        for place, reader in enumerate(readers, 1):
+            mine = found.setdefault(reader.id, [])
+            for number, chunk in enumerate(chunks):
+                if minutes is not None and number and time.monotonic() - began > 60 * minutes * place / len(readers):
+                    chunks = chunks[:number]
+                    break
+                of_chunk = replace(config, seed=config.seed + number)
+                asked = None if server is None else replace(server, model=server.model or reader.id)
+                drawn = sample(
+                    reader,
+                    chunk,
+                    of_chunk,
+                    verify=verify,
+                    server=asked,
+                    pieces=pieces / str(number),
+                    loader=loader,
+                    progress=False,
+                )
+                mine.append(drawn)
+                bar.update(len(drawn))
+    together = Rollouts.concat([drawn for mine in found.values() for drawn in mine[: len(chunks)]])
+    together = with_behaviours(together, reference=readers[0].id)
+    return together if verify is None else together.with_advantages()
+
+
+def answered_anew(
+    readers: Sequence[Checkpoint],
+    logged: Rollouts,
+    config: SamplingConfig,
+    *,
+    pieces: Path,
+    verifier: str | None = None,
+    measured_on: pd.DataFrame | None = None,
+    server: ServerConfig | None = None,
+    minutes: float | None = None,
+    progress: bool = True,
+) -> Rollouts:
+    """Fresh rollouts of the problems of a log, in bands by the base's own, with what is known of the log.
+
+    Args:
+        readers, config, pieces, server, minutes, progress: see `fresh_rollouts`.
+        logged: of the log, with ``info["log"]`` and ``info["stages"]``, lines on how it was read.
+        verifier: name of the one that checks answers; see `choose_verifier`.
+        measured_on: separate rollouts of the base to measure bands on.
+
+    Returns:
+        the rollouts; ``info["sampled"]`` has n_samples, verifier and max_new_tokens, ``info["stages"]`` one line more.
+    """
+    name, checked = choose_verifier(logged, verifier)
+    problems, base = Problem.of(logged), readers[0].id
+    fresh = fresh_rollouts(
+        readers,
+        [problems[i] for i in np.random.default_rng(config.seed).permutation(len(problems))],
+        config,
+        pieces=pieces,
+        verify=None if name is None else find_verifier(name),
+        server=server,
+        minutes=minutes,
+        progress=progress,
+    )
+    told = f"{len(fresh):,} fresh responses, {config.n_samples} to each of {fresh.n_problems:,} problems"
+    if fresh.n_problems < len(problems):
+        told += f" of {len(problems):,}, which fitted into {minutes:g} minutes (--minutes),"
+    told += f" by {', '.join(reader.id for reader in readers)}; {checked}"
+    of_bands = "none: accuracy is not measured"
+    if name is not None:
+        bands, of_bands = band_problems(fresh.frame, pieces, base=base, measured_on=measured_on, seed=config.seed)
+        fresh = fresh if bands is None else fresh.in_bands(bands)
+    about = {"n_samples": config.n_samples, "verifier": name, "max_new_tokens": config.max_new_tokens}
+    stages = {**logged.info["stages"], "sampled": told, "bands": of_bands}
+    info = {**fresh.info, "log": logged.info["log"], "sampled": about, "stages": stages}
+    return Rollouts(fresh.table, info, fresh.origin)
+
+
+def drawn_problems(outline: pd.DataFrame, n: int, tokens: int, seed: int, where: Path) -> np.ndarray:
+    """(n_rows,) bool: the problems of a log of which n responses of the log's mean length fit into some tokens.
+
+    Args:
+        outline: of `tsae.rollouts.parquet.read_outline`, with bands.
+        n: responses to a problem, of all readers together.
+        tokens: at most.
+        seed: of the drawing.
+        where: named in error messages.
+    """
+    first = outline.drop_duplicates("problem_id")
+    lengths = n * outline.groupby("problem_id").response_length.mean().reindex(first.problem_id).to_numpy()
+    kept = draw_problems(
+        first.assign(prompt_length=n * first.prompt_length, response_length=lengths), tokens, seed, where
+    )
+    return outline.problem_id.isin(first.problem_id[kept]).to_numpy()
+
+
+def longest_response(readers: Sequence[Checkpoint], outline: pd.DataFrame) -> int:
+    """Tokens after which fresh responses are cut: the longest of the log, or what the models' contexts leave."""
+    limits = [context for context, _ in map(text_limits, readers) if context is not None]
+    longest = int(outline.response_length.max())
+    return max(1, min([longest, *(limit - int(outline.prompt_length.max()) for limit in limits)]))
+
+
+def choose_verifier(logged: Rollouts, asked: str | None) -> tuple[str | None, str]:
+    """Name of the verifier that says of a log's responses what the log says, and a few words on that.
+
+    Args:
+        logged: of a log, with reference answers and outcomes.
+        asked: the name that the user gave; it is taken.
+
+    Returns:
+        None where no verifier confirms nine in ten of the log's successes, and of its failures.
+    """
+    if asked is not None:
+        return asked, f"{asked} checks answers (as asked)"
+    frame = logged.frame[(logged.frame.outcome != "unknown") & (logged.frame.answer.fillna("") != "")]
+    frame = frame[frame.response.notna()]
+    frame = frame.iloc[np.unique(np.linspace(0, max(len(frame) - 1, 0), min(_CHECKED, len(frame))).astype(int))]
+    tried = {}
+    for name, verify in BY_NAME.items():
+        if frame.empty or (confirmed := _confirmed(frame, verify)) is None:
+            continue
+        tried[name] = confirmed
+    if tried:
+        best = max(tried, key=lambda name: tried[name])
+        if tried[best] >= _AGREES:
+            return best, f"{best} checks answers, which confirms {tried[best]:.0%} of the log's outcomes"
+        told = f"{best}, the nearest, confirms {tried[best]:.0%}"
+    else:
+        told = "it has no reference answers with outcomes"
+    return None, f"accuracy is not measured: no verifier says what the log says ({told}); name one (--verifier)"
+
+
+def _confirmed(frame: pd.DataFrame, verify: Callable[[str, str], bool]) -> float | None:
+    """Share of the successes or of the failures that a verifier confirms, whichever is smaller; None where it fails."""
+    try:
+        found = np.array([verify(r, a) for r, a in zip(frame.response, frame.answer, strict=True)], dtype=bool)
+    except TsaeError:  # math-verify is missing, or a reference answer is no expression
+        return None
+    right = (frame.outcome == "success").to_numpy()
+    return float(min((found == right)[side].mean() for side in (right, ~right) if side.any()))
