@@ -53,6 +53,7 @@ from .sae.config import TrainingConfig as TrainingConfig
 from .sae.fitting.train import train as train
 from .sae.fitting.train_many import train_many as train_many
 from .sae.model import TemporalSAE as TemporalSAE
+from .sae.model import load_sae as load_sae
 from .sae.quality.evaluation import evaluate as evaluate
 from .sae.quality.separation import Separation as Separation
 from .sae.quality.separation import separation as separation

@@ -35,6 +35,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.pieces import KeptPieces, Piece, Pieces
 from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.quality.promise import check_promise, warn_where_short
 from tsae.sae.quality.stability import Stability
 
 # Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
@@ -69,6 +70,8 @@ def encode(
             some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
         progress: show a bar.
 
+    A published SAE that explains less than it should is encoded with, and a warning says so with the number.
+
     Raises:
         TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, the folder
             holds pieces of another encoding, or models do not read, as `tsae.capture` says.
@@ -79,6 +82,8 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
+    if isinstance(store, ActivationStore):
+        check_promise(sae, store)
     batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
@@ -98,7 +103,12 @@ def encode(
         if keeping is not None:
             keeping.remove_others()
         published(to)  # run.json, and the seal that names it
-    return FeatureTable.load(to)
+    table = FeatureTable.load(to)
+    if not isinstance(store, ActivationStore):
+        base = table.reader_info(table.readers[0])
+        if base["fve"] is not None:
+            warn_where_short(sae, store, base["fve"], base["l0"], base["n_tokens"])
+    return table
 
 
 def encode_part(

@@ -136,7 +136,7 @@ def run_evaluate(options: Evaluate) -> None:
 
 
 def run_export(options: Export) -> None:
-    sae = tsae.TemporalSAE.load(options.sae)
+    sae = tsae.load_sae(options.sae, site=options.site)
     say_wrote(sae.to_saelens(options.to, architecture=options.architecture), f"{sae} as {options.architecture}")
 
 

@@ -67,7 +67,7 @@ class Evaluate:
     """
 
     sae: Path
-    """Folder that `tsae train` wrote, or one of sae_lens."""
+    """Folder that `tsae train` wrote, or a published SAE (see `tsae encode`)."""
     store: Path
     """Folder that `tsae capture` wrote."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
@@ -93,14 +93,20 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit."""
+    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit.
+
+    Also a published SAE: in this form every command reads it without a network.
+    """
 
     sae: Path
-    """Folder that `tsae train` wrote."""
+    """Folder that `tsae train` wrote, or a published SAE: a path, org/name on the Hugging Face Hub, or
+    saelens:RELEASE/ID."""
     to: Path
     """Folder for cfg.json and sae_weights.safetensors."""
     architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
     """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
+    site: str | None = None
+    """Where its activations come from, if the files of a published SAE do not say: blocks.14.hook_resid_post."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,8 @@ class Encode:
     """
 
     sae: Path
-    """Folder that `tsae train` wrote."""
+    """Folder that `tsae train` wrote, or a published SAE: a path, org/name or org/name/folder on the Hugging Face Hub,
+    or saelens:RELEASE/ID of sae_lens's list."""
     to: Path
     """Folder of the feature table."""
     store: Path | None = None
