@@ -99,6 +99,9 @@ def analyze_state(
     config: RunConfig, grown: Grown | None, *, progress: bool = True, say: Callable[[str], None] = print
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
+    sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
+    if sae is not None and grown is not None:
+        grown = grown._replace(before=grown.before._replace(sae=None, trained={}))
     series, origin = find_series(config, frozenset() if grown is None else grown.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if grown is None else grown.log
@@ -120,6 +123,7 @@ def analyze_state(
         rollouts,
         config.to,
         choose=lambda store: choose_sae(store, config),
+        published=sae,
         sites=(config.site,) if config.site else (),
         # Every reader reads everything, since a log has most problems from one policy only.
         # Its shards are small and steady, so that a training that goes on captures few of them again.
@@ -145,6 +149,8 @@ def stamp(
     """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
     settings["diff"] = config.diff.settings()
+    if config.sae is not None and config.sae.exists():
+        settings["sae"] = config.sae.resolve()
     kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
     return {
         "run": {**settings, "path": config.path.resolve()},

@@ -51,6 +51,7 @@ def encode(
     batch_tokens: int | None = None,
     device: str | None = None,
     kept: str | Path | None = None,
+    check: bool = True,
     progress: bool = True,
 ) -> FeatureTable:
     """Compute sparse codes of every token in a store, or in a subset of it; or of every token that models read now.
@@ -68,9 +69,9 @@ def encode(
         device: torch device; by default the SAE's.
         kept: folder in which the codes of every shard are kept for the next encoding by this SAE, of a store that has
             some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
+        check: warn, with the numbers, where a published SAE explains less than its makers say
+            (`tsae.sae.quality.promise`).
         progress: show a bar.
-
-    A published SAE that explains less than it should is encoded with, and a warning says so with the number.
 
     Raises:
         TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, the folder
@@ -82,7 +83,7 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
-    if isinstance(store, ActivationStore):
+    if check and isinstance(store, ActivationStore):
         check_promise(sae, store)
     batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
@@ -104,7 +105,7 @@ def encode(
             keeping.remove_others()
         published(to)  # run.json, and the seal that names it
     table = FeatureTable.load(to)
-    if not isinstance(store, ActivationStore):
+    if check and not isinstance(store, ActivationStore):
         base = table.reader_info(table.readers[0])
         if base["fve"] is not None:
             warn_where_short(sae, store, base["fve"], base["l0"], base["n_tokens"])

@@ -27,7 +27,7 @@ from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE, not_fitting
-from tsae.sae.exchange.places import find_foreign
+from tsae.sae.exchange.finding import find_foreign
 from tsae.sae.exchange.saelens_files import (
     FORMAT,
     NATIVE,
@@ -179,7 +179,7 @@ class TemporalSAE(torch.nn.Module):
         """Read a folder that `save` wrote, or an SAE that others published, here or on the Hugging Face Hub.
 
         Args:
-            where: a path, or a name as `tsae.sae.exchange.places` lists them. `tsae.sae.exchange.foreign` and
+            where: a path, or a name as `tsae.sae.exchange.finding` lists them. `tsae.sae.exchange.foreign` and
                 `tsae.sae.exchange.published` say what can be read.
             site: TransformerLens name, for published SAEs whose files do not say where their activations come from.
             device: a torch device.
