@@ -26,8 +26,8 @@ from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE, not_fitting
 from tsae.sae.exchange.finding import find_foreign
+from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE, not_fitting
 from tsae.sae.exchange.saelens_files import (
     FORMAT,
     NATIVE,

@@ -42,6 +42,9 @@ class Train:
     """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
     start: Path | None = None
     """SAE to fine-tune instead of random weights, ours or of sae_lens. SAE options then default to its config."""
+    init_from: Path | None = None
+    """Published SAE from whose latents a T-SAE starts: a path, org/name on the Hugging Face Hub, or saelens:RELEASE/ID.
+    It may be wider than --d-sae; the latents with the most energy are kept, and the lasting ones become high-level."""
     seeds: tuple[int, ...] = ()
     """One SAE per seed of the initial weights, all trained on the same batches, which are read once."""
     sites: tuple[str, ...] = ()
