@@ -38,6 +38,8 @@ from .diff.policy_gradient.reinforcement import Reinforcement as Reinforcement
 from .errors import TsaeError as TsaeError
 from .features.encode import encode as encode
 from .features.feature_table import FeatureTable as FeatureTable
+from .report.hub.config import PushConfig as PushConfig
+from .report.hub.push import push as push
 from .rollouts.config import BandCutoffs as BandCutoffs
 from .rollouts.config import BandQuantiles as BandQuantiles
 from .rollouts.config import DifficultyConfig as DifficultyConfig
