@@ -100,8 +100,6 @@ def analyze_state(
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
-    if sae is not None and grown is not None:
-        grown = grown._replace(before=grown.before._replace(sae=None, trained={}))
     series, origin = find_series(config, frozenset() if grown is None else grown.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if grown is None else grown.log
