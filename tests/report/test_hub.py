@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import tsae
@@ -87,6 +90,33 @@ def test_what_is_pushed_is_what_the_folder_holds_and_comes_back(
     evaluation = json.loads((analysis / "evaluation" / "evaluation.json").read_text())
     assert sae.training_info["promised"] == {"fve": evaluation["fve"], "l0": evaluation["l0"]}
     assert tsae.load_sae("org/name/saelens").fingerprint == mine.fingerprint
+
+
+@pytest.mark.slow  # sae_lens is imported, and processes are started
+@pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+def test_others_load_it_by_its_name(
+    analysis: Path, store: Any, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By commands that know nothing but HF_ENDPOINT, and by sae_lens alone."""
+    from sae_lens import SAE
+
+    def command(*words: object) -> str:
+        args = [sys.executable, "-m", "tsae", *map(str, words)]
+        done = subprocess.run(args, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "pushed http" in command("push", "org/name", analysis, "--licence", "mit", "--yes")
+    monkeypatch.delenv("HF_TOKEN")
+    command("encode", "--sae", "org/name", "--store", store.path, "--to", "features")
+    found = tsae.FeatureTable.load(tmp_path / "features")
+    assert (found.codes[:] != tsae.FeatureTable.load(analysis / "features").codes[:]).nnz == 0
+    lens = SAE.from_pretrained("org/name", "saelens")
+    x = torch.from_numpy(next(store.shards()).read(SITE, slice(None)))
+    with torch.no_grad():
+        assert torch.equal(lens.encode(x), tsae.load_sae(analysis / "sae").encode(x))
+    assert hub.tokens == {None, f"Bearer {TOKEN}"}
 
 
 def test_the_cards_say_what_is_known(analysis: Path, tmp_path: Path) -> None:

@@ -419,6 +419,7 @@ def test_a_warm_start_is_trained_as_a_tsae(first: ActivationStore, tmp_path: Pat
         train(first, config, init_from=tmp_path / "lens", start=sae, training=SHORT, progress=False)
 
 
+@pytest.mark.slow
 def test_the_command_starts_from_a_published_sae(
     first: ActivationStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

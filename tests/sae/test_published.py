@@ -290,6 +290,16 @@ def check(folder: Path, store: Any) -> tuple[float, float] | None:
         return check_promise(tsae.load_sae(folder), store)
 
 
+def test_codes_that_are_never_stored_are_held_to_the_promise_too(
+    series: Any, rollouts: Any, store: Any, tmp_path: Path
+) -> None:
+    kept = tsae.load_sae(gemma_scope(tmp_path / "sae", d=16), site=SITE)
+    live = tsae.LiveSource(series, rollouts, SITE)
+    with pytest.warns(UserWarning, match=r"explains -?\d+\.\d\d of the variance of .* at blocks\.1"):
+        tsae.encode(kept, live, to=tmp_path / "features", progress=False)
+
+
+@pytest.mark.slow
 def test_one_that_keeps_its_promise_is_encoded_without_a_word(store: Any, tmp_path: Path) -> None:
     trained = tsae.train(
         store.subset(readers="base"), SAEConfig(d_sae=64, k=8, groups=(1.0,), temporal_weight=0.0),

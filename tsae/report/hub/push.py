@@ -22,7 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tsae.base.files import read_object, reading, write_json, write_text
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import read_object, reading, write_json, write_text, writing
 from tsae.base.seal import read_sealed, seal, with_checksum
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, without_secrets
@@ -86,17 +87,20 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         )
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
     partial = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        found = [_model(repo, source if run is None else source / "sae", run, config, partial)]
-        for wanted, write in ((config.dataset, _dataset), (config.space, _space)):
-            if wanted and run is None:
-                raise TsaeError("is no run, which has features and a page", where=source, fix="Give a run's folder.")
-            if wanted:
-                found.append(write(repo, source, config, partial))
-        _into_place(partial, to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        try:
+            found = [_model(repo, source if run is None else source / "sae", run, config, partial)]
+            for wanted, write in ((config.dataset, _dataset), (config.space, _space)):
+                if wanted and run is None:
+                    raise TsaeError(
+                        "is no run, which has features and a page", where=source, fix="Give a run's folder."
+                    )
+                if wanted:
+                    found.append(write(repo, source, config, partial))
+            _into_place(partial, to)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return [one._replace(folder=to / one.folder.relative_to(partial)) for one in found]
 
 
