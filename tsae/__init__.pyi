@@ -38,6 +38,8 @@ from .diff.policy_gradient.reinforcement import Reinforcement as Reinforcement
 from .errors import TsaeError as TsaeError
 from .features.encode import encode as encode
 from .features.feature_table import FeatureTable as FeatureTable
+from .report.hub.config import PushConfig as PushConfig
+from .report.hub.push import push as push
 from .rollouts.config import BandCutoffs as BandCutoffs
 from .rollouts.config import BandQuantiles as BandQuantiles
 from .rollouts.config import DifficultyConfig as DifficultyConfig
@@ -53,6 +55,7 @@ from .sae.config import TrainingConfig as TrainingConfig
 from .sae.fitting.train import train as train
 from .sae.fitting.train_many import train_many as train_many
 from .sae.model import TemporalSAE as TemporalSAE
+from .sae.model import load_sae as load_sae
 from .sae.quality.evaluation import evaluate as evaluate
 from .sae.quality.separation import Separation as Separation
 from .sae.quality.separation import separation as separation

@@ -44,6 +44,9 @@ class RunConfig:
     tokens: int = 1_000_000
     """Most tokens that each reader reads. From a longer log whole problems are drawn, as many from every band. The
     store then holds about tokens · readers · d_model numbers."""
+    sae: Path | None = None
+    """A published SAE in place of training one: a path, org/name or org/name/folder on the Hugging Face Hub, or
+    saelens:RELEASE/ID. Its site is read; --site names it only if the files do not."""
     d_sae: int | None = None
     """Width of the SAE; by default the largest power of two up to 8 · d_model with which a latent fires 1,000 times in
     the store on average."""
@@ -86,7 +89,7 @@ class RunConfig:
     tests that did not fit in are made when the same command is given again."""
 
     def __post_init__(self) -> None:
-        for name in ("path", "to", "log", "bands_from"):
+        for name in ("path", "to", "log", "bands_from", "sae"):
             if getattr(self, name) is not None:  # Python code may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if self.server.url and self.sample is None:
@@ -99,6 +102,12 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")
+            if value is not None and self.sae is not None and name != "tokens":
+                raise TsaeError(
+                    f"{name}={value} is for training an SAE, and sae={self.sae} is given",
+                    where="RunConfig",
+                    fix="Leave one of them out.",
+                )
 
 
 @dataclass(frozen=True)

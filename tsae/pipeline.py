@@ -87,6 +87,7 @@ def analyse(
     to: Path,
     *,
     choose: Callable[[ActivationStore], Choice],
+    published: TemporalSAE | None = None,
     sites: Sequence[str] = (),
     capturing: CaptureConfig | None = None,
     diffing: DiffConfig | None = None,
@@ -107,6 +108,7 @@ def analyse(
         rollouts: what they read, with outcomes and, where known, bands.
         to: folder for activations, sae, evaluation, features, diff and report.html.
         choose: chooses the SAE and its training, given the store.
+        published: an SAE in place of one that is trained; a copy is kept in `to`/sae.
         sites: one TransformerLens name; by default the output of the middle block.
         capturing: defaults of `CaptureConfig`.
         diffing: defaults of `DiffConfig`.
@@ -125,7 +127,7 @@ def analyse(
     Returns:
         The diff, with the features as its source, and the evaluation on held-out problems.
     """
-    sae = None if before is None else before.sae
+    sae = published if published is not None or before is None else before.sae
     earlier, kept = (None, None) if before is None else (before.activations, before.codes)
     folder, sites = to / "activations", sites if sae is None else (sae.site,)
     store = tsae.capture(series, rollouts, sites, to=folder, config=capturing, earlier=earlier, progress=progress)
@@ -142,13 +144,15 @@ def analyse(
         sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
         passes = training.tokens / max(tokens, 1)
         told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
+    elif published is not None:
+        sae.save(to / "sae")
+        told = "published, not trained here"
     else:
         told = "kept from an earlier, shorter part of the training"
-    say(
-        "sae",
-        f"{sae.config.d_sae:,} latents, k {sae.config.k}, {told}; "
-        f"{sae.training_info['norms']['outlier_share']:.2%} left out by their norm",
-    )
+    active = f", k {sae.config.k}" if sae.config.k else ""
+    norms = sae.training_info.get("norms")
+    left = f"; {norms['outlier_share']:.2%} left out by their norm" if norms and published is None else ""
+    say("sae", f"{sae.config.d_sae:,} latents{active}, {told}{left}")
 
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
@@ -262,7 +266,7 @@ def _encode_steps(
         return tsae.FeatureTable.load(to / "features")
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
     store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)
-    return tsae.encode(sae, store, to=to / "features", progress=progress)
+    return tsae.encode(sae, store, to=to / "features", check=False, progress=progress)
 
 
 def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:

@@ -104,6 +104,7 @@ def analyze_state(
     config: RunConfig, grown: Grown | None, *, progress: bool = True, say: Callable[[str], None] = print
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
+    sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
     series, origin = find_series(config, frozenset() if grown is None else grown.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if grown is None else grown.log
@@ -125,6 +126,7 @@ def analyze_state(
         rollouts,
         config.to,
         choose=lambda store: choose_sae(store, config),
+        published=sae,
         sites=(config.site,) if config.site else (),
         # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
         # reads all, and the others the base's and their own. Its shards are small and steady, so
@@ -168,7 +170,7 @@ def stamp(
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
     settings["diff"] = config.diff.settings()
     # Wherever the command is given next, it is the same run.
-    for name in ("log", "bands_from", "base"):
+    for name in ("log", "bands_from", "base", "sae"):
         if settings[name] is not None and Path(settings[name]).exists():
             settings[name] = Path(settings[name]).resolve()
     kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint

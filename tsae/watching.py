@@ -255,8 +255,8 @@ class _Watch:
 
     def _grown(self, before: dict[str, Any] | None, without: frozenset[Path], sizes: dict[Path, int]) -> Grown:
         kept = self.to / "sae"
-        if before is None or self.watching.retrain:
-            self.sae = None
+        if before is None or self.watching.retrain or self.config.sae is not None:
+            self.sae = None  # trained, or published
         elif self.sae is None:
             self.sae = TemporalSAE.load(kept, device=self.config.device)
         trained = {} if before is None or self.sae is None else self._trained(before)

@@ -116,6 +116,7 @@ READERS = (
     Stage("train-live", ("train", *_LIVE, "--to", "out/sae", *_TRAINING, "--tokens", "1000", "--site", SITE),
           ("series", "rollouts.parquet"), open=True),
     Stage("export", ("export", "--sae", "sae", "--to", "out/exported"), ("sae",)),
+    Stage("push-folder", ("push", "org/name", "sae", "--licence", "apache-2.0", "--to-folder", "out/files"), ("sae",)),
     Stage("encode-live", ("encode", "--sae", "sae", *_LIVE, "--to", "out/features"),
           ("series", "rollouts.parquet", "sae"), open=True),
     Stage("capture-adapters", ("capture", "--series", "adapters", "--rollouts", "rollouts.parquet", "--to", "out/acts"),
@@ -150,7 +151,7 @@ WRITERS = (
     Stage("train-seeds", ("train", "--store", "acts", "--to", "out/saes", *_TRAINING, "--tokens", "3000", "--seeds",
                           "0", "1", "--save-every-steps", "4", "--site", SITE)),
     *(stage for stage in READERS
-      if stage.name in ("report-more", "export", "weights", "encode-live", "behaviours", "statistics")),
+      if stage.name in ("report-more", "export", "push-folder", "weights", "encode-live", "behaviours", "statistics")),
 )  # fmt: skip
 """Commands that are disturbed while they write."""
 STAGES = tuple({stage.name: stage for stage in (*READERS, *WRITERS)}.values())

@@ -46,6 +46,7 @@ from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
 from tsae.run import analyze_run, choose_sae, find_series
+from tsae.upkeep.verify import verify
 
 SHIPPED = tsae.testbed.series_path()
 TINY = RunConfig(
@@ -860,3 +861,45 @@ trainer = GRPOTrainer(
 )
 trainer.train()
 """
+
+
+# --- a published SAE in place of training one
+
+
+def plain(folder: Path, to: Path) -> Path:
+    """The SAE of a folder as somebody else's: a JumpReLU SAE of sae_lens, of which nothing more is known."""
+    tsae.load_sae(folder).to_saelens(to)
+    config = json.loads((to / "cfg.json").read_text())
+    promised = {"fve": 0.5, "l0": 99.0}
+    metadata = {"sae_lens_version": "6.54.0", "hook_name": config["metadata"]["hook_name"], "promised": promised}
+    (to / "cfg.json").write_text(json.dumps({**config, "metadata": metadata}))
+    return to
+
+
+@pytest.mark.slow
+def test_a_published_sae_in_place_of_training(
+    tiny: RunConfig, finished: tuple[Path, list[str], Any], tmp_path: Path
+) -> None:
+    """The analysis with an SAE that was trained before is the one that trained it, number by number."""
+    out, _, diff = finished
+    sae = plain(out / "sae", tmp_path / "published")
+    config = replace(tiny, sae=sae, d_sae=None, k=None, training_tokens=None, to=tmp_path / "out")
+    lines: list[str] = []
+    with pytest.warns(UserWarning, match=r"explains 0\.\d\d of the variance .*its makers name FVE 0\.50 and L0 99"):
+        found = analyze_run(config, progress=False, say=lines.append)
+    assert next(line for line in lines if line.startswith("sae:")) == (
+        "sae:         32 latents, published, not trained here"
+    )
+    assert not (config.to / "sae" / "training.json").exists()
+    assert tsae.load_sae(config.to / "sae").fingerprint == tsae.load_sae(sae).fingerprint
+    # But for tokens beyond the norm limit, of which a published SAE says nothing.
+    pd.testing.assert_series_equal(found.shifts.delta, diff.shifts.delta, atol=0.05, rtol=0.05)
+    page = (config.to / "report.html").read_text()
+    assert "temporal weight" not in page
+    assert "32 latents" in page
+    again: list[str] = []
+    analyze_run(config, progress=False, say=again.append)
+    assert [line.removesuffix(" [from disk]") for line in again] == lines
+    assert all(finding.ok for finding in verify([config.to], progress=False))
+    with pytest.raises(TsaeError, match="k=4 is for training an SAE, and sae="):
+        replace(config, k=4)

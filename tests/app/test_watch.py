@@ -165,6 +165,23 @@ def test_what_is_lost_is_made_again(followed: tuple[Training, list[str], list[di
     assert contents(out) == before
 
 
+@pytest.mark.slow
+def test_a_published_sae_reads_every_update(
+    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
+) -> None:
+    training = Training(tmp_path / "run")
+    sae = tsae.load_sae(followed[0].config.to / "sae")
+    config = replace(training.config, sae=sae.save(tmp_path / "sae"), d_sae=None, k=None, training_tokens=None)
+    training.log(1, 25, 50)
+    for step in (25, 50):
+        training.save(step)
+        assert len(list(watch(config, ONCE, say=lambda line: None))) == 1
+        assert tsae.load_sae(config.to / "sae").fingerprint == sae.fingerprint
+    page = (config.to / "report.html").read_text()
+    assert "trained earlier in this training" not in page
+    assert json.loads((config.to / "stages.json").read_text())["sae"] == "32 latents, k 4, published, not trained here"
+
+
 def test_what_is_not_the_same_training_is_refused(
     followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
+from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.model import ForeignSAE
 
 SPECIAL = [17, 18, 19]
 
@@ -100,6 +102,28 @@ def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str)
         direction = some_direction(trained, seed)
         expected = differences(targets, trained, direction, 1e-6)
         np.testing.assert_allclose((slopes @ direction).numpy(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", ["none", "layer_norm"])
+def test_means_of_features_of_a_published_sae(trained: TrainedWeights, fixed: Rollouts, normalize: Any) -> None:
+    """Its own input and units; half of its latents have no threshold, and no jump."""
+    ours = some_sae(0.3)
+    config = ForeignConfig(d_sae=24, apply_b_dec_to_input=False, normalize=normalize)
+    sae = ForeignSAE(16, config, site=ours.site).double()
+    sae.load_state_dict({**ours.state_dict(), "threshold": torch.tensor([0.0, 0.3] * 12).double()})
+    targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
+    reader = HuggingFaceReader(trained.model, [sae.site])
+    means = []
+    for row in range(len(fixed)):
+        prompt, response = fixed.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
+        means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
+    np.testing.assert_allclose(targets.activations(trained), np.mean(means, 0), rtol=1e-5)
+    np.testing.assert_allclose(targets.values(trained)[1], np.mean(means, 0)[1], rtol=1e-5)
+    topk = ForeignSAE(16, ForeignConfig(d_sae=24, k=3, architecture="topk"), site=ours.site)
+    with pytest.raises(TsaeError, match="chooses the k largest latents"):
+        FeatureMeans(topk, [1], fixed, SPECIAL)
 
 
 def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, fixed: Rollouts) -> None:

@@ -26,6 +26,7 @@ from tsae.sae.fitting.finetuning import starting_config
 from tsae.sae.fitting.train import train
 from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.fitting.training_plan import Plan
+from tsae.sae.fitting.warm_start import warm_start
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.quality.stability import stability
@@ -371,3 +372,68 @@ def test_the_command_takes_the_starts_own_config(
     with pytest.raises(SystemExit):
         main(command("x", "--start", tmp_path / "none"))
     assert f"{tmp_path / 'none'}: holds no config.json" in capsys.readouterr().err
+
+
+# --- warm starts from published SAEs
+
+
+def test_a_warm_start_sorts_a_published_saes_latents(first: ActivationStore, tmp_path: Path) -> None:
+    """Of 128 latents the 64 with the most energy; those that last come first. By a loop over the whole store."""
+    lens_of("jumprelu", {}).save_model(tmp_path / "lens")
+    published = TemporalSAE.load(tmp_path / "lens")
+    config = SAEConfig(d_sae=64, k=3, groups=(0.25, 0.75))
+    found = warm_start(published, first, config)
+    windows = first.windows(SITE, held_out=False)
+    norm = published.W_dec.norm(dim=1)
+    energy, lasting = torch.zeros(2, published.config.d_sae, dtype=torch.float64)
+    for batch in windows.epoch(0, 1024):
+        codes = (published.encode(batch.x.float()) * norm).double()
+        energy += codes.square().sum(0)
+        for earlier, later in batch.pairs.tolist():
+            lasting += codes[earlier] * codes[later]
+    kept = energy.argsort(descending=True)[:64].tolist()
+    high = sorted(kept, key=lambda latent: -float(lasting[latent] / energy[latent]))[:16]
+    order = [*high, *(latent for latent in kept if latent not in high)]
+    torch.testing.assert_close(found.W_dec, (published.W_dec / norm[:, None])[order])
+    torch.testing.assert_close(found.threshold, (published.threshold * norm)[order])
+    # Each latent computes what it computed.
+    x = tokens(first)[:50]
+    torch.testing.assert_close(found.encode(x), (published.encode(x) * norm)[:, order], atol=1e-4, rtol=1e-4)
+    assert (found.config.d_high, found.site) == (16, SITE)
+
+
+def test_a_warm_start_is_trained_as_a_tsae(first: ActivationStore, tmp_path: Path) -> None:
+    lens_of("standard", {}).save_model(tmp_path / "lens")
+    config = SAEConfig(d_sae=64, k=3)
+    sae = train(first, config, init_from=tmp_path / "lens", to=tmp_path / "sae", training=SHORT, progress=False)
+    assert type(sae) is TemporalSAE
+    assert sae.config == replace(config, dead_after_tokens=200)
+    before = warm_start(tmp_path / "lens", first, config)
+    assert sae.training_info["start"] == before.fingerprint
+    assert torch.cosine_similarity(before.W_dec, sae.W_dec, dim=1).median() > 0.9
+    same = train(first, config, init_from=tmp_path / "lens", to=tmp_path / "sae", training=SHORT, progress=False)
+    assert same.fingerprint == sae.fingerprint
+    with pytest.raises(TsaeError, match=r"has 128 latents, and d_sae=256 are asked for.*--d-sae 128"):
+        train(first, SAEConfig(d_sae=256), init_from=tmp_path / "lens", training=SHORT, progress=False)
+    with pytest.raises(TsaeError, match="start and init_from are two beginnings"):
+        train(first, config, init_from=tmp_path / "lens", start=sae, training=SHORT, progress=False)
+
+
+@pytest.mark.slow
+def test_the_command_starts_from_a_published_sae(
+    first: ActivationStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tsae.cli import main
+
+    lens_of("standard", {}).save_model(tmp_path / "lens")
+    words = ["train", "--store", first.path, "--init-from", tmp_path / "lens", "--to", tmp_path / "sae"]
+    words += ["--tokens", 1000, "--batch-tokens", 200]
+    with pytest.raises(SystemExit):
+        main(list(map(str, words)))
+    assert "has 128 latents, and d_sae=4096 are asked for. Ask for as many or" in capsys.readouterr().err
+    words += ["--d-sae", 128]
+    main(list(map(str, words)))
+    found = TemporalSAE.load(tmp_path / "sae").config
+    assert (found.d_sae, found.k, found.groups, found.temporal_weight) == (128, 20, (0.1, 0.9), 1.0)
+    with pytest.raises(SystemExit):
+        main([*map(str, words), "--seeds", "1", "2"])

@@ -24,6 +24,7 @@ COMMANDS = [
     ["store", "statistics"],
     ["train"],
     ["evaluate"],
+    ["push"],
     ["encode"],
     ["diff"],
     ["attribute"],

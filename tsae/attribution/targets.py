@@ -15,7 +15,7 @@ from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import ForeignSAE, TemporalSAE
 
 Batch = tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]
 """Rows of the rollouts; token ids, mask and mask of the response, (B, T)."""
@@ -178,6 +178,12 @@ class FeatureMeans:
                 f"no feature {wrong[0]}; there are 0 to {sae.config.d_sae - 1}" if wrong else "no feature is asked for",
                 where="FeatureMeans",
             )
+        if isinstance(sae, ForeignSAE) and sae.config.architecture == "topk":
+            raise TsaeError(
+                "chooses the k largest latents of a token, and no derivative sees that choice",
+                where="FeatureMeans",
+                fix="Attribute with an SAE that has thresholds: a T-SAE, JumpReLU or BatchTopK.",
+            )
         self.sae, self.features, self.fixed, self.special = sae, list(features), fixed, list(special)
         self.batch_tokens, self.width, self.names = batch_tokens, width, [f"feature {feature}" for feature in features]
         problem, size = np.unique(fixed.frame.problem_id, return_inverse=True, return_counts=True)[1:]
@@ -198,12 +204,12 @@ class FeatureMeans:
         _, ids, mask, response = batch
         x = self._activations(trained, ids, mask).to(self.sae.W_enc.dtype)
         columns = torch.as_tensor(self.features, device=x.device)
-        pre = (x - self.sae.b_dec) @ self.sae.W_enc[:, columns] + self.sae.b_enc[columns]
+        shifted, scale = self.sae.encoder_input(x)
+        pre = shifted @ self.sae.W_enc[:, columns] + self.sae.b_enc[columns]
         threshold = self.sae.threshold.expand(self.sae.config.d_sae)[columns]
-        if soft:
-            codes = torch.relu(pre) * torch.sigmoid((pre - threshold) / (self.width * threshold))
-        else:
-            codes = torch.relu(pre) * (pre > threshold)
+        # A latent without a threshold does not jump.
+        gate = torch.sigmoid((pre - threshold) / (self.width * threshold.clamp_min(1e-12))) if soft else pre > threshold
+        codes = torch.relu(pre) * torch.where(threshold > 0, gate, pre > threshold) * scale
         counted = response & ~torch.isin(ids, torch.as_tensor(self.special, device=ids.device))
         counted = counted & ~self.sae.outliers(x.detach())
         mean = einsum(codes, counted.to(codes.dtype), "b t f, b t -> b f")

@@ -35,6 +35,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.pieces import KeptPieces, Piece, Pieces
 from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.quality.promise import check_promise, warn_where_short
 from tsae.sae.quality.stability import Stability
 
 # Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
@@ -50,6 +51,7 @@ def encode(
     batch_tokens: int | None = None,
     device: str | None = None,
     kept: str | Path | None = None,
+    check: bool = True,
     progress: bool = True,
 ) -> FeatureTable:
     """Compute sparse codes of every token in a store, or in a subset of it; or of every token that models read now.
@@ -67,6 +69,8 @@ def encode(
         device: torch device; by default the SAE's.
         kept: folder in which the codes of every shard are kept for the next encoding by this SAE, of a store that has
             some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
+        check: warn, with the numbers, where a published SAE explains less than its makers say
+            (`tsae.sae.quality.promise`).
         progress: show a bar.
 
     Raises:
@@ -79,6 +83,8 @@ def encode(
         stability = Stability.beside(folder, sae.fingerprint)
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
+    if check and isinstance(store, ActivationStore):
+        check_promise(sae, store)
     batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
@@ -98,7 +104,12 @@ def encode(
         if keeping is not None:
             keeping.remove_others()
         published(to)  # run.json, and the seal that names it
-    return FeatureTable.load(to)
+    table = FeatureTable.load(to)
+    if check and not isinstance(store, ActivationStore):
+        base = table.reader_info(table.readers[0])
+        if base["fve"] is not None:
+            warn_where_short(sae, store, base["fve"], base["l0"], base["n_tokens"])
+    return table
 
 
 def encode_part(

@@ -131,7 +131,7 @@ def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
     beyond = sae.outliers(x)
     codes = sae.encode(x.to(sae.W_dec.device))
     codes[beyond] = 0
-    x_hat, codes = sae.decode(codes).cpu(), codes.cpu()
+    x_hat, codes = sae.decode(codes, x.to(codes.device)).cpu(), codes.cpu()
     row, column = codes.nonzero(as_tuple=True)
     offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
     values, indices = codes[row, column].numpy(), column.numpy().astype(np.int32)

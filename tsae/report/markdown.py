@@ -13,11 +13,12 @@ from tsae.report.text import visible
 def markdown_table(table: pd.DataFrame) -> str:
     """A GitHub-flavoured table; numbers have three significant digits."""
     lines = [list(table.columns), ["---"] * table.shape[1]]
-    lines += [[_cell(value) for value in row] for row in table.itertuples(index=False)]
+    lines += [[markdown_cell(value) for value in row] for row in table.itertuples(index=False)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def _cell(value: object) -> str:
+def markdown_cell(value: object) -> str:
+    """A value as text that Markdown and HTML leave as it is."""
     if isinstance(value, float):
         return f"{value:.3g}"
     text = html.escape(visible(str(value)).replace("\n", "⏎").replace("\t", "⇥"), quote=False)

@@ -26,12 +26,11 @@ from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.exchange.foreign import ForeignConfig, is_saelens, load_folder, not_fitting
+from tsae.sae.exchange.finding import find_foreign
+from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE, not_fitting
 from tsae.sae.exchange.saelens_files import (
-    CONFIG_FILE,
     FORMAT,
     NATIVE,
-    WEIGHTS_FILE,
     LensArchitecture,
     lens_config,
     lens_weights,
@@ -115,6 +114,10 @@ class TemporalSAE(torch.nn.Module):
         """(n, d_model) -> (n, d_sae) ReLU of the encoder, before any selection."""
         return torch.relu(torch.addmm(self.b_enc - self.b_dec @ self.W_enc, x, self.W_enc))
 
+    def encoder_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """(…, d_model) what W_enc reads of activations x, and the factor (…, 1) that brings codes to the units of x."""
+        return x - self.b_dec, 1.0
+
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """(…, d_model) -> (…, d_sae) codes at inference, in the units of x."""
@@ -127,9 +130,18 @@ class TemporalSAE(torch.nn.Module):
         """(…, d_model) -> (…, d_high) codes of the high-level latents."""
         return self.encode(x)[..., : self.config.d_high]
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """(…, d_sae) -> (…, d_model)."""
-        return codes @ self.W_dec + self.b_dec
+    def offset(self, x: torch.Tensor) -> torch.Tensor:
+        """(d_model,) or (…, d_model): what reconstructions of x hold beside the active latents."""
+        return self.b_dec
+
+    def decode(self, codes: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """(…, d_sae) -> (…, d_model).
+
+        Args:
+            codes: of the activations.
+            x: (…, d_model) the activations; needed only by SAEs that normalise every token by itself.
+        """
+        return codes @ self.W_dec + (self.b_dec if x is None else self.offset(x))
 
     @torch.no_grad()
     def fold_scale(self, scale: float) -> None:
@@ -163,15 +175,22 @@ class TemporalSAE(torch.nn.Module):
         return found if device is None else found.to(device)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: str = "cpu") -> TemporalSAE:
-        """Read a folder that `save` wrote, or one of sae_lens (see `tsae.sae.exchange.foreign`).
+    def load(cls, where: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:
+        """Read a folder that `save` wrote, or an SAE that others published, here or on the Hugging Face Hub.
+
+        Args:
+            where: a path, or a name as `tsae.sae.exchange.finding` lists them. `tsae.sae.exchange.foreign` and
+                `tsae.sae.exchange.published` say what can be read.
+            site: TransformerLens name, for published SAEs whose files do not say where their activations come from.
+            device: a torch device.
 
         Raises:
-            TsaeError: where a file is missing, damaged, or weights and config disagree.
+            TsaeError: where a file is missing or damaged, weights and config disagree, or the SAE cannot be reached or
+                computed here.
         """
-        folder = Path(folder)
-        if is_saelens(folder):
-            return read_saelens(folder, device=device)
+        folder, found = find_foreign(where, site)
+        if found is not None:
+            return _of_others(found, where, device)
         for name in ("config.json", "sae.safetensors"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
@@ -192,7 +211,7 @@ class TemporalSAE(torch.nn.Module):
 
 
 class ForeignSAE(TemporalSAE):
-    """An SAE of sae_lens, which `encode`, `evaluate` and all later stages take like a T-SAE.
+    """A published SAE, which `encode`, `evaluate` and all later stages take like a T-SAE.
 
     It is saved as sae_lens saves it. `tsae.sae.fitting.finetuning` starts from it and gives a `TemporalSAE`.
     """
@@ -214,17 +233,48 @@ class ForeignSAE(TemporalSAE):
         """Hash of weights, thresholds and what is computed with them."""
         c = self.config
         text = f"{super().fingerprint} {c.architecture} {c.k} {c.apply_b_dec_to_input}"
+        text += "" if c.normalize == "none" else f" {c.normalize}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _normalization(self, x: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """(…, 1) center and scale of every token."""
+        if self.config.normalize == "layer_norm":
+            return x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        if self.config.normalize == "constant_norm_rescale":
+            return 0.0, x.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+        return 0.0, 1.0
+
+    def offset(self, x: torch.Tensor) -> torch.Tensor:
+        center, scale = self._normalization(x)
+        return self.b_dec * scale + center
+
+    def decode(self, codes: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        if x is None and self.config.normalize != "none":
+            raise TsaeError(
+                f"normalises every token ({self.config.normalize}), which codes alone do not tell",
+                where="ForeignSAE.decode",
+                fix="Give the activations too: decode(codes, x).",
+            )
+        return super().decode(codes, x)
+
+    def encoder_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        c, (center, scale) = self.config, self._normalization(x)
+        if c.normalize != "none":
+            x = (x - center) / (scale + (1e-5 if c.normalize == "layer_norm" else 0))
+        return x - self.b_dec * c.apply_b_dec_to_input, scale
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, d_model) -> (…, d_sae) codes."""
-        pre = (x - self.b_dec * self.config.apply_b_dec_to_input) @ self.W_enc
+        """(…, d_model) -> (…, d_sae) codes, in the units of x."""
+        c, (shifted, scale) = self.config, self.encoder_input(x)
+        pre = shifted @ self.W_enc
         pre += self.b_enc
-        if self.config.architecture == "jumprelu":
-            return torch.relu(pre) * (pre > self.threshold)
-        largest = torch.topk(pre, self.config.k, dim=-1, sorted=False)
-        return torch.zeros_like(pre).scatter_(-1, largest.indices, torch.relu(largest.values))
+        if c.architecture == "jumprelu":
+            codes = torch.relu(pre) * (pre > self.threshold)
+        else:
+            largest = torch.topk(pre, c.k, dim=-1, sorted=False)
+            codes = torch.zeros_like(pre).scatter_(-1, largest.indices, torch.relu(largest.values))
+        return codes if c.normalize == "none" else codes * scale
 
     def save(self, folder: str | Path) -> Path:
         """Write it as `to_saelens` does; `TemporalSAE.load` loads that form."""
@@ -233,36 +283,29 @@ class ForeignSAE(TemporalSAE):
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
         """Write it in the form that sae_lens loads, with its own architecture."""
         if architecture == NATIVE:
-            raise TsaeError(f"an SAE of sae_lens is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
+            raise TsaeError(f"a published SAE is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         c = self.config
         config = plain_config(c.architecture, self.d_model, c.d_sae, self.training_info["sae_lens"])
-        config["apply_b_dec_to_input"] = c.apply_b_dec_to_input
+        config |= {"apply_b_dec_to_input": c.apply_b_dec_to_input, "normalize_activations": c.normalize}
         if c.architecture == "topk":
             config |= {"k": c.k, "rescale_acts_by_decoder_norm": False}
             del weights["threshold"]
         return write_folder(Path(folder), config, weights)
 
 
-def read_saelens(folder: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:
-    """Load a folder with cfg.json and sae_weights.safetensors; see `tsae.sae.exchange.foreign`.
+load_sae = TemporalSAE.load
+"""Load an SAE: ours or a published one, here or on the Hugging Face Hub; see `TemporalSAE.load`."""
 
-    Args:
-        folder: that sae_lens 6 or `to_saelens` wrote.
-        site: TransformerLens name; by default the config's hook_name.
-        device: a torch device.
 
-    Raises:
-        TsaeError: where a file is missing or damaged, or the SAE cannot be computed here.
-    """
-    found = load_folder(Path(folder), site)
+def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
     kept: dict[str, Any] = {"site": found.site, "training": {"sae_lens": found.metadata}}
     sae: TemporalSAE
     if isinstance(found.config, ForeignConfig):
         sae = ForeignSAE(found.d_model, found.config, **kept)
     else:
         sae = TemporalSAE(found.d_model, found.config, **kept)
-    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, Path(folder), "Save it again."):
+    with not_fitting("the file of weights", "the config", where, "Save it again."):
         sae.load_state_dict(found.weights)
     return sae.requires_grad_(False).to(device).eval()
 

@@ -41,12 +41,13 @@ def run_train(options: Train) -> None:
     store = _source(options, "tsae train", options.training.site).subset(options.subset)
     training, saes = _training(options, store), {}
     if not options.seeds and not options.sites:
-        saes[options.to] = tsae.train(store, options.sae, start=options.start, to=options.to, training=training)
-    elif options.start is not None:
+        beginning: dict[str, Any] = {"start": options.start, "init_from": options.init_from}
+        saes[options.to] = tsae.train(store, options.sae, **beginning, to=options.to, training=training)
+    elif options.start is not None or options.init_from is not None:
         raise TsaeError(
             "a start has one site, and no seed of initial weights",
-            where="--start",
-            fix="Leave out --seeds and --sites, or --start.",
+            where="--init-from" if options.start is None else "--start",
+            fix="Leave out --seeds and --sites, or the start.",
         )
     else:
         seeds, sites = options.seeds or None, options.sites or None
@@ -136,7 +137,7 @@ def run_evaluate(options: Evaluate) -> None:
 
 
 def run_export(options: Export) -> None:
-    sae = tsae.TemporalSAE.load(options.sae)
+    sae = tsae.load_sae(options.sae, site=options.site)
     say_wrote(sae.to_saelens(options.to, architecture=options.architecture), f"{sae} as {options.architecture}")
 
 

@@ -42,6 +42,9 @@ class Train:
     """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
     start: Path | None = None
     """SAE to fine-tune instead of random weights, ours or of sae_lens. SAE options then default to its config."""
+    init_from: Path | None = None
+    """Published SAE from whose latents a T-SAE starts: a path, org/name on the Hugging Face Hub, or saelens:RELEASE/ID.
+    It may be wider than --d-sae; the latents with the most energy are kept, and the lasting ones become high-level."""
     seeds: tuple[int, ...] = ()
     """One SAE per seed of the initial weights, all trained on the same batches, which are read once."""
     sites: tuple[str, ...] = ()
@@ -67,7 +70,7 @@ class Evaluate:
     """
 
     sae: Path
-    """Folder that `tsae train` wrote, or one of sae_lens."""
+    """Folder that `tsae train` wrote, or a published SAE (see `tsae encode`)."""
     store: Path
     """Folder that `tsae capture` wrote."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
@@ -93,14 +96,20 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit."""
+    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit.
+
+    Also a published SAE: in this form every command reads it without a network.
+    """
 
     sae: Path
-    """Folder that `tsae train` wrote."""
+    """Folder that `tsae train` wrote, or a published SAE: a path, org/name on the Hugging Face Hub, or
+    saelens:RELEASE/ID."""
     to: Path
     """Folder for cfg.json and sae_weights.safetensors."""
     architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
     """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
+    site: str | None = None
+    """Where its activations come from, if the files of a published SAE do not say: blocks.14.hook_resid_post."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,8 @@ class Encode:
     """
 
     sae: Path
-    """Folder that `tsae train` wrote."""
+    """Folder that `tsae train` wrote, or a published SAE: a path, org/name or org/name/folder on the Hugging Face Hub,
+    or saelens:RELEASE/ID of sae_lens's list."""
     to: Path
     """Folder of the feature table."""
     store: Path | None = None

@@ -135,7 +135,7 @@ class _Reading:
         with TemporaryDirectory(prefix=_STORE, dir=self.scratch) as folder:
             to, sites = Path(folder) / "acts", [self.sae.site]
             store = capture(series, texts, sites, to=to, config=self.config, progress=self.progress)
-            return encode(self.sae, store, progress=False)
+            return encode(self.sae, store, check=False, progress=False)
 
 
 def _of_checkpoint(

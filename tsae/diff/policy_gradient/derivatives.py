@@ -128,8 +128,9 @@ class Forward:
         """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
         x = x.to(self.sae.W_enc.dtype)
         codes = self.sae.encode(x.detach())[..., columns]
-        # A code is linear in x where it is active, and 0 elsewhere: this gives its gradient for every architecture.
-        linear = x @ self.sae.W_enc[:, columns].detach()
+        # A code is its pre-activation where it is active, and 0 elsewhere: this gives every architecture's gradient.
+        shifted, scale = self.sae.encoder_input(x)
+        linear = (shifted @ self.sae.W_enc[:, columns].detach() + self.sae.b_enc[columns].detach()) * scale
         codes = codes + (codes > 0) * (linear - linear.detach())
         counted = response & ~torch.isin(ids, torch.as_tensor(special, device=ids.device))
         counted = counted & ~self.sae.outliers(x.detach())

@@ -192,5 +192,8 @@ def statistics_text(diff: FeatureDiff) -> str:
 
 def sae_text(diff: FeatureDiff) -> str:
     """The dictionary in one line."""
-    sae = diff.info["sae"]
+    sae = dict(diff.info["sae"])
+    if "architecture" in sae:
+        # Published: all latents are of one group, and how it was trained is not known.
+        sae = {name: sae[name] for name in ("site", "d_model", "d_sae", *(["k"] if sae["k"] else []))}
     return ", ".join(text.format(sae[name]) for name, text in _SAE.items() if name in sae)

@@ -4,26 +4,30 @@
 |---|---|
 | jumprelu | pre · 1[pre > threshold], a threshold per latent |
 | batchtopk, matryoshka_batchtopk (checkpoints of a training) | the same, with the running threshold |
+| gated | the same: the gate opens where the magnitude exceeds r · (−b_gate) + b_mag, r = exp(r_mag) |
 | topk | the k largest of each token |
 | standard | ReLU |
 | any of these that `to_saelens` wrote | the `TemporalSAE` that it was |
 
-Codes equal sae_lens's bit for bit; where a config asks for codes rescaled by decoder norms, the norms are folded into
-the weights, which costs the last bits. All latents form one group: nothing says which are high-level.
+Codes equal sae_lens's bit for bit. Where a config asks for codes rescaled by decoder norms, or the SAE is gated,
+factors are folded into the weights, which costs the last bits. Where every token is normalised by itself (layer_norm,
+constant_norm_rescale), codes are multiplied by the token's scale, so that they are in the units of the activations.
+All latents form one group: nothing says which are high-level.
 
-Refused, with what to do: weights that expect normalised activations (sae_lens computes the factors from data or per
-token, and does not write them down), reshaped attention heads, single heads, other architectures.
+Refused, with what to do: factors of normalisation that the files do not hold, transcoders, attention heads, other
+architectures. Configs of sae_lens before 6 are converted by sae_lens, which is imported for nothing else.
 
-sae_lens itself is not imported.
+`tsae.sae.exchange.published` reads other libraries' files into the same form.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -34,7 +38,8 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE
 
-_THRESHOLDED = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "standard", NATIVE)
+Normalize = Literal["none", "layer_norm", "constant_norm_rescale"]
+_KNOWN = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "gated", "standard", "topk", NATIVE)
 _NORMALIZED = {
     "expected_average_only_in": "Fold the factor in sae_lens (sae.fold_activation_norm_scaling_factor) and save again.",
     "covariance_whitening": "Fold the whitening in sae_lens (sae.fold_activation_whitening) and save again.",
@@ -54,6 +59,8 @@ class ForeignConfig(SAEConfig):
     """jumprelu or topk."""
     apply_b_dec_to_input: bool = True
     """Whether the decoder's bias is subtracted from the input."""
+    normalize: Normalize = "none"
+    """What is done to every token by itself: (x − mean) / std, x · √d_model / ‖x‖, or nothing."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.k <= self.d_sae or self.d_sae < 1:
@@ -66,8 +73,8 @@ def is_saelens(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
-class LensSAE(NamedTuple):
-    """The content of a folder of sae_lens, in the terms of this package."""
+class FoundSAE(NamedTuple):
+    """A published SAE in the terms of this package."""
 
     config: SAEConfig
     """A `ForeignConfig`, or the config of the T-SAE that `to_saelens` wrote."""
@@ -76,13 +83,14 @@ class LensSAE(NamedTuple):
     d_model: int
     site: str
     metadata: dict[str, Any]
+    """Of sae_lens's cfg.json; ``promised`` holds the FVE and L0 that its makers name, where they do."""
 
 
-def load_folder(folder: Path, site: str | None = None) -> LensSAE:
+def load_folder(folder: Path, site: str | None = None) -> FoundSAE:
     """Load and check cfg.json and sae_weights.safetensors.
 
     Args:
-        folder: that sae_lens 6 or `to_saelens` wrote.
+        folder: that sae_lens or `to_saelens` wrote.
         site: TransformerLens name; by default the config's hook_name.
 
     Raises:
@@ -93,48 +101,85 @@ def load_folder(folder: Path, site: str | None = None) -> LensSAE:
             raise TsaeError(f"holds no {name}", where=folder, fix="Save it with sae_lens's save_model.")
     try:
         config = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        metadata = dict(config.get("metadata") or {})
+        config = _since_version_6(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_config(folder, error) from error
+    return from_lens(config, load_weights(folder / WEIGHTS_FILE), folder, site)
+
+
+def load_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file as float32. Raises TsaeError where it cannot be read."""
+    try:
+        return {name: value.float() for name, value in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise TsaeError(f"{file.name} cannot be read ({error})", where=file.parent, fix="Fetch it again.") from error
+
+
+def from_lens(
+    config: dict[str, Any], weights: dict[str, torch.Tensor], where: str | Path, site: str | None = None
+) -> FoundSAE:
+    """An SAE in the form of sae_lens 6.
+
+    Args:
+        config: of cfg.json.
+        weights: by sae_lens's names, float32.
+        where: named in messages.
+        site: TransformerLens name; by default the config's hook_name.
+
+    Raises:
+        TsaeError: where the SAE cannot be computed here, or the weights do not fit the config.
+    """
+    try:
+        metadata = {key: value for key, value in dict(config.get("metadata") or {}).items() if value is not None}
         architecture, d_model, d_sae = str(config.get("architecture")), int(config["d_in"]), int(config["d_sae"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TsaeError(f"{CONFIG_FILE} is not an SAE's ({type(error).__name__}: {error})", where=folder) from error
-    try:
-        weights = {name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()}
-    except (OSError, SafetensorError) as error:
-        raise TsaeError(f"{WEIGHTS_FILE} cannot be read ({error})", where=folder, fix="Save it again.") from error
-    _check(config, metadata, architecture, weights, folder)
+        raise _no_config(where, error) from error
+    _check(config, metadata, architecture, weights, where)
     site = site or metadata.get("hook_name")
     if not site:
         raise TsaeError(
             "does not say where its activations come from (metadata.hook_name)",
-            where=folder / CONFIG_FILE,
-            fix="Enter it there, such as blocks.14.hook_resid_post, or give site= to read_saelens.",
+            where=where,
+            fix="Say it: tsae.load_sae(…, site=), or tsae export --site, such as blocks.14.hook_resid_post.",
         )
-    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, folder, "Save it again."):
+    check_residual(site, where)
+    metadata["hook_name"] = site
+    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, where, "Save it again."):
         if architecture in ("standard", "topk"):
             weights["threshold"] = torch.zeros(d_sae)
+        elif architecture == "gated":
+            rate, gate, magnitude = weights.pop("r_mag").exp(), weights.pop("b_gate"), weights.pop("b_mag")
+            weights["W_enc"], weights["b_enc"] = weights["W_enc"] * rate, magnitude
+            weights["threshold"] = magnitude - rate * gate
         elif "topk_threshold" in weights:
             weights["threshold"] = weights.pop("topk_threshold").expand(d_sae).contiguous()
         if config.get("rescale_acts_by_decoder_norm"):
-            norm = weights["W_dec"].norm(dim=1).clamp_min(1e-8)
-            weights["W_enc"], weights["b_enc"] = weights["W_enc"] * norm, weights["b_enc"] * norm
-            weights["W_dec"] = weights["W_dec"] / norm[:, None]
+            fold_norms(weights)
         ours = metadata.get("tsae")
         # One threshold for all latents, unless sae_lens has changed the SAE since (fold_W_dec_norm).
         if ours and bool((weights["threshold"] == weights["threshold"][0]).all()):
             weights["threshold"] = weights["threshold"][0].clone()
-            return LensSAE(SAEConfig(**ours["sae"]), weights, d_model, site, metadata)
+            return FoundSAE(SAEConfig(**ours["sae"]), weights, d_model, site, metadata)
         foreign = ForeignConfig(
             d_sae=d_sae,
             k=int(config["k"]) if architecture == "topk" else 0,
             groups=ours["sae"]["groups"] if ours else (1.0,),
             architecture="topk" if architecture == "topk" else "jumprelu",
             apply_b_dec_to_input=bool(config.get("apply_b_dec_to_input", True)),
+            normalize=config.get("normalize_activations") or "none",
         )
-        return LensSAE(foreign, weights, d_model, site, metadata)
+        return FoundSAE(foreign, weights, d_model, site, metadata)
+
+
+def fold_norms(weights: dict[str, torch.Tensor]) -> None:
+    """Give decoder rows norm 1, and codes their norms."""
+    norm = weights["W_dec"].norm(dim=1).clamp_min(1e-8)
+    weights["W_enc"], weights["b_enc"] = weights["W_enc"] * norm, weights["b_enc"] * norm
+    weights["W_dec"] = weights["W_dec"] / norm[:, None]
 
 
 @contextmanager
-def not_fitting(weights: str, config: str, folder: Path, fix: str) -> Iterator[None]:
+def not_fitting(weights: str, config: str, folder: str | Path, fix: str) -> Iterator[None]:
     """Say that the file of weights does not fit the config, in place of what torch says about it."""
     try:
         yield
@@ -143,26 +188,57 @@ def not_fitting(weights: str, config: str, folder: Path, fix: str) -> Iterator[N
         raise TsaeError(f"{weights} does not fit {config} ({reason})", where=folder, fix=fix) from error
 
 
+def check_residual(site: str, where: str | Path) -> None:
+    """Refuse a site that is not in the residual stream between blocks."""
+    if "hook_" in site and re.fullmatch(r"blocks\.\d+\.hook_resid_(pre|post)", site) is None:
+        raise TsaeError(
+            f"reads {site}; activations are captured between blocks only",
+            where=where,
+            fix="Use an SAE of the residual stream (blocks.{L}.hook_resid_post or hook_resid_pre).",
+        )
+
+
+def transcoder(where: str | Path) -> TsaeError:
+    """The refusal of a transcoder."""
+    return TsaeError(
+        "is a transcoder: it predicts what leaves a module from what enters it, and reconstructs no activations",
+        where=where,
+        fix="Use an SAE of the residual stream.",
+    )
+
+
+def _no_config(where: str | Path, error: Exception) -> TsaeError:
+    return TsaeError(f"{CONFIG_FILE} is not an SAE's ({type(error).__name__}: {error})", where=where)
+
+
+def _since_version_6(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as sae_lens 6 writes it; earlier ones are converted by sae_lens."""
+    written_by = str((config.get("metadata") or {}).get("sae_lens_version") or config.get("sae_lens_version") or "0")
+    if int(written_by.split(".")[0]) >= 6 or not config.keys() & {"hook_name", "hook_point"}:
+        return config
+    from sae_lens.loading.pretrained_sae_loaders import handle_pre_6_0_config
+
+    return dict(handle_pre_6_0_config(config))
+
+
 def _check(
-    config: dict[str, Any], metadata: dict[str, Any], architecture: str, weights: dict[str, torch.Tensor], folder: Path
+    config: dict[str, Any],
+    metadata: dict[str, Any],
+    architecture: str,
+    weights: dict[str, torch.Tensor],
+    where: str | Path,
 ) -> None:
     """Refuse configs that ask for what is not computed here."""
-    where = folder / CONFIG_FILE
-    written_by = str(metadata.get("sae_lens_version") or config.get("sae_lens_version") or "")
-    if not written_by or int(written_by.split(".")[0]) < 6:
-        raise TsaeError(
-            f"was written by sae_lens {written_by or 'before 6'}, whose configs mean other things",
-            where=where,
-            fix="Load it with sae_lens 6 and save it again: SAE.load_from_disk(folder).save_model(other).",
-        )
-    if architecture not in (*_THRESHOLDED, "topk"):
+    if "transcoder" in architecture:
+        raise transcoder(where)
+    if architecture not in _KNOWN:
         raise TsaeError(
             f"the architecture {architecture!r} cannot be computed here",
             where=where,
-            fix=f"Use one of {', '.join((*_THRESHOLDED, 'topk'))}.",
+            fix=f"Use one of {', '.join(_KNOWN)}.",
         )
-    normalization = config.get("normalize_activations", "none")
-    if normalization != "none":
+    normalization = config.get("normalize_activations") or "none"
+    if normalization not in get_args(Normalize):
         raise TsaeError(
             f"expects activations normalised by {normalization!r}, which the weights do not hold",
             where=where,

@@ -54,6 +54,12 @@ def starting_config(
             fix="Leave the site out, or start from an SAE of that site.",
         )
     check_fits(start, store)
+    if isinstance(start, ForeignSAE) and start.config.normalize != "none":
+        raise TsaeError(
+            f"normalises every token ({start.config.normalize}), and training takes activations as they are",
+            where="start",
+            fix="Start from an SAE that takes them as they are too.",
+        )
     config = config or _own_config(start, store)
     if isinstance(config, ForeignConfig):
         raise TsaeError("a ForeignConfig says what an SAE is, not how to train it", where="sae", fix="Leave it out.")

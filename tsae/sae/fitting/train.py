@@ -33,12 +33,13 @@ from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
-from tsae.errors import public
+from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.run_folder import RunFolder
 from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.fitting.training_plan import Plan
 from tsae.sae.fitting.wandb_run import start_wandb
+from tsae.sae.fitting.warm_start import warm_start
 from tsae.sae.model import TemporalSAE
 
 
@@ -47,6 +48,7 @@ def train(
     sae: SAEConfig | None = None,
     *,
     start: TemporalSAE | str | Path | None = None,
+    init_from: TemporalSAE | str | Path | None = None,
     to: str | Path | None = None,
     training: TrainingConfig | None = None,
     progress: bool = True,
@@ -58,6 +60,8 @@ def train(
         sae: what the SAE is; defaults of `SAEConfig`, or the start's own config where there is a start.
         start: SAE that is fine-tuned in place of random weights, or its folder; of ours or of sae_lens. See
             `tsae.sae.fitting.finetuning`.
+        init_from: published SAE from whose latents a T-SAE starts, sorted into its groups; as wide as `sae` or wider.
+            See `tsae.sae.fitting.warm_start`.
         to: folder for sae.safetensors, config.json, training.json and metrics.jsonl; None keeps it in memory. Where it
             holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
             Processes of `torchrun` must all see it.
@@ -69,7 +73,13 @@ def train(
             start that does not fit, a folder that holds another training, or a disk that is full.
     """
     store = store if isinstance(store, Source) else ActivationStore(store)
-    plan = Plan.of(store, sae, training or TrainingConfig(), start=start, to=to)
+    training = training or TrainingConfig()
+    if init_from is not None:
+        if start is not None:
+            raise TsaeError("start and init_from are two beginnings", where="train", fix="Give one of them.")
+        start = warm_start(init_from, store, sae)
+        sae = start.config
+    plan = Plan.of(store, sae, training, start=start, to=to)
     return train_plans(store, [plan], progress=progress)[0]
 
 

@@ -81,8 +81,8 @@ class TokenSums:
         """Tokens x (n, d_model) with their codes (n, d_sae)."""
         sae, d_high = self.sae, self.sae.config.d_high
         high = codes[:, :d_high]
-        x_high = high @ sae.W_dec[:d_high] + sae.b_dec
-        for suffix, x_hat, active in (("", sae.decode(codes), codes > 0), ("_high", x_high, high > 0)):
+        x_high = high @ sae.W_dec[:d_high] + sae.offset(x)
+        for suffix, x_hat, active in (("", sae.decode(codes, x), codes > 0), ("_high", x_high, high > 0)):
             self.sums["error" + suffix] += (x - x_hat).pow(2).sum().item()
             self.sums["cosine" + suffix] += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
             self.sums["l0" + suffix] += int(active.sum())

@@ -164,7 +164,7 @@ def spliced_losses(
         x = hidden.float()
         replaced = counted & (x.norm(dim=-1) <= limit)
         reached.append(replaced)
-        x[replaced] = sae.decode(sae.encode(x[replaced]))
+        x[replaced] = sae.decode(sae.encode(x[replaced]), x[replaced])
         return x.to(hidden.dtype)
 
     def ablated(hidden: torch.Tensor) -> torch.Tensor:

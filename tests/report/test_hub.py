@@ -1,0 +1,195 @@
+"""Pushing to a Hub on this machine, by huggingface_hub's own client; and what comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tsae
+from support.cli import SITE, run
+from support.hub import TOKEN, Hub, hub_here
+from tsae.base.files import write_json
+from tsae.base.seal import sealed_names, with_checksum
+from tsae.errors import TsaeError
+from tsae.report.hub.push import prepare
+from tsae.upkeep.verify import verify
+
+# huggingface_hub gives its HTTP client a file as it should not.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub_here(monkeypatch, tmp_path / "cache") as found:
+        yield found
+        assert found.refused == []
+
+
+@pytest.fixture(scope="module")
+def analysis(store: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stages of a run's folder, tiny."""
+    folder = tmp_path_factory.mktemp("run") / "analysis"
+    training = tsae.TrainingConfig(tokens=4000, batch_tokens=200, site=SITE)
+    sae = tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), to=folder / "sae", training=training, progress=False)
+    evaluation = tsae.evaluate(sae, store, held_out=None)
+    write_json(folder / "evaluation" / "evaluation.json", with_checksum(evaluation.as_dict()))
+    features = tsae.encode(folder / "sae", store, to=folder / "features", progress=False)
+    config = tsae.DiffConfig(n_bootstrap=100, n_permutations=100)
+    diff = tsae.feature_diff(features, config, progress=False)
+    diff.save(folder / "diff")
+    (folder / "report.html").write_text("<!doctype html><title>The page</title>")
+    stamp = with_checksum({"run": {}, "series": [["base", "org/base-model"], ["easy-10", "/here/easy-10"]]})
+    write_json(folder / "run.json", stamp)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+    }
+
+
+def front(card: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(card.read_text().split("---\n")[1])
+    return found
+
+
+def test_what_is_pushed_is_what_the_folder_holds_and_comes_back(
+    analysis: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["push", "org/name", analysis, "--licence", "apache-2.0", "--dataset", "--space"]
+    run(*words, "--to-folder", tmp_path / "files")
+    assert hub.repositories == {}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    run(*words, "--yes")
+    folders = {"models/org/name": "model", "datasets/org/name-features": "dataset", "spaces/org/name-report": "space"}
+    assert hub.repositories == {name: contents(tmp_path / "files" / folder) for name, folder in folders.items()}
+    assert len(hub.commits) == 3  # one each, whole or not at all
+    assert hub.lfs  # what is large went beside the commit
+    # The token is in no file, and in nothing that was said.
+    written = b"".join(data for held in hub.repositories.values() for data in held.values())
+    assert TOKEN.encode() not in written + capsys.readouterr().out.encode()
+    assert str(analysis.parent).encode() not in written
+    # Everything of ours among it is whole.
+    found = verify([tmp_path / "files"], progress=False)
+    assert {finding.artefact.kind.name for finding in found} == {"SAE", "features", "diff"}
+    assert all(finding.ok for finding in found)
+    assert "evaluation.json" in sealed_names(tmp_path / "files" / "model")
+    sae = tsae.load_sae("org/name")
+    mine = tsae.load_sae(analysis / "sae")
+    assert (sae.fingerprint, sae.config, sae.norm_limit) == (mine.fingerprint, mine.config, mine.norm_limit)
+    evaluation = json.loads((analysis / "evaluation" / "evaluation.json").read_text())
+    assert sae.training_info["promised"] == {"fve": evaluation["fve"], "l0": evaluation["l0"]}
+    assert tsae.load_sae("org/name/saelens").fingerprint == mine.fingerprint
+
+
+@pytest.mark.slow  # sae_lens is imported, and processes are started
+@pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+def test_others_load_it_by_its_name(
+    analysis: Path, store: Any, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By commands that know nothing but HF_ENDPOINT, and by sae_lens alone."""
+    from sae_lens import SAE
+
+    def command(*words: object) -> str:
+        args = [sys.executable, "-m", "tsae", *map(str, words)]
+        done = subprocess.run(args, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "pushed http" in command("push", "org/name", analysis, "--licence", "mit", "--yes")
+    monkeypatch.delenv("HF_TOKEN")
+    command("encode", "--sae", "org/name", "--store", store.path, "--to", "features")
+    found = tsae.FeatureTable.load(tmp_path / "features")
+    assert (found.codes[:] != tsae.FeatureTable.load(analysis / "features").codes[:]).nnz == 0
+    lens = SAE.from_pretrained("org/name", "saelens")
+    x = torch.from_numpy(next(store.shards()).read(SITE, slice(None)))
+    with torch.no_grad():
+        assert torch.equal(lens.encode(x), tsae.load_sae(analysis / "sae").encode(x))
+    assert hub.tokens == {None, f"Bearer {TOKEN}"}
+
+
+def test_the_cards_say_what_is_known(analysis: Path, tmp_path: Path) -> None:
+    prepare("org/name", analysis, tmp_path, tsae.PushConfig(licence="mit", dataset=True, space=True))
+    card = (tmp_path / "model" / "README.md").read_text()
+    told = front(tmp_path / "model" / "README.md")
+    assert (told["license"], told["library_name"], told["base_model"]) == ("mit", "tsae", "org/base-model")
+    sae = tsae.load_sae(analysis / "sae")
+    for text in (
+        f"at `{SITE}`: 32 latents on 16 dimensions, of which the first 3 are high-level",
+        'tsae.load_sae("org/name")',
+        'SAE.from_pretrained("org/name", "saelens")',
+        "| trained on | 4,000 tokens in batches of 200 |",
+        "| read by | base and easy-10 |",
+        "| reader | base |",
+        f"| fingerprint | {sae.fingerprint} |",
+        "It explains least of reader",
+        "mit, as its makers say",
+        "bhalla2025temporal",
+        "datasets/org/name-features",
+    ):
+        assert text in card, text
+    assert "/here/" not in card  # no path of this machine
+    shown = front(tmp_path / "dataset" / "README.md")["configs"]
+    assert {"config_name": "shifts", "data_files": "diff/shifts.parquet"} in shown
+    assert all((tmp_path / "dataset" / table["data_files"]).is_file() for table in shown)
+    assert front(tmp_path / "space" / "README.md")["sdk"] == "static"
+    # A lone SAE, of which less is known.
+    prepare("org/alone", analysis / "sae", tmp_path / "alone", tsae.PushConfig(licence="unknown"))
+    alone = (tmp_path / "alone" / "model" / "README.md").read_text()
+    assert "Not evaluated." in alone
+    assert "of a model and of what training" in alone
+    assert "base_model" not in front(tmp_path / "alone" / "model" / "README.md")
+
+
+def refused(message: str, *words: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run("push", *words)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_nothing_behind(
+    analysis: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to, licence = tmp_path / "files", ["--licence", "mit"]
+    refused("has no licence, without which nobody may use it", "org/name", analysis, "--to-folder", to, capsys=capsys)
+    refused("'name' is no name of a repository", "name", analysis, *licence, "--to-folder", to, capsys=capsys)
+    alone = ["org/name", analysis / "sae", *licence]
+    refused("is no run, which has features and a page", *alone, "--space", "--to-folder", to, capsys=capsys)
+    whole = shutil.copytree(analysis, tmp_path / "damaged")
+    (whole / "features" / "features.h5").write_bytes(b"damaged")
+    refused("features", "org/name", whole, *licence, "--dataset", "--to-folder", to, capsys=capsys)
+    assert not to.exists()
+    assert not (tmp_path / ".files.partial").exists()
+    to.mkdir()
+    (to / "notes.txt").write_text("mine")
+    refused("is not empty, and holds something else", *alone, "--to-folder", to, capsys=capsys)
+    assert [path.name for path in to.iterdir()] == ["notes.txt"]
+    # Nobody is asked where there is no terminal, and nobody is logged in.
+    refused("nobody is there to be asked, and nothing was pushed", *alone, capsys=capsys)
+    refused("model org/name: cannot be pushed", *alone, "--yes", capsys=capsys)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    run("push", *alone)
+    assert "nothing was pushed" in capsys.readouterr().out
+    assert hub.repositories == {}
+    # A folder that a kill left half written is written anew; a whole one is left.
+    (tmp_path / ".again.partial" / "model").mkdir(parents=True)
+    (tmp_path / ".again.partial" / "model" / "README.md").write_text("half")
+    for _ in range(2):
+        run("push", *alone, "--to-folder", tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir() if "again" in path.name) == ["again"]
+    with pytest.raises(TsaeError, match="was not trained by tsae"):
+        prepare("org/name", tsae.load_sae(analysis / "sae").to_saelens(tmp_path / "lens"), tmp_path / "x",
+                tsae.PushConfig(licence="mit"))  # fmt: skip

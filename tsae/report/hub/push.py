@@ -1,0 +1,246 @@
+"""Push an SAE, with its card, to the Hugging Face Hub; for a whole run also its features and its page.
+
+| repository | holds |
+|---|---|
+| model NAME | README.md, what `tsae train` writes, evaluation.json, stability.json, and saelens/ for sae_lens |
+| data set NAME-features | README.md, features/, diff/ |
+| Space NAME-report | README.md, index.html: the page |
+
+1. Everything is written into a folder of its own, or into none (`prepare`).
+2. Each repository gets one commit (`upload`). Other files in it stay.
+
+huggingface_hub does the talking, with its own token (HF_TOKEN, or hf auth login), which is neither read nor kept here.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import read_object, reading, write_json, write_text, writing
+from tsae.base.seal import read_sealed, seal, with_checksum
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError, without_secrets
+from tsae.features.feature_table import FeatureTable
+from tsae.report.hub.card import SAELENS_FOLDER, dataset_card, model_card, space_card
+from tsae.report.hub.config import PushConfig
+from tsae.rollouts.table import Rollouts
+from tsae.sae.model import ForeignSAE, TemporalSAE
+from tsae.sae.quality.evaluation import Evaluation
+from tsae.sae.quality.stability import Stability
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_AGAIN = "Make it again."
+
+
+class Repository(NamedTuple):
+    """One repository to be, and the folder of its files."""
+
+    kind: str
+    """model, dataset or space, as huggingface_hub calls them."""
+    name: str
+    folder: Path
+
+    def __str__(self) -> str:
+        files = [file for file in self.folder.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files) / 1e6
+        return f"{self.kind} {self.name}: {len(files)} files, {size:,.1f} MB"
+
+
+def push(repo: str, source: str | Path, config: PushConfig | None = None) -> list[str]:
+    """Push to the Hub without asking; arguments, result and errors are those of `prepare` and `upload`."""
+    config = config or PushConfig()
+    with TemporaryDirectory(prefix="tsae-push-") as folder:
+        return upload(prepare(repo, source, Path(folder) / "files", config), private=config.private)
+
+
+def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | None = None) -> list[Repository]:
+    """Write exactly what would be pushed.
+
+    Args:
+        repo: org/name on the Hub.
+        source: folder of an SAE that `tsae train` wrote, or of a whole run (`tsae run`, `tsae demo`).
+        to: a folder that is empty or is not there; a complete one appears, or none. One that holds just this is left.
+        config: defaults of `PushConfig`, but for the licence, which must be given.
+
+    Returns:
+        the repositories, in the order in which they are pushed; their folders are below `to`.
+
+    Raises:
+        TsaeError: where no licence is given, the name is none of the Hub's, the SAE is not one of tsae's, something
+            that was asked for is not there, or the folder holds something else.
+    """
+    config, source, to = config or PushConfig(), Path(source), Path(to)
+    if _NAME.fullmatch(repo) is None:
+        raise TsaeError(f"{repo!r} is no name of a repository", where="push", fix="Give org/name.")
+    if not config.licence:
+        raise TsaeError(
+            "has no licence, without which nobody may use it",
+            where=source,
+            fix="Choose one by its name on the Hub (--licence apache-2.0); --licence unknown says that there is none.",
+        )
+    run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
+    partial = to.with_name(f".{to.name}.partial")
+    with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        try:
+            found = [_model(repo, source if run is None else source / "sae", run, config, partial)]
+            for wanted, write in ((config.dataset, _dataset), (config.space, _space)):
+                if wanted and run is None:
+                    raise TsaeError(
+                        "is no run, which has features and a page", where=source, fix="Give a run's folder."
+                    )
+                if wanted:
+                    found.append(write(repo, source, config, partial))
+            _into_place(partial, to)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return [one._replace(folder=to / one.folder.relative_to(partial)) for one in found]
+
+
+def upload(repositories: Sequence[Repository], *, private: bool = False) -> list[str]:
+    """Push prepared repositories: one commit each.
+
+    Args:
+        repositories: of `prepare`.
+        private: make new ones private.
+
+    Returns:
+        the address of each commit.
+
+    Raises:
+        TsaeError: where there is no token, or the Hub refuses; it says what has been pushed by then.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api, done = HfApi(), []
+    for one in repositories:
+        files = sorted(file for file in one.folder.rglob("*") if file.is_file())
+        added = [CommitOperationAdd(file.relative_to(one.folder).as_posix(), file) for file in files]
+        try:
+            sdk = "static" if one.kind == "space" else None
+            # Nothing is created where nobody is logged in.
+            api.create_repo(one.name, repo_type=one.kind, private=private, exist_ok=True, space_sdk=sdk)
+            done.append(
+                api.create_commit(one.name, added, commit_message="Push from tsae", repo_type=one.kind).commit_url
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
+            raise TsaeError(
+                f"cannot be pushed ({without_secrets(why)}){kept}",
+                where=f"{one.kind} {one.name}",
+                fix="Log in with a token that may write there (hf auth login, or HF_TOKEN); then try again.",
+            ) from error
+    return done
+
+
+def _is_run(stamp: Path) -> bool:
+    """Whether this is a run's stamp; the SAE's own folder has a run.json too."""
+    return stamp.is_file() and (stamp.parent / "sae").is_dir()
+
+
+def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Path) -> Repository:
+    sae = TemporalSAE.load(source)
+    if isinstance(sae, ForeignSAE) or "sae_lens" in sae.training_info:
+        raise TsaeError("was not trained by tsae; its makers have published it", where=source, fix="Name that instead.")
+    evaluation = _evaluation(run, config)
+    if evaluation is not None:
+        # What `tsae.sae.quality.promise` holds it to, where others use it.
+        sae.training_info = {**sae.training_info, "promised": {"fve": evaluation.fve, "l0": evaluation.l0}}
+    stability = Stability.beside(source, sae.fingerprint)
+    folder = to / "model"
+    sae.save(folder)
+    sae.to_saelens(folder / SAELENS_FOLDER)
+    if evaluation is not None:
+        write_json(folder / "evaluation.json", with_checksum(evaluation.as_dict()))
+        seal(folder, ["evaluation.json"])
+    if stability is not None:
+        stability.save(folder)
+    base_model = config.base_model or (None if run is None else _base_of(run))
+    others = []
+    if config.dataset:
+        others.append(
+            f"Its codes, and what changed: [{repo}-features](https://huggingface.co/datasets/{repo}-features)."
+        )
+    if config.space:
+        others.append(f"The page of the analysis: [{repo}-report](https://huggingface.co/spaces/{repo}-report).")
+    card = model_card(
+        repo, sae, licence=str(config.licence), base_model=base_model, rollouts=_rollouts(run), evaluation=evaluation,
+        stability=stability, others=others,
+    )  # fmt: skip
+    write_text(folder / "README.md", card)
+    return Repository("model", repo, folder)
+
+
+def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
+    folder, name = to / "dataset", f"{repo}-features"
+    # Loaded, so that nothing damaged is pushed.
+    FeatureDiff.load(source / "diff", features=FeatureTable.load(source / "features"))
+    for part in ("features", "diff"):
+        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns(".*", "*.tmp"))
+    tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))
+    rollouts = Rollouts.read(folder / "features" / "rollouts.parquet")
+    write_text(
+        folder / "README.md", dataset_card(name, repo, licence=str(config.licence), tables=tables, rollouts=rollouts)
+    )
+    return Repository("dataset", name, folder)
+
+
+def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
+    folder, name, page = to / "space", f"{repo}-report", source / "report.html"
+    if not page.is_file():
+        raise TsaeError("is not there", where=page, fix="Write it with tsae report, or run the analysis again.")
+    folder.mkdir(parents=True)
+    shutil.copyfile(page, folder / "index.html")
+    write_text(folder / "README.md", space_card(name, repo, licence=str(config.licence)))
+    return Repository("space", name, folder)
+
+
+def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
+    file = config.evaluation
+    if file is None:
+        file = None if run is None else run.parent / "evaluation" / "evaluation.json"
+        if file is None or not file.is_file():
+            return None
+        found = read_sealed(file, _AGAIN)
+    else:
+        found = read_object(file, _AGAIN).get("evaluation", {})
+    with reading(file, _AGAIN):
+        return Evaluation.from_dict(found)
+
+
+def _base_of(run: Path) -> str | None:
+    """The Hub's name of a run's base; no path of this machine."""
+    series = read_sealed(run, _AGAIN).get("series") or [[None, ""]]
+    name = str(series[0][1])
+    return name if _NAME.fullmatch(name) and not Path(name).exists() else None
+
+
+def _rollouts(run: Path | None) -> Rollouts | None:
+    places = () if run is None else ("rollouts/rollouts.parquet", "rollouts.parquet")
+    file = next((run.parent / place for place in places if run is not None and (run.parent / place).is_file()), None)
+    return None if file is None else Rollouts.read(file)
+
+
+def _into_place(partial: Path, to: Path) -> None:
+    if to.is_dir() and any(to.iterdir()):
+        if _same(partial, to):
+            return
+        raise TsaeError("is not empty, and holds something else", where=to, fix="Give another --to-folder.")
+    if to.exists():
+        if not to.is_dir():
+            raise TsaeError("is a file, and a folder is to be written", where=to, fix="Give another --to-folder.")
+        to.rmdir()
+    partial.rename(to)
+
+
+def _same(one: Path, other: Path) -> bool:
+    names = [{file.relative_to(top) for file in top.rglob("*") if file.is_file()} for top in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])

@@ -1,0 +1,338 @@
+"""Files of published SAEs as other libraries write them, in the form of sae_lens (`tsae.sae.exchange.foreign`).
+
+| what lies there | of | site | checked against |
+|---|---|---|---|
+| layerN.sae.pt | Qwen-Scope (top-k; k from the repository's name, …-L0_50) | output of block N | sae_lens 6.54 |
+| params.npz | Gemma Scope (JumpReLU; layer from the path) | residual repositories | sae_lens 6.54 |
+| params.safetensors | Gemma Scope 2 (JumpReLU; layer from the path) | resid_post folders | sae_lens 6.54 |
+| ae.pt, config.json | dictionary_learning: seven classes | trainer.layer, submodule_name | dictionary-learning 0.1.0 |
+| cfg.json, sae.safetensors | EleutherAI sparsify (top-k) | the folder's name, such as layers.5 | eai-sparsify 1.3.3 |
+| hyperparams.json, checkpoints/ | Llama Scope (JumpReLU, one threshold) | hook_point_in | sae_lens 6.54 |
+| config.json, sae_weights.safetensors | Llamascopium, and lm-saes before it | hook_point_in | llamascopium 2.0.0b34 |
+| N.pt | OpenAI (top-k on normalised tokens, or ReLU) | the path, resid_post_mlp | their model.py |
+
+``.pt`` files are read as tensors and plain containers; one that needs pickle is refused. Transcoders, crosscoders and
+SAEs of other sites are refused by name. Where a format has factors of normalisation, they are folded into the weights.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+
+from tsae.base.files import read_object, reading
+from tsae.base.untrusted import check_zip
+from tsae.errors import TsaeError
+from tsae.sae.exchange.foreign import FoundSAE, fold_norms, from_lens, load_weights, not_fitting, transcoder
+from tsae.sae.exchange.saelens_files import plain_config
+
+_AGAIN = "Fetch it again."
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)[._](\d+)$")
+_FIELDS = ("k", "apply_b_dec_to_input", "normalize_activations")
+_MOST_NPZ = 1 << 36
+"""Bytes that one array of an .npz may unpack to."""
+Weights = dict[str, torch.Tensor]
+
+
+def read_published(path: Path, site: str | None = None) -> FoundSAE | None:
+    """Read an SAE of another library; None where none of the formats above lies there.
+
+    Args:
+        path: of a folder, or of a .pt file.
+        site: TransformerLens name, in place of the one that the files say.
+
+    Raises:
+        TsaeError: where a file is damaged or needs pickle, the site is not said, or the SAE cannot be computed here.
+    """
+    if path.is_file() and path.suffix in (".pt", ".pth"):
+        return _lone_file(path, site)
+    for marks, read in _FOLDERS.items():
+        if all((path / mark).exists() for mark in marks):
+            return read(path, site)
+    return None
+
+
+def _found(
+    of: str, path: Path, weights: Weights, site: str | None, *, architecture: str = "jumprelu", **told: Any
+) -> FoundSAE:
+    """Args: weights by sae_lens's names; told: `k`, `apply_b_dec_to_input`, `normalize_activations` of cfg.json, and
+    what metadata holds besides."""
+    fields: dict[str, Any] = {name: told.pop(name) for name in _FIELDS if name in told}
+    with not_fitting("the file of weights", f"the format of {of}", path, _AGAIN):
+        d_model, d_sae = weights["W_enc"].shape
+        weights.setdefault("b_enc", torch.zeros(d_sae))
+        weights.setdefault("b_dec", torch.zeros(d_model))
+        if "threshold" in weights:
+            weights["threshold"] = weights["threshold"].expand(d_sae)
+    metadata = {"sae_lens_version": version("sae_lens"), "hook_name": site, "format": of, **told}
+    config = {**plain_config(architecture, d_model, d_sae, metadata), **fields}
+    weights = {name: value.float().contiguous() for name, value in weights.items()}
+    return from_lens(config, weights, path, site)
+
+
+def _tensors(file: Path) -> dict[str, Any]:
+    """The dictionary in a file of torch.save, loaded without running code."""
+    try:
+        if zipfile.is_zipfile(file):
+            check_zip(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise TsaeError(
+            "needs pickle to load, which may run code, and is not loaded",
+            where=file,
+            fix="Ask its makers for safetensors, or save its state_dict() of plain tensors again.",
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise TsaeError(f"is no file of torch.save ({str(error).splitlines()[0]})", where=file, fix=_AGAIN) from error
+    if not isinstance(found, dict):
+        raise TsaeError(f"holds a {type(found).__name__}, expected a dictionary of tensors", where=file)
+    return found
+
+
+def _renamed(found: Mapping[str, Any], names: Mapping[str, str], where: Path) -> Weights:
+    """Weights by our names; a name that ends in .T is transposed."""
+    try:
+        return {
+            ours: found[theirs.removesuffix(".T")].T if theirs.endswith(".T") else found[theirs]
+            for ours, theirs in names.items()
+        }
+    except (KeyError, AttributeError) as error:
+        held = ", ".join(map(str, list(found)[:8]))
+        raise TsaeError(f"has no tensor {error}; it holds {held}", where=where, fix=_AGAIN) from error
+
+
+def _block(number: str | int | None) -> str | None:
+    return None if number is None else f"blocks.{int(number)}.hook_resid_post"
+
+
+def _in_path(pattern: str, path: Path) -> str | None:
+    found = re.search(pattern, path.absolute().as_posix())
+    return found[1] if found else None
+
+
+def _lone_file(file: Path, site: str | None) -> FoundSAE:
+    found = _tensors(file)
+    if "latent_bias" in found:
+        return _openai(file, found, site)
+    if layer := _in_path(r"/layer(\d+)\.sae\.pt$", file):
+        k = _in_path(r"-L0_(\d+)", file)
+        if k is None:
+            raise TsaeError(
+                "does not say how many latents a token has: that stands in the repository's name (…-L0_50)",
+                where=file,
+                fix="Keep that name in the path, such as SAE-Res-Qwen3-1.7B-Base-W32K-L0_50/layer14.sae.pt.",
+            )
+        names = {"W_enc": "W_enc.T", "W_dec": "W_dec.T", "b_enc": "b_enc", "b_dec": "b_dec"}
+        return _found(
+            "Qwen-Scope", file, _renamed(found, names, file), site or _block(layer), architecture="topk",
+            k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-(.+?)-W\d+K", file),
+        )  # fmt: skip
+    raise TsaeError(
+        f"is no file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {', '.join(map(str, list(found)[:8]))}",
+        where=file,
+        fix="Give the folder that has its config, if there is one.",
+    )
+
+
+def _openai(file: Path, found: dict[str, Any], site: str | None) -> FoundSAE:
+    place, layer = _in_path(r"(resid_\w+?|mlp_post_act)(?:_v\d\w*)?/", file), _in_path(r"/(\d+)\.pth?$", file)
+    if site is None and place is not None and not place.startswith("resid_post_mlp"):
+        site = f"hook_{place}"  # refused by its name
+    names = {"W_enc": "encoder.weight.T", "b_enc": "latent_bias", "b_dec": "pre_bias"}
+    names["W_dec"] = "decoder.weight.T" if "decoder.weight" in found else "encoder.weight"
+    weights, site = _renamed(found, names, file), site or _block(layer if place else None)
+    if found.get("activation") != "TopK":
+        return _found("OpenAI", file, weights, site, architecture="standard", model_name="gpt2")
+    k = int(found.get("activation_state_dict", {}).get("k", 0))
+    # Their TopK models are those that normalise.
+    return _found(
+        "OpenAI", file, weights, site, architecture="topk", k=k, normalize_activations="layer_norm", model_name="gpt2"
+    )
+
+
+def _gemma_scope(folder: Path, site: str | None) -> FoundSAE:
+    file = folder / "params.npz"
+    with reading(file, _AGAIN):
+        check_zip(file, most=_MOST_NPZ)
+        with np.load(file, allow_pickle=False) as data:
+            found = {
+                ("W_" + name[2:] if name.startswith("w_") else name): torch.from_numpy(data[name]) for name in data
+            }
+    found.pop("scaling_factor", None)
+    return _gemma(folder, found, site, _in_path(r"gemma-scope-\w+-\w+-(\w+)", folder))
+
+
+def _gemma_scope_2(folder: Path, site: str | None) -> FoundSAE:
+    found = load_weights(folder / "params.safetensors")
+    kind = _in_path(r"/(resid_post|attn_out|mlp_out|transcoder|clt)[^/]*/", folder)
+    names = {"W_enc": "w_enc", "W_dec": "w_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
+    if kind in ("transcoder", "clt") or "affine_skip_connection" in found:
+        raise transcoder(folder)
+    return _gemma(folder, _renamed(found, names, folder), site, kind)
+
+
+def _gemma(folder: Path, weights: Weights, site: str | None, kind: str | None) -> FoundSAE:
+    """Args: kind: what the path says that it reads."""
+    if kind == "transcoders":
+        raise transcoder(folder)
+    if site is None and kind is not None:
+        # Any other kind is refused by its name.
+        site = _block(_in_path(r"layer_(\d+)", folder)) if kind in ("res", "resid_post") else f"hook_{kind}"
+    l0 = _in_path(r"average_l0_(\d+)", folder)
+    told: dict[str, Any] = {"promised": {"l0": float(l0)}} if l0 else {}
+    return _found("Gemma Scope", folder, weights, site, apply_b_dec_to_input=False, prepend_bos=True, **told)
+
+
+def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
+    found, file = _tensors(folder / "ae.pt"), folder / "config.json"
+    trainer = read_object(file, _AGAIN).get("trainer")
+    if not isinstance(trainer, dict):
+        raise TsaeError("has no trainer, as dictionary_learning writes it", where=file, fix=_AGAIN)
+    kind = str(trainer.get("dict_class"))
+    submodule = str(trainer.get("submodule_name") or "resid_post")
+    if site is None and trainer.get("layer") is not None:
+        layer = int(trainer["layer"])
+        point = next((f"resid_{p}" for p in ("pre", "post") if f"resid_{p}" in submodule), submodule)
+        site = f"blocks.{layer}.hook_{point}"
+    linear = {"W_enc": "encoder.weight.T", "W_dec": "decoder.weight.T", "b_enc": "encoder.bias"}
+    plain = {name: name for name in ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")}
+    kinds: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {
+        "AutoEncoder": ({**linear, "b_dec": "bias"}, "standard", {}),
+        "AutoEncoderNew": ({**linear, "b_dec": "decoder.bias"}, "standard", {"apply_b_dec_to_input": False}),
+        "AutoEncoderTopK": ({**linear, "b_dec": "b_dec"}, "topk", {}),
+        "BatchTopKSAE": ({**linear, "b_dec": "b_dec", "threshold": "threshold"}, "jumprelu", {}),
+        "MatryoshkaBatchTopKSAE": (plain, "jumprelu", {}),
+        "JumpReluAutoEncoder": (plain, "jumprelu", {"apply_b_dec_to_input": False}),
+        "GatedAutoEncoder": (
+            {"W_enc": "encoder.weight.T", "W_dec": "decoder.weight.T", "b_dec": "decoder_bias", "r_mag": "r_mag",
+             "b_gate": "gate_bias", "b_mag": "mag_bias"}, "gated", {},
+        ),
+    }  # fmt: skip
+    if kind not in kinds:
+        raise TsaeError(
+            f"is a {kind}, which is no SAE that can be computed here",
+            where=file,
+            fix=f"Use one of {', '.join(kinds)}.",
+        )
+    names, architecture, more = kinds[kind]
+    if architecture == "topk":
+        more = {**more, "k": int(trainer.get("k") or found["k"])}
+    weights = _renamed(found, names, folder)
+    return _found(
+        "dictionary_learning", folder, weights, site, architecture=architecture, model_name=trainer.get("lm_name"),
+        **more,
+    )  # fmt: skip
+
+
+def _sparsify(folder: Path, site: str | None) -> FoundSAE:
+    config, found = read_object(folder / "cfg.json", _AGAIN), load_weights(folder / "sae.safetensors")
+    if config.get("transcode") or config.get("skip_connection") or "W_skip" in found:
+        raise transcoder(folder)
+    if config.get("activation", "topk") != "topk" or config.get("signed"):
+        raise TsaeError(
+            f"selects latents by {config.get('activation')}{' with signs' if config.get('signed') else ''}, "
+            "which is not computed here",
+            where=folder / "cfg.json",
+            fix="Use one with activation topk.",
+        )
+    if site is None:
+        block = _BLOCK.search(folder.absolute().name)
+        site = _block(block[1]) if block else f"hook_{folder.name}" if re.search(r"mlp|attn", folder.name) else None
+    names = {"W_enc": "encoder.weight.T", "W_dec": "W_dec", "b_enc": "encoder.bias", "b_dec": "b_dec"}
+    return _found(
+        "sparsify", folder, _renamed(found, names, folder), site, architecture="topk", k=int(config.get("k", 0))
+    )
+
+
+def _llama_scope(folder: Path, site: str | None) -> FoundSAE:
+    config, names = read_object(folder / "hyperparams.json", _AGAIN), _linear_names()
+    weights = _renamed(load_weights(folder / "checkpoints" / "final.safetensors"), names, folder)
+    with reading(folder / "hyperparams.json", _AGAIN):
+        factor = float(config["d_model"]) ** 0.5 / float(config["dataset_average_activation_norm"]["in"])
+        weights["threshold"] = torch.tensor(float(config["jump_relu_threshold"]) * factor)
+        return _scope(folder, weights, site, config, factor)
+
+
+def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
+    file, found = folder / "config.json", load_weights(folder / "sae_weights.safetensors")
+    config = read_object(file, _AGAIN)
+    kind = str(config.get("sae_type", "sae"))
+    if kind in ("clt", "molt", "transcoder") or config.get("hook_point_out") not in (None, config.get("hook_point_in")):
+        raise transcoder(folder)
+    if kind != "sae" or config.get("use_glu_encoder"):
+        what = "an SAE with a gated linear unit" if kind == "sae" else f"a {kind}"
+        raise TsaeError(f"is {what}, which is not computed here", where=file, fix="Use one of sae_type sae.")
+    act = str(config.get("act_fn", "jumprelu")).lower()
+    if act not in ("relu", "jumprelu", "topk"):
+        raise TsaeError(
+            f"its act_fn {act} chooses latents by the batch, so that a token's codes depend on other tokens",
+            where=file,
+            fix="Convert it to jumprelu in its library, and save it again.",
+        )
+    new = {"W_enc": "W_E", "W_dec": "W_D", "b_enc": "b_E", "b_dec": "b_D"}
+    names = new if "W_E" in found else _linear_names()
+    if config.get("use_decoder_bias") is False:
+        names.pop("b_dec")
+    weights = _renamed(found, names, folder)
+    gated_by_norm = bool(config.get("sparsity_include_decoder_norm", "W_E" in found))
+    if act == "jumprelu":
+        log = next((value for name, value in found.items() if name.endswith("log_jumprelu_threshold")), None)
+        if log is None:
+            raise TsaeError("has no log_jumprelu_threshold", where=folder, fix=_AGAIN)
+        weights["threshold"] = log.exp() / (weights["W_dec"].norm(dim=1) if gated_by_norm else 1)
+    elif act == "topk" and gated_by_norm:
+        fold_norms(weights)
+    told: dict[str, Any] = {"architecture": {"relu": "standard"}.get(act, act)}
+    if act == "topk":
+        told["k"] = int(config.get("top_k", 0))
+    norm = str(config.get("norm_activation", "dataset-wise"))
+    if norm == "token-wise":
+        return _scope(folder, weights, site, config, None, normalize_activations="constant_norm_rescale", **told)
+    if norm == "inference":
+        return _scope(folder, weights, site, config, None, **told)
+    average = found.get(f"dataset_average_activation_norm.{config.get('hook_point_in')}")
+    if average is None:
+        average = (config.get("dataset_average_activation_norm") or {}).get("in")
+    if norm != "dataset-wise" or average is None or not float(average) > 0:
+        raise TsaeError(
+            f"expects activations normalised {norm}, by a norm that its files do not hold",
+            where=folder,
+            fix="Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID.",
+        )
+    factor = float(weights["W_enc"].shape[0]) ** 0.5 / float(average)
+    return _scope(folder, weights, site, config, factor, **told)
+
+
+def _linear_names() -> dict[str, str]:
+    return {"W_enc": "encoder.weight.T", "W_dec": "decoder.weight.T", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}
+
+
+def _scope(
+    folder: Path, weights: Weights, site: str | None, config: Mapping[str, Any], factor: float | None, **told: Any
+) -> FoundSAE:
+    """Codes are those of the normalised activations, x · factor; reconstructions are of x."""
+    if factor is not None:
+        weights["W_enc"] = weights["W_enc"] * factor
+        weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec") if name in weights}
+    hook = config.get("hook_point_in")
+    told = {"apply_b_dec_to_input": False, "prepend_bos": True, **told}
+    return _found("Llama Scope", folder, weights, site or (None if hook is None else str(hook)), **told)
+
+
+_FOLDERS: dict[tuple[str, ...], Callable[[Path, str | None], FoundSAE]] = {
+    ("params.npz",): _gemma_scope,
+    ("params.safetensors",): _gemma_scope_2,
+    ("ae.pt", "config.json"): _dictionary_learning,
+    ("cfg.json", "sae.safetensors"): _sparsify,
+    ("hyperparams.json", "checkpoints"): _llama_scope,
+    ("config.json", "sae_weights.safetensors"): _llamascopium,
+}
+"""By files that a folder of theirs holds, and none of ours."""

@@ -1,0 +1,87 @@
+"""Whether a published SAE explains the activations at hand as well as it should.
+
+Site, normalisation and biases come from its config. If one of them is wrong, or the SAE is of another model, it still
+gives codes. What tells is the variance that it explains: the FVE on a sample is compared with the one that its makers
+name, where they do, else with a half.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from tsae.activations.source import Source
+from tsae.sae.model import ForeignSAE, TemporalSAE
+from tsae.sae.quality.reconstruction import TokenSums
+
+_TOKENS = 4096
+_DENSE = 1 << 24
+"""Dense codes at once."""
+_LEAST, _NEAR = 0.5, 0.1
+"""FVE where nothing is promised; how far below a promise is near."""
+_TIMES = 3.0
+"""How many times more or fewer active latents than promised are said."""
+
+
+def promised(sae: TemporalSAE) -> dict[str, float] | None:
+    """FVE and L0 that its makers name, as far as they do; None for an SAE that was not published."""
+    told: dict[str, Any] = sae.training_info
+    found = told.get("promised", told.get("sae_lens", {}).get("promised"))
+    return dict(found or {}) if found is not None or isinstance(sae, ForeignSAE) else None
+
+
+@torch.no_grad()
+def check_promise(sae: TemporalSAE, store: Source) -> tuple[float, float] | None:
+    """Measure a published SAE on about 4,096 tokens of a store without outliers, and warn where it falls short.
+
+    Returns:
+        (FVE, L0); None for an SAE that was not published.
+    """
+    if promised(sae) is None:
+        return None
+    sample = store.windows(sae.site, held_out=None, partner=None).first_tokens
+    sums, device = TokenSums(sae), sae.W_dec.device
+    for x in torch.from_numpy(sample[:: max(1, len(sample) // _TOKENS)]).split(max(64, _DENSE // sae.config.d_sae)):
+        sums.add(x.to(device), sae.encode(x.to(device)))
+    found = sums.slice("all", "all")
+    warn_where_short(sae, store, found.fve, found.l0, sums.n)
+    return found.fve, found.l0
+
+
+def warn_where_short(sae: TemporalSAE, store: Source, fve: float, l0: float, n_tokens: int) -> None:
+    """Warn where an SAE that was published explains less than it should, or with far more or fewer latents."""
+    told = promised(sae)
+    if told is None:
+        return
+    least, named = told.get("fve"), told.get("l0")
+    short = fve < (_LEAST if least is None else least - _NEAR)
+    other = named is not None and not named / _TIMES <= l0 <= named * _TIMES
+    if not short and not other:
+        return
+    says = [] if least is None else [f"FVE {least:.2f}"]
+    says += [] if named is None else [f"L0 {named:.0f}"]
+    expected = f"its makers name {' and '.join(says)}" if says else f"expected at least {_LEAST:g}"
+    bos = ""
+    if told_bos(sae) and not begins_with_special(store):
+        bos = " Its config says that texts begin with a BOS token; these do not."
+    warnings.warn(
+        f"this published SAE explains {fve:.2f} of the variance of {n_tokens:,} tokens at {sae.site}, with {l0:.1f} "
+        f"active latents a token ({expected}). It may be of another model or layer, or these texts may be unlike those "
+        f"that it was trained on. A diff finds only what it explains.{bos}",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def told_bos(sae: TemporalSAE) -> bool:
+    """Whether its config says that texts begin with a BOS token."""
+    return bool(sae.training_info.get("sae_lens", {}).get("prepend_bos"))
+
+
+def begins_with_special(store: Source) -> bool:
+    """Whether most prompts begin with a special token."""
+    prompts = store.rollouts.table["prompt_ids"].slice(0, 100).to_pylist()
+    special = set(store.special_ids)
+    return sum(bool(prompt) and prompt[0] in special for prompt in prompts) * 2 > len(prompts)
