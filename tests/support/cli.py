@@ -30,6 +30,7 @@ COMMANDS = [
     ["causal"],
     ["reinforcement"],
     ["influence"],
+    ["explain"],
     ["report"],
     ["verify"],
     ["repair"],

@@ -24,6 +24,7 @@ from tsae.errors import TsaeError, public
 _COMMANDS = (
     "run", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute", "causal",
     "reinforcement", "influence", "report", "reformulate", "credit",
+    "explain",
 )  # fmt: skip
 """Those that write artefacts."""
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
