@@ -29,10 +29,11 @@ from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.commands.options.diff import Diff, Reinforcement, Report
 from tsae.commands.options.explain import Explain
+from tsae.commands.options.export import Export
 from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
-from tsae.commands.options.sae import Encode, Evaluate, Export, Train
+from tsae.commands.options.sae import Encode, Evaluate, Train
 from tsae.commands.options.store import StoreCommand
 from tsae.commands.options.upkeep import Repair, Verify
 from tsae.commands.outputs import check_outputs, output
