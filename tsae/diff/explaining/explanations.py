@@ -10,6 +10,7 @@ import pandas as pd
 
 from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.table_export import Tables
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 
@@ -18,7 +19,7 @@ _FIX = "Make it again with `tsae explain`."
 
 
 @dataclass(frozen=True)
-class Explanations:
+class Explanations(Tables):
     """What a labeller says that features respond to, and how far that holds on contexts it has not seen."""
 
     table: pd.DataFrame
