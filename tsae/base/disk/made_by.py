@@ -28,7 +28,7 @@ _COMMANDS = (
 )  # fmt: skip
 """Those that write artefacts."""
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
-_DOUBTFUL = ("--trust", "--wandb", "--training.wandb", "--executor", "--slurm", "--ray")
+_DOUBTFUL = ("--trust", "--log-to", "--training.log-to", "--executor", "--slurm", "--ray")
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,15 @@ class Describer:
         features = self.contexts.features
         before = features.token_ids[np.maximum(self.tokens - 1, 0)]
         rules = []
-        for name, of in (("the token", self.ids), ("the token after", before)):
+        for name, of in (("the token", self.ids), ("tokens after", before)):
             total = np.bincount(of, weight)
             order = np.argsort(-total, kind="stable")
             order = order[total[order] > 0]
             for size in _SIZES:
                 ids = order[:size]
                 texts = ", ".join(repr(self.contexts.strings.get(str(i), f"#{i}")) for i in ids.tolist())
-                rules.append(Rule(f"{name} {texts}", _ids_rule(features.token_ids, ids, name == "the token after")))
+                said = "the tokens" if name == "the token" and len(ids) > 1 else name
+                rules.append(Rule(f"{said} {texts}", _ids_rule(features.token_ids, ids, name == "tokens after")))
         return rules
 
     def _common_rules(self) -> list[Rule]:
