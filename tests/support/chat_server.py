@@ -42,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.n_asked += 1
         time.sleep(self.server.seconds)
-        system, user = (message["content"] for message in body["messages"])
+        system, user = (body["messages"][place]["content"] for place in (0, -1))
         content = self.server.answer(system, json.loads(user))
         usage = {"total_tokens": len(system + user) // 4}
         self._answer({"choices": [{"message": {"role": "assistant", "content": content}}], "usage": usage})

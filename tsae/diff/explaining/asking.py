@@ -48,6 +48,22 @@ _TASKS: dict[Test, str] = {
     "fuzzing": f"You are given a label and some texts, in which some tokens stand between {OPEN} and {CLOSE}. {_DATA} "
     "For each text, decide whether the marked tokens are what the label describes.",
 }
+# An example shows the form of an answer to models that follow instructions badly.
+_EXAMPLES: dict[Test, tuple[tuple[str, int], ...]] = {
+    "detection": (("two blue birds", 1), ("a big dog", 0), ("he ran home", 0), ("the sky is grey", 1), ("a chair", 0)),
+    "fuzzing": (
+        (f"two {OPEN}blue{CLOSE} birds", 1), (f"a {OPEN}red{CLOSE} chair", 1), (f"{OPEN}the{CLOSE} sky is grey", 0),
+        (f"he ran {OPEN}home{CLOSE}", 0), (f"{OPEN}green{CLOSE} apples", 1),
+    ),
+}  # fmt: skip
+_COLOURS = "words for colours"
+_LABEL_EXAMPLE = {
+    "active": [
+        {"text": f"two {OPEN}blue{CLOSE} birds", "strength": [["blue", 9]]},
+        {"text": f"a {OPEN}red{CLOSE} chair", "strength": [["red", 7]]},
+    ],
+    "inactive": ["two birds", "a big chair"],
+}
 _VERDICTS = " Answer with one JSON list of {n} numbers and nothing else, 1 for yes and 0 for no, in order."
 _CHARACTERS = 3  # a token, at least, in most tokenizers and languages
 _LIST = re.compile(r"\[\s*[01](?:\s*,\s*[01]){0,999}\s*\]")
@@ -144,7 +160,10 @@ class Asked:
 
     def _verdict_prompt(self, test: Test, label: str, windows: Sequence[Window]) -> list[dict[str, str]]:
         texts = [window.plain if test == "detection" else window.marked for window in windows]
-        return _messages(_TASKS[test] + _VERDICTS.format(n=len(windows)), {"label": label, "texts": texts})
+        example = [_EXAMPLES[test][i % len(_EXAMPLES[test])] for i in range(len(windows))]
+        shown = {"label": _COLOURS, "texts": [text for text, _ in example]}
+        asked = _TASKS[test] + _VERDICTS.format(n=len(windows))
+        return _messages(asked, shown, [verdict for _, verdict in example], {"label": label, "texts": texts})
 
     def _note(self, answers: Sequence[str], read: Sequence[Any]) -> None:
         for answer, found in zip(answers, read, strict=True):
@@ -235,13 +254,16 @@ def _label_prompt(case: Case) -> list[dict[str, str]]:
             {"text": trained.plain, "base": strength(base), "trained": strength(trained)}
             for base, trained in case.compared
         ]
-    return _messages(_LABEL, content)
+    return _messages(_LABEL, _LABEL_EXAMPLE, {"label": _COLOURS}, content)
 
 
-def _messages(task: str, content: dict[str, Any]) -> list[dict[str, str]]:
+def _messages(task: str, example: Any, answer: Any, content: Any) -> list[dict[str, str]]:
     # Lone surrogates would not pass as UTF-8.
-    data = json.dumps(content, ensure_ascii=False).encode("utf-8", "replace").decode()
-    return [{"role": "system", "content": task}, {"role": "user", "content": data}]
+    shown, answered, asked = (
+        json.dumps(data, ensure_ascii=False).encode("utf-8", "replace").decode() for data in (example, answer, content)
+    )
+    said = (("system", task), ("user", shown), ("assistant", answered), ("user", asked))
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def _parts(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
