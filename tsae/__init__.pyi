@@ -24,11 +24,14 @@ from .checkpoints.updates.drift import weight_drift as weight_drift
 from .config import RunConfig as RunConfig
 from .config import WatchConfig as WatchConfig
 from .diff.config import DiffConfig as DiffConfig
+from .diff.config import ExplainConfig as ExplainConfig
 from .diff.config import InfluenceConfig as InfluenceConfig
 from .diff.controls.measure_noise import noise_null as noise_null
 from .diff.controls.noise_null import NoiseNull as NoiseNull
 from .diff.dynamics import Dynamics as Dynamics
 from .diff.dynamics import dynamics as dynamics
+from .diff.explaining.explain import explain as explain
+from .diff.explaining.explanations import Explanations as Explanations
 from .diff.feature_diff import FeatureDiff as FeatureDiff
 from .diff.measure_diff import feature_diff as feature_diff
 from .diff.policy_gradient.influence import Influence as Influence
@@ -43,6 +46,7 @@ from .report.hub.push import push as push
 from .rollouts.config import BandCutoffs as BandCutoffs
 from .rollouts.config import BandQuantiles as BandQuantiles
 from .rollouts.config import DifficultyConfig as DifficultyConfig
+from .rollouts.config import EndpointConfig as EndpointConfig
 from .rollouts.config import SamplingConfig as SamplingConfig
 from .rollouts.config import ServerConfig as ServerConfig
 from .rollouts.difficulty.difficulty import difficulty as difficulty

@@ -129,6 +129,10 @@ READERS = (
                             "--json", "out/pushed.json"), ("features",)),
     Stage("report", ("report", "--diff", "diff", "--features", "features", "--to", "out/page.html"),
           ("diff", "features"), bound=("diff", "features")),
+    Stage("explain", ("explain", "diff", "--features", "features", "--n", "6", "--held-out", "4", "--to",
+                      "out/explanations"), ("diff", "features"), bound=("diff", "features")),
+    Stage("export-delphi", ("export", "--sae", "sae", "--features", "features", "--format", "delphi", "--model", "m",
+                            "--context", "16", "--to", "out/latents"), ("sae", "features"), bound=("sae", "features")),
     Stage("report-more", ("report", "--diff", "diff", "--features", "features", "--causal", "causal", "--reinforcement",
                           "pushed", "--attribution", "attribution", "--to", "out/page.html"),
           ("diff", "features", "causal", "pushed", "attribution"),
@@ -151,7 +155,8 @@ WRITERS = (
     Stage("train-seeds", ("train", "--store", "acts", "--to", "out/saes", *_TRAINING, "--tokens", "3000", "--seeds",
                           "0", "1", "--save-every-steps", "4", "--site", SITE)),
     *(stage for stage in READERS
-      if stage.name in ("report-more", "export", "push-folder", "weights", "encode-live", "behaviours", "statistics")),
+      if stage.name in ("report-more", "export", "export-delphi", "explain", "push-folder", "weights", "encode-live",
+                        "behaviours", "statistics")),
 )  # fmt: skip
 """Commands that are disturbed while they write."""
 STAGES = tuple({stage.name: stage for stage in (*READERS, *WRITERS)}.values())

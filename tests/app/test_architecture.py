@@ -96,7 +96,7 @@ def test_a_module_says_its_purpose_and_fits_into_a_head() -> None:
 
 def test_values_do_not_change() -> None:
     """Configs and results are frozen; these few are filled while something is read."""
-    changing = {"Entry", "LensTemporalSAEConfig", "LoraUpdate", "Seen", "_Card", "_Chosen", "_Part"}
+    changing = {"BenchConfig", "Entry", "LensTemporalSAEConfig", "LoraUpdate", "Seen", "_Card", "_Chosen", "_Part"}
     found = set()
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -22,7 +22,7 @@ from tsae.diff.significance.inference import (
     q_values,
     sequential_p,
 )
-from tsae.diff.significance.permutations import Count, label_permutations, weight_permutations
+from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, weight_permutations
 from tsae.features.stored import PickedColumns
 from tsae.features.sums import grouped_sums
 
@@ -177,6 +177,15 @@ def test_interactions_with_equal_arrangements_against_enumeration() -> None:
     exact = hypergeom.pmf(k, 25, 5, 10)[t >= t[5] - 1e-9].sum()
     p = infer(interaction(a, b, np.ones(1), DRAWS.seed), replace(DRAWS, n_permutations=40_000)).p[0]
     assert p == pytest.approx(exact, rel=0.4)
+
+
+def test_a_feature_without_any_effect_in_two_bands_has_a_p_of_one() -> None:
+    """Every draw repeats the observed 0; counted once for either side, p would be 2."""
+    a, b = np.zeros((10, 3)), np.zeros((16, 3))
+    a[:, 1] = np.arange(10)
+    p = sequential_p(band_permutations(a, b, 0), 1, 3, 1000, 0.05, "bh")
+    assert p[[0, 2]].tolist() == [1, 1]
+    assert p[1] < 0.05
 
 
 def test_grouped_sums_are_those_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:

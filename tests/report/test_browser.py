@@ -122,6 +122,7 @@ def hostile() -> tsae.FeatureDiff:
             top_tokens=[[MARKUP, "x" * 100_000, "\ud800"]] * 6,
             promotes=[[MARKUP]] * 6, promotes_by=[[0.5]] * 6,
             suppresses=[["</script>"]] * 6, suppresses_by=[[-0.5]] * 6,
+            label=[MARKUP + "y" * 60, *[""] * 5], label_score=[0.9, 0.4, *[np.nan] * 4],
         ),
         shifts=made.shifts.replace({"checkpoint": run}),
         contrasts=made.contrasts.replace({"checkpoint": run}),
@@ -129,6 +130,7 @@ def hostile() -> tsae.FeatureDiff:
     )  # fmt: skip
     diff.info["token_strings"] = {str(i): word for i, word in enumerate(WORDS)}
     diff.info["readers"][1] |= {"id": run["up-run"]}
+    diff.info["explanations"] = {"labeller": MARKUP, "control": 0.5}
     return diff
 
 
@@ -326,7 +328,7 @@ def test_hostile_text_is_shown_as_text(browser: Any, attacked: Path) -> None:
     page = tab.page
     page.wait_for_selector("article#feature-0 mark")
     text = page.locator("article#feature-0").inner_text()
-    assert MARKUP in text
+    assert f"{MARKUP}{'y' * 60} (label by {MARKUP}; score 0.90 on" in text
     assert "‹U+202E›reversed" in text
     assert "‹U+D800›" in text
     assert "שלום" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -428,7 +429,7 @@ def test_metrics_go_to_wandb(store: ActivationStore, monkeypatch: pytest.MonkeyP
         )
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    training = replace(SHORT, wandb_project="p")
+    training = replace(SHORT, log_to="wandb:p")
     folder = interrupted(monkeypatch, store, tmp_path / "sae", training=training)
     train(store, CONFIG, to=folder, training=training, progress=False)
     assert [step for step, _ in logged] == [0, 24, -1]
@@ -443,7 +444,44 @@ def test_metrics_go_to_wandb(store: ActivationStore, monkeypatch: pytest.MonkeyP
     assert [call["id"] for call in started[3:]] == [None, None]
 
 
-def test_wandb_is_asked_for_by_name(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TsaeError, match=r"needs the package wandb.*pip install wandb"):
-        train(store, CONFIG, training=replace(TRAINING, wandb_project="p"), progress=False)
+@pytest.mark.parametrize(("target", "tool"), [("wandb:p", "wandb"), ("trackio:p", "trackio")])
+def test_logs_are_asked_for_by_name(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, target: str, tool: str
+) -> None:
+    monkeypatch.setitem(sys.modules, tool, None)
+    with pytest.raises(TsaeError, match=rf"needs the package {tool}.*pip install {tool}"):
+        train(store, CONFIG, training=replace(TRAINING, log_to=target), progress=False)
+    with pytest.raises(TsaeError, match="log_to='mlflow:p' is none of wandb:PROJECT"):
+        replace(TRAINING, log_to="mlflow:p")
+
+
+@pytest.mark.slow
+def test_a_run_of_wandb_lies_on_this_machine(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The real package, offline: its file holds the project, the settings and the metrics."""
+    for name, value in {"MODE": "offline", "DIR": tmp_path, "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", str(value))
+    train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, log_to="wandb:project-x"), progress=False)
+    (file,) = tmp_path.rglob("*.wandb")
+    content = file.read_bytes()
+    for text in (b"project-x", b"fve", b"alive", b"learning_rate"):
+        assert text in content
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
+def test_tensorboard_has_the_metrics(store: ActivationStore, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = tmp_path / "tb"
+    train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, log_to=f"tensorboard:{log}"), progress=False)
+    events = EventAccumulator(str(log / "sae"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("fve")] == [0, 24]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_has_the_metrics(store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, log_to="trackio:p"), progress=False)
+    assert any(b"fve" in file.read_bytes() for file in (tmp_path / "trackio").rglob("p*"))

@@ -31,6 +31,7 @@ COMMANDS = [
     ["causal"],
     ["reinforcement"],
     ["influence"],
+    ["explain"],
     ["report"],
     ["verify"],
     ["repair"],

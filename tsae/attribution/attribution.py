@@ -14,6 +14,7 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import read_object, reading, replacing
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.table_export import Tables
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -23,7 +24,7 @@ _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 
 
 @dataclass(frozen=True)
-class Attribution:
+class Attribution(Tables):
     """Which samples moved what.
 
     Two questions have two answers. *Share*: who did it; shares of all samples add up to what happened. *Effect*: what

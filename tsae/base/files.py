@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -40,6 +41,32 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """Give a temporary folder to write into; it becomes `path` when the block ends without an error.
+
+    Args:
+        path: missing, or an empty folder.
+        replace: whether a folder with something in it is replaced.
+
+    Raises:
+        TsaeError: where something is in the folder that is not to be replaced.
+    """
+    path = Path(path)
+    if path.is_dir() and not replace and any(path.iterdir()):
+        raise TsaeError("is not empty", where=path, fix="Give another folder, or empty this one.")
+    partial = path.with_name(f"{path.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_bytes(path: str | Path, content: bytes) -> Path:

@@ -17,6 +17,7 @@ from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
@@ -118,7 +119,7 @@ def _wilson(row: dict[str, Any], rollouts: Rollouts, pooled: Rollouts, confidenc
 
 
 @dataclass(frozen=True)
-class Intervention:
+class Intervention(Tables):
     """Features changed during generation, and what that did to the responses."""
 
     outcomes: pd.DataFrame

@@ -116,3 +116,57 @@ class InfluenceConfig:
             )
         if not self.parts or set(self.parts) - {"representation", "policy"} or len(set(self.parts)) < len(self.parts):
             raise TsaeError(f"parts={self.parts} are not representation, policy or both", where="InfluenceConfig")
+
+
+@dataclass(frozen=True)
+class ExplainConfig:
+    """Which features get a label, what they are labelled from, how labels are tested, and what that may cost."""
+
+    n: int = 20
+    """Features: those that moved most."""
+    choose: tuple[int, ...] = ()
+    """Features by number instead."""
+    strongest: int = 8
+    """Contexts with the largest activations, at most one a trajectory; half as the base reads, half as the trained
+    checkpoint that moved the feature most."""
+    random: int = 6
+    """Further contexts in which the feature is active."""
+    contrasting: int = 6
+    """Contexts with the same tokens in which it is not active."""
+    compared: int = 3
+    """Texts that the base and that checkpoint read most differently."""
+    held_out: int = 10
+    """Contexts of either kind in each test, from problems that the label was not made from."""
+    before: int = 20
+    """Tokens of a context before its strongest one."""
+    after: int = 8
+    """Tokens after it."""
+    min_score: float = 0.7
+    """A label that scores less (mean of detection and fuzzing) is not shown. With 10 contexts of either kind in both
+    tests, a label that says nothing reaches .7 once in about 100 features."""
+    per_request: int = 5
+    """Contexts that the server judges in one request."""
+    label_tokens: int = 300
+    """Tokens of an answer with a label, at most. Models that think first need more."""
+    verdict_tokens: int = 100
+    """Tokens of an answer to a test, at most."""
+    budget: int = 1_000_000
+    """Tokens, in and out, that the server may be asked for. Answers that are known already cost nothing."""
+    prices: tuple[float, float] = (0.0, 0.0)
+    """What the server's owner takes for a million tokens in and out; the estimate then names the cost."""
+    seed: int = 0
+    """Seed of the choice of contexts and of the shuffled labels."""
+
+    def __post_init__(self) -> None:
+        for name in ("strongest", "held_out", "per_request", "label_tokens", "verdict_tokens", "budget"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="ExplainConfig")
+        for name in ("n", "random", "contrasting", "compared", "before", "after"):
+            if getattr(self, name) < 0:
+                raise TsaeError(f"{name}={getattr(self, name)} is negative", where="ExplainConfig")
+        if self.held_out < 4 or not 0 <= self.min_score <= 1 or min(self.prices) < 0:
+            raise TsaeError(
+                f"held_out={self.held_out} must be at least 4, min_score={self.min_score} a share, and prices "
+                f"{self.prices} not negative",
+                where="ExplainConfig",
+            )

@@ -33,6 +33,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import comparisons, main_comparisons
@@ -56,7 +57,7 @@ _BLOCK = 2048  # features whose onsets are drawn at once
 
 
 @dataclass(frozen=True)
-class Dynamics:
+class Dynamics(Tables):
     """Features and behaviours along the steps of runs."""
 
     table: pd.DataFrame

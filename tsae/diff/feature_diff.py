@@ -13,6 +13,7 @@ import pandas as pd
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.table_export import Tables
 from tsae.base.views import Plots, views
 from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
 from tsae.diff.controls.confounds import CONTROLS, survival
@@ -28,7 +29,7 @@ _OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "insertion", "reinfo
 
 
 @dataclass(frozen=True)
-class FeatureDiff:
+class FeatureDiff(Tables):
     """Feature shifts of every checkpoint against the base and outcome effects within problems, with their evidence.
 
     Sizes are Δ: a difference in standard deviations of the feature over base trajectories. A feature *moved* if |Δ| is

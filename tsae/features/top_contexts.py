@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,14 @@ class Context:
     outcome: str
     policy: str
     problem_id: str
+
+
+class Peaks(NamedTuple):
+    """The strongest token of a feature in every row where it is active, in the order of the rows."""
+
+    row: np.ndarray
+    token: np.ndarray
+    value: np.ndarray
 
 
 def top_contexts(features: FeatureTable, feature: int, n: int = 8, *, reader: str | None = None) -> list[Context]:
@@ -76,3 +85,20 @@ def context(features: FeatureTable, feature: int, row: int) -> Context:
         n_prompt=int(features.rollouts.lengths("prompt_ids")[trajectory]),
         **record,
     )
+
+
+def peaks_of(source: FeatureTable, counted: np.ndarray, feature: int) -> Peaks:
+    """Where a feature is strongest, over the (n_tokens,) counted tokens."""
+    token, value = source.column(feature)
+    keep = counted[token] & (value > 0)
+    token, value = token[keep].astype(np.int64), value[keep]
+    row = source.rows_of(token)
+    starts = np.flatnonzero(np.r_[True, np.diff(row) != 0][: len(row)])
+    if not len(starts):
+        return Peaks(row, token, value)
+    best = np.maximum.reduceat(value, starts)
+    run = np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, len(row)]))
+    # The first token that reaches the maximum.
+    at = np.flatnonzero(value == best[run])
+    at = at[np.unique(run[at], return_index=True)[1]]
+    return Peaks(row[starts], token[at], best)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from tsae.base.filters import several
 from tsae.base.remote.mirror import is_url, local, published, url_of
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -35,7 +36,7 @@ from tsae.rollouts.responses.token_parts import COLUMN, TokenParts
 from tsae.rollouts.schema import BANDS, OUTCOMES, checked, type_of, typed
 
 
-class Rollouts(TokenParts):
+class Rollouts(TokenParts, Tables):
     """A table of trajectories.
 
     Args:
@@ -116,6 +117,9 @@ class Rollouts(TokenParts):
         if is_url(path):
             published(file)
         return file
+
+    def _tables(self) -> dict[str, pd.DataFrame | pa.Table]:
+        return {"rollouts": self.table}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

@@ -164,8 +164,8 @@ class TrainingConfig:
     """Steps between checkpoints, from the last of which a run that was killed goes on."""
     resume: Literal["auto", "never"] = "auto"
     """"auto" goes on from a checkpoint of the same training and loads a finished one; "never" trains anew."""
-    wandb_project: str | None = None
-    """Weights & Biases project that metrics are also sent to."""
+    log_to: str | None = None
+    """Where metrics also go: wandb:PROJECT (Weights & Biases), trackio:PROJECT or tensorboard:FOLDER."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -182,6 +182,12 @@ class TrainingConfig:
             self,
             not set(self.balance) <= set(get_args(Axis)) or len(set(self.balance)) < len(self.balance),
             f"balance={self.balance} must name some of {', '.join(get_args(Axis))}, each once",
+        )
+        tool, _, named = (self.log_to or "wandb:-").partition(":")
+        _refuse(
+            self,
+            tool not in ("wandb", "trackio", "tensorboard") or not named,
+            f"log_to={self.log_to!r} is none of wandb:PROJECT, trackio:PROJECT, tensorboard:FOLDER",
         )
         rate = self.learning_rate
         _refuse(self, rate is not None and not 0 < rate < 10, f"learning_rate={rate} is not between 0 and 10")

@@ -23,6 +23,8 @@ from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, check_seal, read_sealed, sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.causal.intervention import Intervention
+from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
@@ -155,6 +157,7 @@ FOLDERS = (
     Kind("gradients", 6, ("gradients.json",), _check_gradients),
     Kind("recording", 1, (SAMPLES, SETTINGS), check_samples),
     Kind("causal test", 6, ("causal.json", "outcomes.parquet"), _sealed(Intervention.load)),
+    Kind("explanations", 6, (EXPLANATIONS, "explanations.parquet"), _sealed(Explanations.load), ("answers.jsonl",)),
     Kind("influence", 6, ("influence.json", "influence.parquet"), _sealed(Influence.load)),
     Kind("credit", 6, ("credit.json", "credit.safetensors"), _sealed(Credit.load)),
     Kind("reinforcement", 6, ("reinforcement.parquet", "groups.parquet"), _check_tables),

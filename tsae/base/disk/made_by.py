@@ -23,11 +23,11 @@ from tsae.errors import TsaeError, public
 
 _COMMANDS = (
     "run", "watch", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute",
-    "causal", "reinforcement", "influence", "report", "reformulate", "credit",
+    "causal", "reinforcement", "influence", "report", "reformulate", "credit", "explain",
 )  # fmt: skip
 """Those that write artefacts."""
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
-_DOUBTFUL = ("--trust", "--wandb", "--training.wandb", "--executor", "--slurm", "--ray")
+_DOUBTFUL = ("--trust", "--log-to", "--training.log-to", "--executor", "--slurm", "--ray")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class HuggingFaceReader:
             if stop_early and len(found) == len({site.name for site in self.sites}):
                 raise PastLastSite
 
-        handles = [_attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
+        handles = [attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
         try:
             self.model(
                 input_ids=input_ids,
@@ -141,7 +141,7 @@ class HuggingFaceReader:
         return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
 
 
-def _attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+def attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """Have every forward pass give the residual stream (B, T, d_model) at a site to `change`, and replace it.
 
     Where `change` returns None, the stream stays as it is. The result has `remove`.
@@ -172,7 +172,7 @@ def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor]
     """
     blocks = decoder_blocks(model)
     (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
-    handle = _attach(blocks, place, change)
+    handle = attach(blocks, place, change)
     try:
         yield
     finally:

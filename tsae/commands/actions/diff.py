@@ -15,6 +15,8 @@ from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.diff import Diff, Reinforcement, Report
 from tsae.diff.controls.baselines import baselines
+from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.families import find_families
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
@@ -135,6 +137,9 @@ def run_report(options: Report) -> None:
         with reading(folder, fix):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)
+    folder = options.explanations or options.diff.parent / "explanations"
+    if options.explanations is not None or (folder / EXPLANATIONS).is_file():
+        diff = Explanations.load(folder).mark(diff)
     folder = options.attribution or options.diff.parent / "attribution"
     known = options.attribution is not None or (folder / "attribution.json").is_file()
     attribution = Attribution.load(folder) if known else None

@@ -1,4 +1,4 @@
-"""`tsae train`, `tsae evaluate`, `tsae export` and `tsae encode`."""
+"""`tsae train`, `tsae evaluate` and `tsae encode`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.sae import Encode, Evaluate, Export, Live, Train
+from tsae.commands.options.sae import Encode, Evaluate, Live, Train
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
 from tsae.features.encode import encode_part
@@ -134,11 +134,6 @@ def run_evaluate(options: Evaluate) -> None:
             print(f"\n{stable}")
             say_wrote(stable.save(options.sae))
         write(content)
-
-
-def run_export(options: Export) -> None:
-    sae = tsae.load_sae(options.sae, site=options.site)
-    say_wrote(sae.to_saelens(options.to, architecture=options.architecture), f"{sae} as {options.architecture}")
 
 
 def run_encode(options: Encode) -> None:

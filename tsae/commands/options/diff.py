@@ -92,3 +92,6 @@ class Report:
     attribution: Path | None = None
     """Folder that `tsae attribute` wrote: the report says which samples did that. By default the folder attribution
     beside the diff, if there is one."""
+    explanations: Path | None = None
+    """Folder that `tsae explain` wrote: the report shows its labels. By default the folder explanations beside the
+    diff, if there is one."""

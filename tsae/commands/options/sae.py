@@ -1,4 +1,4 @@
-"""Options of the commands on SAEs: train, evaluate, export, encode."""
+"""Options of the commands on SAEs: train, evaluate, encode."""
 
 from __future__ import annotations
 
@@ -92,24 +92,6 @@ class Evaluate:
     """SAEs of the same training with other seeds: matches latents into stability.json, which `tsae encode` copies."""
     json: Path | None = None
     """File for the results as JSON; - for standard output. Text then goes to standard error."""
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write a temporal SAE for sae_lens, where it gives the same codes, bit for bit.
-
-    Also a published SAE: in this form every command reads it without a network.
-    """
-
-    sae: Path
-    """Folder that `tsae train` wrote, or a published SAE: a path, org/name on the Hugging Face Hub, or
-    saelens:RELEASE/ID."""
-    to: Path
-    """Folder for cfg.json and sae_weights.safetensors."""
-    architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
-    """jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
-    site: str | None = None
-    """Where its activations come from, if the files of a published SAE do not say: blocks.14.hook_resid_post."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.base.table_export import Tables
+
 
 @dataclass(frozen=True)
-class NoiseNull:
+class NoiseNull(Tables):
     """Shifts of checkpoints and of noise as large as their updates, on the same trajectories."""
 
     table: pd.DataFrame

@@ -25,6 +25,7 @@ import pandas as pd
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.errors import TsaeError
 
@@ -32,7 +33,7 @@ _FILES = ("influence.json", "influence.parquet")
 
 
 @dataclass(frozen=True)
-class Influence:
+class Influence(Tables):
     """The first-order influence of every training sample on every chosen feature."""
 
     table: pd.DataFrame

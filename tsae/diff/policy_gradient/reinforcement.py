@@ -20,6 +20,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.base.filters import several
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows
@@ -40,7 +41,7 @@ class Realised(Protocol):
 
 
 @dataclass(frozen=True)
-class Reinforcement:
+class Reinforcement(Tables):
     """Which features the rollouts of a policy reinforce, and which rollouts do it."""
 
     table: pd.DataFrame

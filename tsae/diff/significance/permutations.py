@@ -263,8 +263,8 @@ def band_permutations(a: np.ndarray, b: np.ndarray, seed: int, offset: np.ndarra
             member = np.zeros((size, n))
             np.put_along_axis(member, np.argsort(rng.random((size, n)), axis=1)[:, :n_a], 1.0, 1)
             drawn = np.divide(*welch(member, features))
-            extreme += np.count_nonzero(drawn >= high[features], axis=0)
-            extreme += np.count_nonzero(drawn <= -low[features], axis=0)
+            # A draw of 0 where 0 was found is extreme on either side, and counts once.
+            extreme += np.count_nonzero((drawn >= high[features]) | (drawn <= -low[features]), axis=0)
         return extreme[None]
 
     return count

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import masked_blocks
+from tsae.features.top_contexts import Peaks, peaks_of
 from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128
@@ -49,14 +50,6 @@ class Contexts:
     """strings, problems; per trajectory [problem, policy, outcome, prompt tokens, tokens, [[start, ids], …]]."""
     left_out: int = 0
     """Active features without room."""
-
-
-class _Peaks(NamedTuple):
-    """The strongest token of a feature in every row where it is active, in the order of the rows."""
-
-    row: np.ndarray
-    token: np.ndarray
-    value: np.ndarray
 
 
 @dataclass
@@ -92,7 +85,7 @@ def contexts(
     cards: list[_Card] = []
     left_out, budget = 0, max_tokens
     for feature in order:
-        peaks = _peaks(source, counted, int(feature))
+        peaks = peaks_of(source, counted, int(feature))
         if not len(peaks.row):
             continue
         if budget < 0:
@@ -106,23 +99,6 @@ def contexts(
         else:
             cards.append(card)
     return _collected(source, cards, strings, left_out)
-
-
-def _peaks(source: FeatureTable, counted: np.ndarray, feature: int) -> _Peaks:
-    """Over the counted tokens."""
-    token, value = source.column(feature)
-    keep = counted[token] & (value > 0)
-    token, value = token[keep].astype(np.int64), value[keep]
-    row = source.rows_of(token)
-    starts = np.flatnonzero(np.r_[True, np.diff(row) != 0][: len(row)])
-    if not len(starts):
-        return _Peaks(row, token, value)
-    best = np.maximum.reduceat(value, starts)
-    run = np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, len(row)]))
-    # The first token that reaches the maximum.
-    at = np.flatnonzero(value == best[run])
-    at = at[np.unique(run[at], return_index=True)[1]]
-    return _Peaks(row[starts], token[at], best)
 
 
 def histograms(source: FeatureTable, span: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +147,7 @@ class _Chooser:
         mixed = (self.first[True] >= 0) & (self.first[False] >= 0)
         self.mixed = mixed[self.group] & (self.success | failure)
 
-    def card(self, feature: int, peaks: _Peaks) -> _Card:
+    def card(self, feature: int, peaks: Peaks) -> _Card:
         row, token, value = peaks
         order = np.lexsort((row, -value))
         row, token, value = row[order], token[order], value[order]

@@ -119,6 +119,9 @@ def _features(
     }
     arrays = {name: table[name] for name in ("firing_rate", "top_token_share", "length_correlation")}
     arrays |= {name: table[name] for name in ("share", "stability", "thinking_share") if name in table}
+    if "label" in table:
+        columns["label"] = [visible(str(label)) for label in table.label]
+        arrays["label_score"] = table.label_score
     if "family" in table:
         columns["family"] = [visible(str(f)) for f in table.family]
         arrays["family_share"] = table.family_share
@@ -140,6 +143,7 @@ def _features(
         "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
         "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,
+        "labeller": visible(str((diff.info.get("explanations") or {}).get("labeller", ""))),
         "flag_words": FLAG_WORDS,
         "contrasts": [_contrast(diff, row) for row in facts.records(shown)],
     }

@@ -26,6 +26,7 @@ const makeCard = async (data, feature) => {
   return element("article", { class: "card", id: "feature-" + feature, "aria-label": "Feature " + feature },
     element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
     element("h3", {}, `Feature ${feature}: `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
+    labelled(data, feature),
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
     element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
@@ -33,6 +34,16 @@ const makeCard = async (data, feature) => {
     ...(steps ? alongSteps(steps) : []),
     ...shown(trajectories, examples, feature, info),
   );
+};
+
+// What `tsae explain` says of a feature; nothing where it was not asked about it.
+const labelled = (data, feature) => {
+  const score = data.numbers.label_score ? data.numbers.label_score[feature] : null;
+  if (score === null) return null;
+  const label = data.columns.label[feature];
+  const tested = `score ${numberText(score)} on other problems' contexts, where 0.5 says nothing`;
+  return element("p", {}, label ? element("strong", {}, element("bdi", {}, label)) : "Unlabelled",
+    element("small", {}, label ? ` (label by ${data.info.labeller}; ${tested})` : ` (the label by ${data.info.labeller} does not hold; ${tested})`));
 };
 
 const words = (data, feature) => {

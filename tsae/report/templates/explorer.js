@@ -29,9 +29,9 @@ const startExplorer = async () => {
     const least = Number(value("delta") || 0);
     const direction = Number(value("direction") || 0);
     const stable = Number(value("stability") || 0);
-    const { group, responds, tokens, family, flags } = data.columns;
+    const { group, responds, tokens, label, family, flags } = data.columns;
     const found = active.map((feature) => rowOf(feature, chosen)).filter((row) => {
-      const text = `${row.feature} ${responds[row.feature]} ${tokens[row.feature].join(" ")}`.toLowerCase();
+      const text = `${row.feature} ${responds[row.feature]} ${label ? label[row.feature] : ""} ${tokens[row.feature].join(" ")}`.toLowerCase();
       return (
         (row.q === null ? q >= 1 && !least && !direction : row.q <= q && Math.abs(row.delta) >= least) &&
         (!direction || Math.sign(row.delta) === direction) &&
@@ -79,9 +79,10 @@ const startExplorer = async () => {
     const arrow = { up: "▲ ", down: "▼ ", still: DOT + " " }[kind];
     const link = element("a", { href: "#feature-" + row.feature }, String(row.feature));
     const flags = data.columns.flags[row.feature];
+    const label = data.columns.label ? data.columns.label[row.feature] : "";
     return element("tr", { class: row.feature === state.open ? "open" : null },
       element("th", { scope: "row" }, link),
-      element("td", {}, element("bdi", {}, row.responds), flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
+      element("td", {}, element("bdi", {}, row.responds), label ? element("bdi", {}, element("small", {}, ` ${label}`)) : null, flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
       element("td", { class: "n " + kind }, row.delta === null ? "not tested" : arrow + numberText(row.delta, true)),
       element("td", { class: "n" }, row.delta === null ? "" : numberText(row.difference, true)),
       element("td", { class: "n" }, row.delta === null ? "" : qText(row.q)),

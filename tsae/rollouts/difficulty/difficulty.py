@@ -14,6 +14,7 @@ import pandas as pd
 
 from tsae.base.files import write_json
 from tsae.base.provenance import versions
+from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -29,7 +30,7 @@ _TABLES = ("rates", "migration", "pass_at_k", "groups")
 
 
 @dataclass(frozen=True)
-class Difficulty:
+class Difficulty(Tables):
     """Where every policy finds every problem."""
 
     rates: pd.DataFrame

@@ -1,4 +1,4 @@
-"""A server with the completions of the OpenAI API: requests, retries with longer and longer waits, and its key."""
+"""A server with completions and chats as the OpenAI API has them: requests, retries with longer waits, its key."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ class Endpoint:
             TsaeError: where it fails more often than `EndpointConfig.retries`.
         """
         return self._asked("POST", "completions", {"model": self.model, **body})
+
+    def chat(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """(status, JSON) of the answer to messages; `model` is added. See `complete`."""
+        return self._asked("POST", "chat/completions", {"model": self.model, **body})
 
     def refusal(self, status: int, body: Any) -> TsaeError:
         """The error for a completion that the server refuses."""

@@ -39,7 +39,7 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
-_NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "wandb_project")
+_NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "log_to")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
 

@@ -35,10 +35,10 @@ from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.fitting.metric_logs import MetricLog, open_log
 from tsae.sae.fitting.run_folder import RunFolder
 from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.fitting.training_plan import Plan
-from tsae.sae.fitting.wandb_run import start_wandb
 from tsae.sae.fitting.warm_start import warm_start
 from tsae.sae.model import TemporalSAE
 
@@ -145,7 +145,7 @@ def _train(
 
 
 class _Run:
-    """One of the trainings that share batches: its trainer, folder and W&B run.
+    """One of the trainings that share batches: its trainer, folder and log.
 
     Attributes:
         row: its last metrics.
@@ -154,11 +154,11 @@ class _Run:
     def __init__(self, windows: Windows, unseen: np.ndarray | None, plan: Plan, processes: Processes) -> None:
         self.windows, self.unseen, self.plan, self.processes = windows, unseen, plan, processes
         self.row: dict[str, float] = {}
-        self.wandb = None
-        if plan.training.wandb_project is not None and processes.first:
+        self.log: MetricLog | None = None
+        if plan.training.log_to is not None and processes.first:
             shown = {"sae": asdict(plan.config), "training": asdict(plan.training), "inputs": public(plan.inputs)}
             name, id = (None, None) if plan.folder is None else (plan.folder.path.name, plan.folder.id)
-            self.wandb = start_wandb(plan.training.wandb_project, shown, name, id)
+            self.log = open_log(plan.training.log_to, shown, name, id)
         self.trainer = Trainer(windows, plan.config, plan.training, processes, plan.start)
         state = None if plan.folder is None else plan.folder.load(self.trainer.shards)
         if plan.folder is not None and state is not None:
@@ -175,8 +175,8 @@ class _Run:
             self.row = metrics
             if folder is not None and self.processes.first:
                 folder.log(metrics)
-            if self.wandb is not None:
-                self.wandb.log(metrics, step=int(metrics["step"]))
+            if self.log is not None:
+                self.log.log(metrics, step=int(metrics["step"]))
         steps, shards = self.trainer.steps, self.trainer.shards
         if folder is not None and steps % self.plan.training.save_every_steps == 0:
             if shards.size > 1:
@@ -218,6 +218,6 @@ class _Run:
             if self.processes.first:
                 folder.finish(model)
             self.processes.wait()
-        if self.wandb is not None:
-            self.wandb.finish()
+        if self.log is not None:
+            self.log.finish()
         return model

@@ -1,0 +1,46 @@
+"""Tables of results for pandas, polars and Parquet."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from support.attributions import make_attribution
+from support.builders import make_rollouts
+from support.diffs import make
+from tsae.errors import TsaeError
+
+
+def test_every_table_goes_to_pandas_and_parquet(tmp_path: Path) -> None:
+    diff, attribution, rollouts = make(), make_attribution(), make_rollouts(n_problems=3)
+    pd.testing.assert_frame_equal(diff.to_pandas(), diff.shifts)
+    named = diff.to_pandas("features")
+    assert named.feature.tolist() == list(range(6))
+    named["group"] = "changed"
+    assert "changed" not in set(diff.features.group)
+    for result, tables in ((diff, ("shifts", "features", "contrasts")), (attribution, ("targets", "groups"))):
+        for table in tables:
+            read = pd.read_parquet(result.to_parquet(tmp_path / "t.parquet", table))
+            pd.testing.assert_frame_equal(read, result.to_pandas(table), check_dtype=False)
+    assert rollouts.to_pandas().policy.tolist() == rollouts.table["policy"].to_pylist()
+    assert len(pd.read_parquet(rollouts.to_parquet(tmp_path / "r.parquet"))) == len(rollouts)
+    with pytest.raises(TsaeError, match=r"FeatureDiff has no table 'dynamics'; there are shifts, contrasts, features"):
+        diff.to_pandas("dynamics")
+
+
+def test_polars_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(TsaeError, match=r"tables for polars need polars.*pip install polars"):
+        make().to_polars()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
+def test_tables_go_to_polars() -> None:
+    diff = make()
+    found = diff.to_polars("features")
+    assert found.columns == list(diff.to_pandas("features").columns)
+    assert found["top_tokens"].to_list() == [list(tokens) for tokens in diff.features.top_tokens]

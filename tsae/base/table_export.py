@@ -1,0 +1,63 @@
+"""Tables of results for other libraries: pandas, polars, and Parquet files."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.base.files import replacing
+from tsae.errors import TsaeError
+
+
+class Tables:
+    """A frozen dataclass with tables among its fields; the first one is what is meant where none is named."""
+
+    def to_pandas(self, table: str | None = None) -> pd.DataFrame:
+        """A table as a DataFrame of its own; what names its rows is a column.
+
+        Args:
+            table: the field's name.
+
+        Raises:
+            TsaeError: where there is no such table.
+        """
+        known = self._tables()
+        name = next(iter(known)) if table is None and known else table
+        if name not in known:
+            where = f"{type(self).__name__} has no table {table!r}"
+            raise TsaeError(f"{where}; there are {', '.join(known) or 'none'}", where="to_pandas")
+        found = known[name]
+        if isinstance(found, pa.Table):
+            return found.to_pandas()
+        return found.reset_index() if found.index.name else found.copy()
+
+    def to_parquet(self, file: str | Path, table: str | None = None) -> Path:
+        """Write a table as a plain Parquet file, whole or not at all; see `to_pandas`."""
+        frame = pa.Table.from_pandas(self.to_pandas(table), preserve_index=False)
+        with replacing(file) as partial:
+            pq.write_table(frame, partial, compression="zstd")
+        return Path(file)
+
+    def to_polars(self, table: str | None = None) -> Any:
+        """A table as a polars DataFrame; see `to_pandas`.
+
+        Raises:
+            TsaeError: where polars is missing.
+        """
+        frame = self.to_pandas(table)
+        try:
+            import polars
+        except ImportError as error:
+            raise TsaeError(
+                "tables for polars need polars", where="to_polars", fix="Install it with `pip install polars`."
+            ) from error
+        return polars.from_arrow(pa.Table.from_pandas(frame, preserve_index=False))
+
+    def _tables(self) -> dict[str, pd.DataFrame | pa.Table]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, pd.DataFrame | pa.Table)}

@@ -1,0 +1,91 @@
+"""`tsae export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import tsae
+from tsae.base.disk.made_by import made_by
+from tsae.base.files import new_folder
+from tsae.checkpoints.forward.site_names import site_names
+from tsae.commands.common import say_wrote
+from tsae.commands.options.export import Export
+from tsae.errors import TsaeError
+from tsae.features.exchange.delphi_cache import write_delphi
+from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
+from tsae.features.feature_table import FeatureTable
+from tsae.sae.model import TemporalSAE
+from tsae.sae.steering import SteeringVector
+
+
+def run_export(options: Export) -> None:
+    sae = TemporalSAE.load(options.sae, site=options.site)
+    features = None if options.features is None else _features(options.features, sae)
+    before = made_by(options.to)
+    with new_folder(options.to, replace=before is not None and before.words[:1] == ("export",)) as folder:
+        told = _written(options, sae, features, folder)
+    say_wrote(options.to, told)
+
+
+def _written(options: Export, sae: TemporalSAE, features: FeatureTable | None, folder: Path) -> str:
+    """Write into the folder; what it is."""
+    if options.format == "saelens":
+        sae.to_saelens(folder, architecture=options.architecture)
+        return f"{sae} as {options.architecture}"
+    if options.format in ("safetensors", "gguf"):
+        if not options.choose:
+            raise TsaeError("no features are named", where="tsae export", fix="Name them with --choose.")
+        for feature in options.choose:
+            vector = SteeringVector.of(sae, feature, _typical(features, feature))
+            file = folder / f"feature-{feature}.{options.format}"
+            if options.format == "gguf":
+                vector.to_gguf(file, options.model)
+            else:
+                vector.save(file)
+        scale = "of unit activation" if features is None else "scaled to the features' typical activation"
+        return f"{len(options.choose)} steering vectors at {sae.site}, {scale}"
+    missing = [name for name, given in (("--features", features), ("--model", options.model)) if not given]
+    if options.format == "neuronpedia" and not options.creator:
+        missing.append("--creator")
+    if missing or features is None:
+        where = f"tsae export --format {options.format}"
+        raise TsaeError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", where=where)
+    if options.format == "delphi":
+        hookpoint = site_names(sae.site).get("delphi")
+        if hookpoint is None:
+            raise TsaeError(f"delphi has no hook point for {sae.site}", where=options.sae)
+        write_delphi(
+            features, folder, hookpoint=hookpoint, model_name=options.model, reader=options.reader,
+            context=options.context,
+        )  # fmt: skip
+        return f"activations of {features.n_features:,} features at {hookpoint}"
+    diff = None if options.diff is None else tsae.FeatureDiff.load(options.diff, features=features)
+    found = None if options.explanations is None else tsae.Explanations.load(options.explanations)
+    if found is not None and found.info["sae"] != sae.fingerprint:
+        raise TsaeError("labels features of another SAE", where=options.explanations, fix="Explain this one's.")
+    names = Neuronpedia(options.model, options.source, options.creator)
+    write_neuronpedia(
+        features, sae, folder, names, {} if diff is None else diff.info.get("token_strings", {}),
+        chosen=options.choose, described=None if diff is None else diff.features,
+        labels=None if found is None else found.labels, labeller="" if found is None else found.info["labeller"],
+    )  # fmt: skip
+    return f"{len(options.choose) or features.n_features:,} features as {options.model}/{options.source}"
+
+
+def _features(folder: Path, sae: TemporalSAE) -> FeatureTable:
+    """The features of this SAE."""
+    features = FeatureTable.load(folder)
+    if features.info["sae"].get("weights") not in (sae.fingerprint, None):
+        raise TsaeError("was encoded with another SAE", where=folder, fix="Give the SAE that `tsae encode` read.")
+    return features
+
+
+def _typical(features: FeatureTable | None, feature: int) -> float:
+    """Mean activation of a feature where it is active in responses; 1 without features or where it never is."""
+    if features is None:
+        return 1.0
+    tokens, values = features.column(feature)
+    values = values[features.span_mask("response")[tokens]]
+    return float(np.mean(values)) if len(values) else 1.0

@@ -1,0 +1,102 @@
+"""Explanations: labels of features with their scores, and the features that stay unlabelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tsae.base.files import read_object, reading
+from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.table_export import Tables
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+
+FILE, _TABLE = "explanations.json", "explanations.parquet"
+_FIX = "Make it again with `tsae explain`."
+
+
+@dataclass(frozen=True)
+class Explanations(Tables):
+    """What a labeller says that features respond to, and how far that holds on contexts it has not seen."""
+
+    table: pd.DataFrame
+    """One row a feature:
+
+    feature              index
+    label                one line; empty where the labeller gave none
+    detection, fuzzing   balanced accuracy on held-out contexts (`tsae.diff.explaining.label_contexts`); NaN where there
+                         are too few of them, or too few answers
+    score                mean of both
+    control_detection, control_fuzzing, control   the same with the label of another feature
+    n_detection, n_fuzzing  contexts
+    answered             share of contexts with a verdict
+    shown                whether the label is shown: its score is at least the config's min_score and above its control
+    note                 why it is not
+    """
+    info: dict[str, Any] = field(default_factory=dict)
+    """labeller (the model's name, or that it is rules), by_model, config, sae and rollouts (fingerprints), tokens that
+    the server was asked for."""
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """Labels that are shown, by feature."""
+        kept = self.table[self.table.shown]
+        return dict(zip(kept.feature.tolist(), kept.label.tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        means = self.table[["score", "control"]].mean()
+        return (
+            f"Explanations({len(self.labels)} of {len(self.table)} features labelled by {self.info['labeller']}; mean "
+            f"score {means.score:.2f}, with other features' labels {means.control:.2f})"
+        )
+
+    def mark(self, diff: FeatureDiff) -> FeatureDiff:
+        """The diff with the labels: `features` has the columns label (empty where none is shown) and label_score.
+
+        Raises:
+            TsaeError: where the diff is of another SAE.
+        """
+        if diff.info["sae"].get("weights") != self.info["sae"]:
+            raise TsaeError(
+                "the diff is of another SAE than the labels",
+                where="Explanations.mark",
+                fix="Use the diff that `tsae explain` read.",
+            )
+        known = self.table.set_index("feature")
+        labels = known.label.where(known.shown, "").reindex(diff.features.index, fill_value="")
+        features = diff.features.assign(label=labels, label_score=known.score.reindex(diff.features.index))
+        told = {"labeller": self.info["labeller"], "control": float(known.control.mean())}
+        return replace(diff, features=features, info={**diff.info, "explanations": told})
+
+    def save(self, folder: str | Path) -> Path:
+        """Write explanations.parquet, and explanations.json last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).unlink(missing_ok=True)
+        self.table.to_parquet(folder / _TABLE, index=False)
+        write_sealed(folder, FILE, self.info, [_TABLE])
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Explanations:
+        """Read a folder that `save` wrote.
+
+        Raises:
+            TsaeError: where a file is missing or damaged.
+        """
+        folder = Path(folder)
+        for name in (FILE, _TABLE):
+            if not (folder / name).is_file():
+                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae explain`.")
+        check_seal(folder, _FIX)
+        info = read_object(folder / FILE, _FIX)
+        if info.pop("sealed", False):
+            need_seal(folder, [folder / _TABLE], _FIX)
+        with reading(folder / _TABLE, _FIX):
+            table = pd.read_parquet(folder / _TABLE)
+            if not {"feature", "label", "score", "control", "shown"} <= set(table):
+                raise ValueError("it is no table of labels")
+        return cls(table, info)

@@ -1,0 +1,1 @@
+"""Features for other tools: the caches and exports that they read."""

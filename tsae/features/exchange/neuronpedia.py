@@ -1,0 +1,205 @@
+"""Features, their activations and labels in the form of Neuronpedia's exports, which its importer reads.
+
+::
+
+    MODEL/SOURCE/
+      features/batch-0.jsonl.gz        one line a feature (the table Neuron)
+      activations/batch-0.jsonl.gz     one line a context (Activation), for the features of batch 0
+      explanations/batch-0.jsonl.gz    one line a label (Explanation)
+
+A batch has 1,024 features. Fields are those of Neuronpedia's own export script; the model, the source set and the
+source must be known to the instance that imports them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.features.feature_table import FeatureTable
+from tsae.features.top_contexts import peaks_of
+from tsae.sae.model import TemporalSAE
+
+BATCH = 1024
+_BINS, _TOP, _PER_BIN, _BAR = 5, 10, 2, 30
+_BEFORE, _AFTER = 64, 32
+"""Tokens of a context around its strongest one."""
+_LISTS = (
+    "topkCosSimIndices", "topkCosSimValues", "neuron_alignment_indices", "neuron_alignment_l1",
+    "neuron_alignment_values", "correlated_neurons_indices", "correlated_neurons_l1", "correlated_neurons_pearson",
+    "logits_hist_data_bar_heights", "logits_hist_data_bar_values", "decoder_weights_dist",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Neuronpedia:
+    """What an instance of Neuronpedia calls things."""
+
+    model: str
+    """Its id of the model."""
+    source: str
+    """Its id of the SAE, such as 14-tsae-4k."""
+    creator: str
+    """Its id of the user who owns what is imported."""
+
+    @property
+    def source_set(self) -> str:
+        """The id without the layer."""
+        return self.source.split("-", 1)[-1]
+
+
+def write_neuronpedia(
+    features: FeatureTable,
+    sae: TemporalSAE,
+    to: Path,
+    names: Neuronpedia,
+    strings: Mapping[str, str],
+    *,
+    chosen: Sequence[int] = (),
+    described: pd.DataFrame | None = None,
+    labels: Mapping[int, str] | None = None,
+    labeller: str = "",
+) -> Path:
+    """Write an export.
+
+    Args:
+        features: the table.
+        sae: gives the decoder's directions.
+        to: an empty folder.
+        names: see `Neuronpedia`.
+        strings: text of token ids, by id as text.
+        chosen: features; by default all.
+        described: indexed by feature, with promotes, promotes_by, suppresses, suppresses_by where known.
+        labels: by feature.
+        labeller: who made the labels.
+    """
+    folder = to / names.model / names.source
+    every = list(chosen) or list(range(features.n_features))
+    counted = features.span_mask("all")
+    n_counted = int(counted.sum())
+    for batch, start in enumerate(range(0, len(every), BATCH)):
+        part = every[start : start + BATCH]
+        neurons = (_neuron(features, sae, f, names, counted, n_counted, described) for f in part)
+        _write(folder / "features" / f"batch-{batch}.jsonl.gz", neurons)
+        contexts = (record for f in part for record in _activations(features, f, names, counted, strings))
+        _write(folder / "activations" / f"batch-{batch}.jsonl.gz", contexts)
+        told = (_explanation(f, labels[f], names, labeller) for f in part if f in labels) if labels else iter(())
+        _write(folder / "explanations" / f"batch-{batch}.jsonl.gz", told)
+    return to
+
+
+def _neuron(
+    features: FeatureTable,
+    sae: TemporalSAE,
+    feature: int,
+    names: Neuronpedia,
+    counted: np.ndarray,
+    n_counted: int,
+    described: pd.DataFrame | None,
+) -> dict[str, Any]:
+    tokens, values = features.column(feature)
+    values = values[counted[tokens]]
+    heights, edges = np.histogram(values, bins=_BAR) if len(values) else (np.zeros(0), np.zeros(1))
+    logits: dict[str, list[Any]] = {name: [] for name in ("pos_str", "pos_values", "neg_str", "neg_values")}
+    if described is not None and "promotes" in described:
+        row = described.loc[feature]
+        logits = {
+            "pos_str": [str(token) for token in row.promotes],
+            "pos_values": [float(value) for value in row.promotes_by],
+            "neg_str": [str(token) for token in row.suppresses],
+            "neg_values": [float(value) for value in row.suppresses_by],
+        }
+    return {
+        **_place(names, feature),
+        "creatorId": names.creator,
+        "sourceSetName": names.source_set,
+        "maxActApprox": float(values.max(initial=0)),
+        "frac_nonzero": len(values) / max(n_counted, 1),
+        "freq_hist_data_bar_heights": heights.tolist(),
+        "freq_hist_data_bar_values": ((edges[1:] + edges[:-1]) / 2).tolist(),
+        **logits,
+        **{name: [] for name in _LISTS},
+        "vector": sae.W_dec[feature].tolist(),
+        "vectorLabel": None,
+        "hookName": sae.site,
+        "vectorDefaultSteerStrength": float(values.mean()) if len(values) else None,
+        "hasVector": True,
+    }
+
+
+def _activations(
+    features: FeatureTable, feature: int, names: Neuronpedia, counted: np.ndarray, strings: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The strongest contexts, then some from equal steps of activation; one a row."""
+    peaks = peaks_of(features, counted, feature)
+    top = float(peaks.value.max(initial=0))
+    order = np.argsort(-peaks.value, kind="stable")
+    step = np.minimum((peaks.value / max(top, 1e-30) * _BINS).astype(int), _BINS - 1)
+    chosen = [(i, 0.0, top, 1.0) for i in order[:_TOP].tolist()]
+    for number in range(_BINS - 1, -1, -1):
+        inside = [i for i in order[_TOP:].tolist() if step[i] == number][:_PER_BIN]
+        share = float(np.mean(step == number)) if inside else 0.0
+        chosen += [(i, number * top / _BINS, (number + 1) * top / _BINS, share) for i in inside]
+    for i, low, high, share in chosen:
+        row, token = int(peaks.row[i]), int(peaks.token[i])
+        start = max(int(features.row_offsets[row]), token - _BEFORE)
+        stop = min(int(features.row_offsets[row + 1]), token + _AFTER + 1)
+        values = features.codes[start:stop][:, [feature]].toarray()[:, 0] * counted[start:stop]
+        trajectory = int(features.trajectory[row])
+        reader = features.readers[features.reader[row]]
+        yield {
+            "id": _id(names, feature, row, token),
+            **_place(names, feature),
+            "creatorId": names.creator,
+            "dataSource": f"trajectory {trajectory} as {reader} reads it",
+            "tokens": [strings.get(str(int(t)), f"#{int(t)}") for t in features.token_ids[start:stop]],
+            "values": values.tolist(),
+            "maxValue": float(values.max()),
+            "minValue": float(values.min()),
+            "maxValueTokenIndex": int(values.argmax()),
+            "dfaValues": [],
+            "dfaMaxValue": None,
+            "dfaTargetIndex": None,
+            "binMin": low,
+            "binMax": high,
+            "binContains": share,
+        }
+
+
+def _explanation(feature: int, label: str, names: Neuronpedia, labeller: str) -> dict[str, Any]:
+    return {
+        "id": _id(names, feature, label),
+        **_place(names, feature),
+        "authorId": names.creator,
+        "description": label,
+        "embedding": None,
+        "typeName": None,
+        "explanationModelName": None,
+        "notes": f"label by {labeller}" if labeller else None,
+        **dict.fromkeys(("umap_x", "umap_y", "umap_cluster", "umap_log_feature_sparsity"), 0),
+    }
+
+
+def _place(names: Neuronpedia, feature: int) -> dict[str, str]:
+    return {"modelId": names.model, "layer": names.source, "index": str(feature)}
+
+
+def _id(names: Neuronpedia, *parts: object) -> str:
+    """An id that a second export gives again."""
+    text = json.dumps([names.model, names.source, *map(str, parts)])
+    return "t" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
+
+
+def _write(file: Path, records: Iterator[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, compresslevel=5) as packed:
+        for record in records:
+            packed.write((json.dumps(record, allow_nan=False) + "\n").encode())

@@ -1,0 +1,120 @@
+"""A feature as a steering vector: a file for llama.cpp or anything that reads safetensors, and a hook.
+
+::
+
+    vector = SteeringVector.of(sae, 412, scale=3.2)       # 3.2: the feature's typical activation
+    handle = vector.attach(model, strength=2)             # a model of transformers
+    llm.apply_model(lambda model: vector.attach(model))   # vLLM with enforce_eager=True, on one device
+    handle.remove()
+
+The vector is added to the residual stream at every token, those of the prompt too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tsae.base.files import reading, replacing
+from tsae.base.untrusted import parse_json
+from tsae.checkpoints.forward.hooks import attach, check_sites, decoder_blocks
+from tsae.checkpoints.forward.site_names import site_names
+from tsae.errors import TsaeError
+from tsae.sae.model import TemporalSAE
+
+
+@dataclass(frozen=True)
+class SteeringVector:
+    """What is added to the residual stream at a site."""
+
+    vector: torch.Tensor
+    """(d_model,) float32."""
+    site: str
+    """TransformerLens name."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """feature, scale, and the SAE's fingerprint."""
+
+    @classmethod
+    def of(cls, sae: TemporalSAE, feature: int, scale: float = 1.0) -> SteeringVector:
+        """The feature's decoder row times a scale, in units of activation.
+
+        Raises:
+            TsaeError: where there is no such feature.
+        """
+        if not 0 <= feature < sae.config.d_sae:
+            raise TsaeError(f"no feature {feature}; there are 0 to {sae.config.d_sae - 1}", where="SteeringVector")
+        vector = scale * sae.W_dec[feature].detach().float().cpu()
+        return cls(vector, sae.site, {"feature": feature, "scale": scale, "sae": sae.fingerprint})
+
+    def attach(self, model: Any, strength: float = 1.0) -> Any:
+        """Add strength times the vector in every forward pass, until `remove` of the result is called.
+
+        Args:
+            model: of transformers, or the one inside of vLLM, whose blocks give (change, residual stream).
+            strength: factor.
+
+        Raises:
+            TsaeError: where the model has no such site.
+        """
+        blocks = decoder_blocks(model)
+        (place,) = check_sites([self.site], len(blocks), type(model).__name__)
+        return attach(blocks, place, lambda hidden: hidden + strength * self.vector.to(hidden))
+
+    def save(self, file: str | Path) -> Path:
+        """Write a safetensors file with the tensor ``vector``; site and info are its metadata."""
+        with replacing(file) as partial:
+            metadata = {"site": self.site, "info": json.dumps(self.info), "format": "pt"}
+            save_file({"vector": self.vector.contiguous()}, partial, metadata=metadata)
+        return Path(file)
+
+    @classmethod
+    def load(cls, file: str | Path) -> SteeringVector:
+        """Read a file that `save` wrote.
+
+        Raises:
+            TsaeError: where it is something else, or damaged.
+        """
+        with reading(file, "Export it again."), safe_open(file, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            return cls(stream.get_tensor("vector"), metadata["site"], parse_json(metadata["info"]))
+
+    def to_gguf(self, file: str | Path, model_hint: str = "") -> Path:
+        """Write a control vector of llama.cpp: ``llama-cli --control-vector-scaled FILE 1.5``.
+
+        Args:
+            file: its path.
+            model_hint: llama.cpp's name of the architecture, such as qwen2.
+
+        Raises:
+            TsaeError: where gguf is not installed, or llama.cpp cannot steer this site: it adds after a block other
+                than the first.
+        """
+        try:
+            from gguf import GGUFWriter
+        except ImportError as error:
+            raise TsaeError(
+                "writing GGUF needs gguf", where=str(file), fix="Install it with `pip install gguf`."
+            ) from error
+        name = site_names(self.site).get("llama.cpp")
+        if name is None:
+            raise TsaeError(
+                f"llama.cpp cannot steer {self.site}: control vectors begin behind the second block",
+                where=str(file),
+                fix="Use an SAE of a later block, or export safetensors.",
+            )
+        with replacing(file) as partial:
+            writer = GGUFWriter(partial, "controlvector")
+            writer.add_string("controlvector.model_hint", model_hint)
+            writer.add_uint32("controlvector.layer_count", 1)
+            writer.add_tensor(name, self.vector.numpy())
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+        return Path(file)
