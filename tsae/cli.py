@@ -27,6 +27,7 @@ from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
+from tsae.commands.options.crosscoder import Crosscoder
 from tsae.commands.options.diff import Diff, Reinforcement, Report
 from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
@@ -70,6 +71,7 @@ Command = (
     | Annotated[Export, subcommand("export", prefix_name=False)]
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
+    | Annotated[Crosscoder, subcommand("crosscoder", prefix_name=False)]
     | Annotated[Attribute, subcommand("attribute", prefix_name=False)]
     | Annotated[Causal, subcommand("causal", prefix_name=False)]
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
