@@ -27,12 +27,11 @@ from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
-from tsae.commands.options.crosscoder import Crosscoder
-from tsae.commands.options.diff import Diff, Reinforcement, Report
+from tsae.commands.options.diff import Diff, Reinforcement, Report, Serve
 from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
-from tsae.commands.options.sae import Encode, Evaluate, Export, Train
+from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Export, Train
 from tsae.commands.options.store import StoreCommand
 from tsae.commands.options.upkeep import Repair, Verify
 from tsae.commands.outputs import check_outputs, output
@@ -77,6 +76,7 @@ Command = (
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
+    | Annotated[Serve, subcommand("serve", prefix_name=False)]
     | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
     | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
     | Annotated[Verify, subcommand("verify", prefix_name=False)]
