@@ -5,6 +5,7 @@ from .activations.config import CaptureConfig as CaptureConfig
 from .activations.config import LiveConfig as LiveConfig
 from .activations.config import StatesConfig as StatesConfig
 from .activations.live import LiveSource as LiveSource
+from .activations.pair import Pair as Pair
 from .activations.recording.capture import capture as capture
 from .activations.store import ActivationStore as ActivationStore
 from .activations.token_statistics import trajectory_statistics as trajectory_statistics
@@ -56,6 +57,9 @@ from .rollouts.table import Rollouts as Rollouts
 from .run import analyze_run as analyze_run
 from .sae.config import SAEConfig as SAEConfig
 from .sae.config import TrainingConfig as TrainingConfig
+from .sae.crosscoder.changes import CrosscoderChanges as CrosscoderChanges
+from .sae.crosscoder.changes import crosscoder_changes as crosscoder_changes
+from .sae.crosscoder.crosscoder import Crosscoder as Crosscoder
 from .sae.fitting.train import train as train
 from .sae.fitting.train_many import train_many as train_many
 from .sae.model import TemporalSAE as TemporalSAE

@@ -27,14 +27,14 @@ from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
-from tsae.commands.options.diff import Diff, Reinforcement, Report
+from tsae.commands.options.diff import Diff, Reinforcement, Report, Serve
 from tsae.commands.options.explain import Explain
 from tsae.commands.options.export import Export
 from tsae.commands.options.hub import Push
 from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
-from tsae.commands.options.sae import Encode, Evaluate, Train
+from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Train
 from tsae.commands.options.store import StoreCommand
 from tsae.commands.options.upkeep import Repair, Verify
 from tsae.commands.outputs import check_outputs, output
@@ -74,12 +74,14 @@ Command = (
     | Annotated[Push, subcommand("push", prefix_name=False)]
     | Annotated[Encode, subcommand("encode", prefix_name=False)]
     | Annotated[Diff, subcommand("diff", prefix_name=False)]
+    | Annotated[Crosscoder, subcommand("crosscoder", prefix_name=False)]
     | Annotated[Attribute, subcommand("attribute", prefix_name=False)]
     | Annotated[Causal, subcommand("causal", prefix_name=False)]
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
     | Annotated[Explain, subcommand("explain", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
+    | Annotated[Serve, subcommand("serve", prefix_name=False)]
     | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
     | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
     | Annotated[Verify, subcommand("verify", prefix_name=False)]

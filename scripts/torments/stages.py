@@ -115,6 +115,8 @@ READERS = (
                           "--batch-tokens", "256", "--site", SITE), ("acts", "sae")),
     Stage("train-live", ("train", *_LIVE, "--to", "out/sae", *_TRAINING, "--tokens", "1000", "--site", SITE),
           ("series", "rollouts.parquet"), open=True),
+    Stage("crosscoder", ("crosscoder", "--store", "acts", "--reader", "hard-100", "--to", "out/crosscoder", *_TRAINING,
+                         "--tokens", "2000", "--site", SITE), ("acts",)),
     Stage("export", ("export", "--sae", "sae", "--to", "out/exported"), ("sae",)),
     Stage("push-folder", ("push", "org/name", "sae", "--licence", "apache-2.0", "--to-folder", "out/files"), ("sae",)),
     Stage("encode-live", ("encode", "--sae", "sae", *_LIVE, "--to", "out/features"),

@@ -24,7 +24,8 @@ from tsae.errors import TsaeError
 from tsae.report.figures import notebook
 from tsae.report.notebook import cards
 from tsae.report.story import facts
-from tsae.report.text import html_text
+from tsae.report.templates import environment
+from tsae.report.text import html_text, number
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
@@ -47,10 +48,16 @@ class Elements(HTMLParser):
         self.text += data
 
 
+SORTING = str(environment().get_template("cards.html").module.sorting())
+LINES = {"svg", "title", "line", "polyline", "circle"}
+
+
 def harmless(html: str) -> Elements:
-    """The elements of what is shown: no script, nothing fetched, no handler, and text that UTF-8 can write."""
-    found = Elements(html)
-    assert set(found.names) <= {"div", "span", "b", "table", "caption", "thead", "tbody", "tr", "th", "td", "mark"}
+    """The elements of what is shown: no script but the one that sorts, which holds no data, nothing fetched, no
+    handler, and text that UTF-8 can write."""
+    found = Elements(html.replace(SORTING, ""))
+    plain = {"div", "span", "b", "table", "caption", "thead", "tbody", "tr", "th", "td", "mark", "button"}
+    assert set(found.names) <= plain | LINES
     assert found.loaded == []
     html.encode("utf-8")
     return found
@@ -107,6 +114,53 @@ def test_a_card_says_what_the_table_says(rollouts: Any) -> None:
     base = frame[frame.policy == "base"]
     assert f"{len(base)}" in cells
     assert f"{(base.outcome == 'success').mean():.2f}" in cells
+
+
+def test_a_diff_shows_shifts_by_band_and_along_the_steps(diff: tsae.FeatureDiff) -> None:
+    import pandas as pd
+
+    moved = diff.top(100)
+    run, feature = moved.run[0], int(moved.feature[0])
+    steps = {"run": run, "feature": feature, "step": [0, 20, 10], "delta": [0.0, -1.5, 0.25], "kind": "growing"}
+    html = replace(diff, dynamics=pd.DataFrame(steps))._repr_html_()
+    harmless(html)
+    assert 'aria-label="step 0 +0.00, step 10 +0.25, step 20 −1.50"' in html
+    row = diff.table(kind="shift", checkpoint=run, part=diff.main_part(run), feature=feature, outcome="all")
+    of = row.set_index("band").delta
+    said = ", ".join(f"{band} {number(of[band], sign=True)}" for band in ("easy", "hard"))
+    assert f'aria-label="{said}"' in html
+    keys = re.findall(r'data-key="([^"]*)"', html)
+    assert repr(float(moved.delta[0])) in keys
+    assert "<script" not in replace(diff, shifts=diff.shifts.iloc[:0])._repr_html_()  # nothing to sort
+
+
+def test_a_feature_shows_where_it_fires_once_its_features_are_there(diff: tsae.FeatureDiff) -> None:
+    table, strings = source(["plain", MARKUP, "</script>"])
+    assert "<mark" not in diff.feature(1)._repr_html_()
+    with_source = replace(diff, source=table, info={**diff.info, "token_strings": strings})
+    html = with_source.feature(1)._repr_html_()
+    assert harmless(html).names.count("mark") == 6
+    assert html_text(MARKUP) in html
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium: install Debian's package chromium")
+def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    page_file = tmp_path / "card.html"
+    page_file.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{diff._repr_html_()}", encoding="utf-8")
+    expected = diff.top(100)
+    with sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"]).new_page()
+        page.goto(page_file.as_uri())
+        place = 1 + [button.inner_text() for button in page.query_selector_all("thead button")].index("delta")
+        cells = f"div > table tbody tr td[data-key]:nth-child({place})"
+        for down in (True, False):
+            page.click("thead button:text-is('delta')")
+            keys = page.eval_on_selector_all(cells, "cells => cells.map((cell) => Number(cell.dataset.key))")
+            assert keys == sorted(expected.delta.tolist(), reverse=down)
+        assert page.get_attribute("th:has(button:text-is('delta'))", "aria-sort") == "ascending"
 
 
 def test_tables_show_a_part_and_say_so() -> None:

@@ -69,6 +69,9 @@ class Views(Protocol):
     def markdown_table(self, table: pd.DataFrame) -> str:
         """A table in Markdown; text of rollouts is escaped."""
 
+    def diff_card(self, diff: Any) -> str:
+        """A feature diff at a glance, as HTML: its largest shifts in a table that a click on a head sorts."""
+
     def feature_card(self, feature: Any) -> str:
         """A feature of a diff at a glance, as HTML."""
 

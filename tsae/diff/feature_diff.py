@@ -305,18 +305,7 @@ class FeatureDiff(Tables):
         return replace(self, noise=found.table, info={**self.info, "noise": found.info})
 
     def _repr_html_(self) -> str:
-        drawn = self.contrasts[(self.contrasts.band == "all") & (self.contrasts.outcome == "all")]
-        drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
-        kept = ["checkpoint", "feature", "group", "responds_to", "delta", "delta_low", "delta_high", "q"]
-        kept += ["survives_length", "survives_position", "survives_token"]
-        return views().card(
-            "FeatureDiff",
-            {"features": len(self.features), "base": self.base, "compared": self.checkpoints, "q ≤": f"{self.q:g}"},
-            ("largest shifts (delta: standard deviations over base trajectories)", self.top(8)[kept]),
-            ("contrasts over all problems", drawn),
-            ("reconstruction per reader", pd.DataFrame(self.info["readers"])[["id", "fve", "flagged"]]),
-            note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
-        )
+        return views().diff_card(self)
 
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""

@@ -323,8 +323,12 @@ def check_fits(sae: TemporalSAE, store: Source) -> None:
             fix="Capture that site, or train an SAE on this store.",
         )
     if store.d_model(sae.site) != sae.d_model:
+        compared = sae.training_info.get("crosscoder", ())
+        what = f", as a crosscoder of {' and '.join(compared)}" if compared else ""
         raise TsaeError(
-            f"{sae.site} has d_model {store.d_model(sae.site)}, the SAE expects {sae.d_model}",
+            f"{sae.site} has d_model {store.d_model(sae.site)}, the SAE expects {sae.d_model}{what}",
             where=store.path,
-            fix="Use an SAE trained on this model, or train one on this store.",
+            fix="Give it tsae.Pair(store, reader)."
+            if compared
+            else "Use an SAE trained on this model, or train one on this store.",
         )

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -191,9 +191,10 @@ class Windows:
         """Remove what these windows hold on disk. Windows of a store hold nothing there."""
 
     @cached_property
-    def _maps(self) -> list[np.ndarray]:
+    def _maps(self) -> list[Any]:
         # Looking a dataset up in its file takes longer than reading a few windows of it.
-        return [np.asarray(shard.raw(self.site)) for shard in self.shards]
+        maps = [shard.raw(self.site) for shard in self.shards]
+        return [np.asarray(found) if isinstance(found, np.ndarray) else found for found in maps]
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
@@ -350,7 +351,7 @@ class Windows:
         x, low = memory.empty(sum(len(some) for _, some in rows), self.d_model, DTYPES[dtype]), 0
         for number, some in rows:
             # Any other mode makes a copy first; the rows are known to be there.
-            np.take(self._maps[number], some, axis=0, out=x[low : low + len(some)], mode="clip")
+            self._maps[number].take(some, axis=0, out=x[low : low + len(some)], mode="clip")
             low += len(some)
         return as_torch(x, dtype)
 

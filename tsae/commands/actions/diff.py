@@ -1,8 +1,10 @@
-"""`tsae diff`, `tsae reinforcement` and `tsae report`."""
+"""`tsae diff`, `tsae reinforcement`, `tsae report` and `tsae serve`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 
@@ -13,7 +15,7 @@ from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.diff import Diff, Reinforcement, Report
+from tsae.commands.options.diff import Diff, Reinforcement, Report, Serve
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
 from tsae.diff.explaining.explanations import Explanations
@@ -23,6 +25,7 @@ from tsae.features.annotations import find_annotator
 from tsae.features.logits import logit_effects
 from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
 from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
+from tsae.report.serving import HOST, ServedRun, server
 from tsae.report.story.findings import findings_content
 from tsae.report.story.noise import NOT_RUN, noise_lines
 
@@ -137,10 +140,38 @@ def run_report(options: Report) -> None:
         with reading(folder, fix):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)
-    folder = options.explanations or options.diff.parent / "explanations"
-    if options.explanations is not None or (folder / EXPLANATIONS).is_file():
-        diff = Explanations.load(folder).mark(diff)
+    if options.explanations is not None:
+        diff = Explanations.load(options.explanations).mark(diff)
+    else:
+        diff = _labelled(diff, options.diff.parent / "explanations")
     folder = options.attribution or options.diff.parent / "attribution"
-    known = options.attribution is not None or (folder / "attribution.json").is_file()
-    attribution = Attribution.load(folder) if known else None
+    attribution = Attribution.load(folder) if options.attribution is not None else _attribution_in(folder)
     say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution))
+
+
+def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
+    """The diff with the labels in a folder, if there are any."""
+    return Explanations.load(folder).mark(diff) if (folder / EXPLANATIONS).is_file() else diff
+
+
+def _attribution_in(folder: Path) -> Attribution | None:
+    return Attribution.load(folder) if (folder / "attribution.json").is_file() else None
+
+
+def run_serve(options: Serve) -> None:
+    folder = options.run
+    for name in ("diff/diff.json", "features/run.json"):
+        if not (folder / name).is_file():
+            fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
+            raise TsaeError(f"holds no {name}", where=folder, fix=fix)
+
+    def read() -> tuple[tsae.FeatureDiff, Attribution | None]:
+        diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
+        for test in sorted(file.parent for file in (folder / "causal").glob("*/causal.json")):
+            diff = tsae.Intervention.load(test).mark(diff)
+        return _labelled(diff, folder / "explanations"), _attribution_in(folder / "attribution")
+
+    with server(ServedRun(read, folder / "diff" / "diff.json", options.title), options.port) as found:
+        print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            found.serve_forever()

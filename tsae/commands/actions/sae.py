@@ -1,4 +1,4 @@
-"""`tsae train`, `tsae evaluate` and `tsae encode`."""
+"""`tsae train`, `tsae evaluate`, `tsae encode` and `tsae crosscoder`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.sae import Encode, Evaluate, Live, Train
+from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Live, Train
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
 from tsae.features.encode import encode_part
 from tsae.sae.config import TrainingConfig
+from tsae.sae.crosscoder.changes import crosscoder_changes
+from tsae.sae.crosscoder.published import read_published
 from tsae.sae.fitting.finetuning import starting_config
 from tsae.sae.fitting.train_many import run_name
 
@@ -146,3 +148,23 @@ def run_encode(options: Encode) -> None:
         print(f"part {part} is done; {rest}. The same command without --part joins them.")
         return
     say_wrote(options.to, tsae.encode(options.sae, store, to=options.to, device=options.device))
+
+
+def run_crosscoder(options: Crosscoder) -> None:
+    store = tsae.ActivationStore(options.store).subset(replace(options.subset, readers=()))
+    pair = tsae.Pair(store, options.reader)
+    with as_json(options.json) as write:
+        if options.published is None:
+            found = tsae.Crosscoder.from_sae(tsae.train(pair, options.sae, to=options.to, training=options.training))
+        else:
+            site = options.training.site or pair.sites[0]
+            found = read_published(options.published, site=site, compared=pair.compared)
+            found.save(options.to)
+        if not first_process():
+            return
+        changes = crosscoder_changes(
+            found, pair, span=options.training.span, held_out=None if options.all_problems else True
+        )
+        print(changes)
+        say_wrote(options.to, found)
+        write({"compared": changes.compared, "fve": changes.fve, "latents": changes.table()})

@@ -1,11 +1,11 @@
-"""Options of the commands that compare: diff, reinforcement, report."""
+"""Options of the commands that compare and show: diff, reinforcement, report, serve."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.diff.config import DiffConfig
 
@@ -95,3 +95,19 @@ class Report:
     explanations: Path | None = None
     """Folder that `tsae explain` wrote: the report shows its labels. By default the folder explanations beside the
     diff, if there is one."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Show the report of a run in the browser, with examples of every active feature.
+
+    For runs that are too large for one file: examples are looked up when a card is opened. The server listens on this
+    machine alone. Reload the page for a diff that has changed, as while `tsae watch` runs. Ctrl-C ends it.
+    """
+
+    run: Positional[Path]
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote, or any folder with a diff and its features."""
+    port: int = 8765
+    """Port of 127.0.0.1; 0 for a free one."""
+    title: str | None = None
+    """Title of the page."""

@@ -1,9 +1,13 @@
-"""Results in a notebook: escaped HTML that needs no script, no style sheet and no network (templates/cards.html)."""
+"""Results in a notebook: escaped HTML that needs no style sheet and no network (templates/cards.html).
+
+It needs no script either: where scripts do not run, as in a notebook that is not trusted, tables cannot be sorted.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,7 +18,43 @@ from tsae.report.templates import macro
 from tsae.report.text import number
 
 
-def card(title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFrame], note: str = "") -> str:
+@dataclass(frozen=True)
+class Spark:
+    """Numbers that a cell shows as a small line, with another at 0; NaN for what is not known."""
+
+    names: Sequence[str]
+    values: Sequence[float]
+    width, height = 72, 18
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        return [(i, float(value)) for i, value in enumerate(self.values) if np.isfinite(value)]
+
+    @property
+    def said(self) -> str:
+        """The numbers in words."""
+        return ", ".join(f"{self.names[i]} {number(value, sign=True)}" for i, value in self.known) or "–"
+
+    @property
+    def zero(self) -> float:
+        """Height of 0, from above."""
+        return self._y(0.0)
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Places of the known numbers."""
+        step = (self.width - 6) / max(1, len(self.values) - 1)
+        return [(round(3 + step * i, 1), self._y(value)) for i, value in self.known]
+
+    def _y(self, value: float) -> float:
+        values = [0.0, *(known for _, known in self.known)]
+        low, high = min(values), max(values)
+        return round(3 + (self.height - 6) * (high - value) / ((high - low) or 1.0), 1)
+
+
+def card(
+    title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFrame], note: str = "", sortable: int = 0
+) -> str:
     """A result at a glance.
 
     Args:
@@ -22,10 +62,14 @@ def card(title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFra
         facts: what it holds, by name; None is left out.
         tables: (caption, table), see `table_html`.
         note: what to know before believing it.
+        sortable: rows of the first table, if it scrolls and a click on a head sorts it; 0 for one like the others.
     """
     known = [(name, _plain(value)) for name, value in facts.items() if value is not None]
-    shown = [_cells(table, caption) for caption, table in tables if len(table)]
-    return macro("cards.html", "card", title, known, shown, note)
+    sorted_one = bool(sortable and tables and len(tables[0][1]))
+    kept = [(caption, table) for caption, table in tables if len(table)]
+    limits = [sortable if sorted_one else 12, *[12] * len(kept)]
+    shown = [_cells(table, caption, limit) for (caption, table), limit in zip(kept, limits, strict=False)]
+    return macro("cards.html", "card", title, known, shown, note, sorted_one)
 
 
 def table_html(table: pd.DataFrame, caption: str = "", limit: int = 12) -> str:
@@ -77,17 +121,28 @@ def show(html: str, text: str) -> None:
         print(text)
 
 
-def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[str]]]:
-    """Caption, heads with how their columns are aligned, and rows."""
+def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
+    """Caption, heads with how their columns are aligned, and rows of cells: what is shown, and by what it is sorted."""
     aligned = ["right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in table.dtypes]
     heads = [(str(name).replace("_", " "), align) for name, align in zip(table.columns, aligned, strict=True)]
-    rows = [[_plain(value) for value in row] for row in table.head(limit).itertuples(index=False)]
+    rows = [[(_plain(value), _key(value)) for value in row] for row in table.head(limit).itertuples(index=False)]
     more = f"the first {limit} of {len(table):,} rows" if len(table) > limit else ""
     return " – ".join(part for part in (caption, more) if part), heads, rows
 
 
-def _plain(value: Any) -> str:
+def _key(value: Any) -> str:
+    """What a cell is sorted by: a number as it is, the last one of several, or the text."""
+    if isinstance(value, Spark):
+        value = value.known[-1][1] if value.known else None
+    if value is None or value is pd.NA or (isinstance(value, Real) and pd.isna(value)):
+        return ""
+    return repr(float(value)) if isinstance(value, Real) else str(value)
+
+
+def _plain(value: Any) -> str | Spark:
     """A value as people read it."""
+    if isinstance(value, Spark):
+        return value
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
     if isinstance(value, Integral):

@@ -16,7 +16,9 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import row_blocks
 from tsae.features.top_contexts import context
 from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
+from tsae.report.notebook.diff_card import by_band
 from tsae.report.text import count, number, visible
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 _BEFORE, _AFTER = 48, 24
@@ -26,8 +28,18 @@ _MARKS = {"success": "✓ success", "failure": "✗ failure", "unknown": "? outc
 
 def show_feature(feature: Feature, n: int, reader: str | None) -> None:
     """See `Feature.show`."""
+    show(*_with_examples(feature, n, reader))
+
+
+def feature_card(feature: Feature) -> str:
+    """A feature at a glance, with two examples where the diff has its features."""
+    return _effects_card(feature) if feature.source is None else _with_examples(feature, 2, None)[0]
+
+
+def _with_examples(feature: Feature, n: int, reader: str | None) -> tuple[str, str]:
+    """As HTML and as text."""
     contexts = feature.contexts(n, reader=reader)
-    html, text = [feature_card(feature)], [feature_line(feature)]
+    html, text = [_effects_card(feature)], [feature_line(feature)]
     strongest = max((float(c.activations.max()) for c in contexts), default=1.0)
     for c in contexts:
         head = f"{_MARKS[c.outcome]}; problem {c.problem_id}, sampled by {c.policy}, read by {c.reader}"
@@ -37,7 +49,7 @@ def show_feature(feature: Feature, n: int, reader: str | None) -> None:
         values = c.activations[part]
         html += [heading_html(head), tokens_html(tokens, values, strongest=strongest, n_prompt=n_prompt)]
         text += ["", visible(head), _bracketed(tokens, values)]
-    show("".join(html), "\n".join(text))
+    return "".join(html), "\n".join(text)
 
 
 def feature_line(feature: Feature) -> str:
@@ -47,11 +59,14 @@ def feature_line(feature: Feature) -> str:
     return f"Feature({feature.index}, {row.group}-level, responds to {described}, fires on {row.firing_rate:.2%})"
 
 
-def feature_card(feature: Feature) -> str:
-    """A feature at a glance."""
-    row, table = feature.described, feature.effects
+def _effects_card(feature: Feature) -> str:
+    row, effects = feature.described, feature.effects
     columns = ["kind", "checkpoint", "part", "delta", "delta_low", "delta_high", "difference", "q"]
-    table = table[(table.band == "all") & (table.outcome == "all")]
+    table = effects[(effects.band == "all") & (effects.outcome == "all")]
+    bands = [band for band in BANDS if (effects.band == band).any()]
+    if len(bands) > 1:
+        table = table.assign(by_band=pd.Series(list(by_band(effects, table, bands)), index=table.index, dtype=object))
+        columns.insert(3, "by_band")
     return card(
         f"Feature {feature.index}",
         {

@@ -32,7 +32,13 @@ _HEAD = 4096
 
 
 def render_page(
-    template: str, title: str, drawn: Mapping[str, go.Figure | None], parts: Mapping[str, str] | None = None, **of: Any
+    template: str,
+    title: str,
+    drawn: Mapping[str, go.Figure | None],
+    parts: Mapping[str, str] | None = None,
+    *,
+    connect: str = "'none'",
+    **of: Any,
 ) -> Iterator[str]:
     """Render a template that extends document.html, piece by piece; the same input gives the same page.
 
@@ -41,6 +47,7 @@ def render_page(
         title: of the page.
         drawn: figures by name; the template leaves out those that are None.
         parts: packed data of the explorer by name; without it the page has none.
+        connect: where its scripts may ask for more, as a content security policy says it.
         of: what else the template asks for.
     """
     explorer = [] if parts is None else ["card.js", "explorer.js"]
@@ -52,6 +59,7 @@ def render_page(
         .get_template(template)
         .generate(
             title=title,
+            connect=Markup(connect),
             figures=figures,
             heights={name: int(figure.layout.height) for name, figure in figures.items()},
             figures_json=Markup(script_json({name: _plain(figure) for name, figure in figures.items()})),

@@ -101,6 +101,29 @@ def contexts(
     return _collected(source, cards, strings, left_out)
 
 
+class ExamplesOnDemand:
+    """The examples of one feature after another.
+
+    Args:
+        source: the table.
+        strings: text of token ids, by id as text.
+    """
+
+    def __init__(self, source: FeatureTable, strings: dict[str, str]) -> None:
+        self._source, self._strings = source, strings
+        self._counted, self._chooser = source.span_mask("all"), _Chooser(source)
+
+    def of(self, feature: int) -> list[Any]:
+        """[trajectories, examples by feature], as in `Contexts`; empty where it is never active."""
+        if feature >= self._source.n_features:
+            return []
+        peaks = peaks_of(self._source, self._counted, feature)
+        if not len(peaks.row):
+            return []
+        found = _collected(self._source, [self._chooser.card(feature, peaks)], self._strings, 0)
+        return [found.trajectories, found.chunks[0]]
+
+
 def histograms(source: FeatureTable, span: Any) -> tuple[np.ndarray, np.ndarray]:
     """(n_features, 24) numbers of active tokens of a span in equal steps from 0 to the (n_features,) maximum."""
     counted = source.span_mask(span)

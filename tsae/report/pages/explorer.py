@@ -46,12 +46,13 @@ class Explorer:
     """Value and name."""
 
 
-def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
+def explorer(diff: FeatureDiff, first: Sequence[int], *, served: bool = False) -> Explorer:
     """Collect everything.
 
     Args:
         diff: with its `source` there are examples.
         first: features to come first: the first of them is open when the page is, and examples go to them first.
+        served: leave the examples out: a server gives them.
     """
     shown = contrasts_shown(diff)
     order = [*first, *_by_strength(diff, shown, set(first))]
@@ -59,8 +60,9 @@ def explorer(diff: FeatureDiff, first: Sequence[int]) -> Explorer:
     if diff.source is not None:
         # First, since it needs the most memory, and the examples stay in it.
         activity = histograms(diff.source, diff.info["config"]["span"])
-        found = contexts(diff.source, order, diff.info.get("token_strings", {}))
-    parts = {"features": packed(_features(diff, shown, order, found, activity))}
+        if not served:
+            found = contexts(diff.source, order, diff.info.get("token_strings", {}))
+    parts = {"features": packed(_features(diff, shown, order, found, activity, served and activity is not None))}
     if diff.dynamics is not None and len(diff.dynamics):
         parts["steps"] = packed(_steps(diff.dynamics))
     if found is not None:
@@ -109,8 +111,12 @@ def _features(
     order: list[int],
     found: Contexts | None,
     activity: tuple[np.ndarray, np.ndarray] | None,
+    asks: bool,
 ) -> str:
-    """JSON of all features and their effects, column by column; `activity` is what `histograms` gives."""
+    """JSON of all features and their effects, column by column; `activity` is what `histograms` gives.
+
+    A page that `asks` has its examples from a server.
+    """
     table = diff.features
     columns: dict[str, Any] = {
         "group": [visible(str(g)) for g in table.group],
@@ -139,7 +145,8 @@ def _features(
         "base": visible(diff.base),
         "order": order,
         "left_out": 0 if found is None else found.left_out,
-        "no_examples": "" if found is not None else NO_SOURCE,
+        "asks": asks,
+        "no_examples": "" if found is not None or asks else NO_SOURCE,
         "steps": diff.dynamics is not None and len(diff.dynamics) > 0,
         "inserted": {} if diff.insertion is None else _verdicts(diff.insertion),
         "no_logits": "" if "promotes" in table else NO_LOGITS,

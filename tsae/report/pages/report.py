@@ -64,8 +64,13 @@ def write_report(
     return write_page(path, render(diff, title, attribution))
 
 
-def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None) -> Iterator[str]:
-    """The report's HTML in pieces; the same diff gives the same page."""
+def render(
+    diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None, *, served: bool = False
+) -> Iterator[str]:
+    """The report's HTML in pieces; the same diff gives the same page.
+
+    A page that is `served` asks its server for examples (`tsae.report.serving`).
+    """
     diff = _readable(diff)
     found = findings(diff)
     if attribution is not None:
@@ -74,13 +79,14 @@ def render(diff: FeatureDiff, title: str | None = None, attribution: Attribution
     beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     pairs = facts.opposed_pairs(diff)
     to_draw = sections.opposed_features(diff)
-    explored = explorer(diff, example_features(diff, to_draw))
+    explored = explorer(diff, example_features(diff, to_draw), served=served)
     drawn = _figures(diff, to_draw, attribution)
     return render_page(
         "report.html",
         title or _TITLE,
         drawn,
         explored.parts,
+        connect="'self'" if served else "'none'",
         diff=diff,
         lead=lead(diff),
         beside=beside,

@@ -7,8 +7,8 @@ const GROUPS = { strongest: "Strongest", "90–100 %": "Top tenth of the rest", 
 
 const makeCard = async (data, feature) => {
   const chunk = data.columns.chunk ? data.columns.chunk[feature] : -1;
-  const [trajectories, examples] = chunk < 0 ? [] : await Promise.all([unpack("trajectories"), unpack("examples-" + chunk)]);
   const { columns, numbers, info } = data;
+  const [trajectories, examples, refused] = info.asks ? await asked(feature) : chunk < 0 ? [] : await Promise.all([unpack("trajectories"), unpack("examples-" + chunk)]);
   const steps = info.steps ? (await unpack("steps"))[feature] : null;
   const share = numbers.share ? `${percentText(numbers.share[feature])} % of its activation` : null;
   const place = info.order.indexOf(feature);
@@ -32,7 +32,7 @@ const makeCard = async (data, feature) => {
     element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
     ...effectTables(data, feature),
     ...(steps ? alongSteps(steps) : []),
-    ...shown(trajectories, examples, feature, info),
+    ...shown(trajectories, examples, feature, info, refused),
   );
 };
 
@@ -44,6 +44,16 @@ const labelled = (data, feature) => {
   const tested = `score ${numberText(score)} on other problems' contexts, where 0.5 says nothing`;
   return element("p", {}, label ? element("strong", {}, element("bdi", {}, label)) : "Unlabelled",
     element("small", {}, label ? ` (label by ${data.info.labeller}; ${tested})` : ` (the label by ${data.info.labeller} does not hold; ${tested})`));
+};
+
+// A page of `tsae serve` has no examples of its own: [trajectories, examples], or why there are none.
+const asked = async (feature) => {
+  try {
+    const answer = await fetch("/examples/" + feature);
+    return answer.ok ? await answer.json() : [null, null, await answer.text()];
+  } catch {
+    return [null, null, "The server does not answer: start tsae serve again."];
+  }
 };
 
 const words = (data, feature) => {
@@ -160,9 +170,9 @@ const alongSteps = (runs) => {
   return [element("h4", {}, "Along the steps"), element("div", { class: "stepped" }, ...pictures)];
 };
 
-const shown = (trajectories, examples, feature, info) => {
+const shown = (trajectories, examples, feature, info, refused) => {
   if (!examples) {
-    const why = info.no_examples || (info.order.includes(feature) ? "This file has no room for examples of weaker features." : "It is never active.");
+    const why = refused || info.no_examples || (info.order.includes(feature) ? "This file has no room for examples of weaker features." : "It is never active.");
     return [element("p", { class: "quiet" }, "No examples. " + why)];
   }
   const [maximum, groups] = examples[feature];

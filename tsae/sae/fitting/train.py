@@ -29,12 +29,14 @@ import numpy as np
 import torch
 
 from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.pair import Pair
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.crosscoder.crosscoder import OF_PAIR, Crosscoder
 from tsae.sae.fitting.metric_logs import MetricLog, open_log
 from tsae.sae.fitting.run_folder import RunFolder
 from tsae.sae.fitting.trainer import Trainer
@@ -56,7 +58,8 @@ def train(
     """Train a T-SAE on every reader of a store. Every tenth problem is left out, for the threshold and for evaluation.
 
     Args:
-        store: activations, or a subset of them; a `LiveSource` has the models compute them.
+        store: activations, or a subset of them; a `LiveSource` has the models compute them. A `Pair` gives a
+            `Crosscoder` of two readers.
         sae: what the SAE is; defaults of `SAEConfig`, or the start's own config where there is a start.
         start: SAE that is fine-tuned in place of random weights, or its folder; of ours or of sae_lens. See
             `tsae.sae.fitting.finetuning`.
@@ -116,7 +119,7 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
                 saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
             if windows is not None:
                 windows.discard()
-    return [saes[i] for i in range(len(plans))]
+    return [Crosscoder.from_sae(saes[i]) if isinstance(store, Pair) else saes[i] for i in range(len(plans))]
 
 
 def _claim(folder: RunFolder, held: ExitStack) -> None:
@@ -201,6 +204,7 @@ class _Run:
                 **({"subset": store.selection.as_dict()} if store.selection.as_dict() else {}),
             },
             **({} if self.plan.start is None else {"start": self.plan.start.fingerprint}),
+            **({OF_PAIR: list(store.compared)} if isinstance(store, Pair) else {}),
             "norms": asdict(self.windows.norms),
             "mixture": [cell.as_dict() for cell in self.windows.mixture.cells],
             "tokens_in_store": self.windows.n_tokens,

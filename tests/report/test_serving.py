@@ -1,0 +1,168 @@
+"""`tsae serve`: the page and its examples, from this machine, to this machine's own page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.diffs import MARKUP, make, source
+from tsae.commands.actions.diff import run_serve
+from tsae.commands.options.diff import Serve
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.report.pages.examples import contexts
+from tsae.report.pages.report import render
+from tsae.report.serving import ServedRun, server
+
+
+@pytest.fixture(scope="module")
+def diff() -> FeatureDiff:
+    table, strings = source(["plain", MARKUP, "</script>"])
+    made = make(behaviours=make().behaviours.iloc[:0])
+    return replace(made, source=table, info={**made.info, "token_strings": strings})
+
+
+class Served:
+    """A server of what `following` ends with: a diff, or an error in reading it."""
+
+    def __init__(self, diff: FeatureDiff, file: Path) -> None:
+        self.file, self.following = file, [diff]
+        file.write_text("{}")
+        self.run = ServedRun(self.read, file, "first")
+
+    def read(self) -> Any:
+        if isinstance(self.following[-1], Exception):
+            raise self.following[-1]
+        return self.following[-1], None
+
+
+@pytest.fixture(scope="module")
+def both(diff: FeatureDiff, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Served]]:
+    served = Served(diff, tmp_path_factory.mktemp("served") / "diff.json")
+    with server(served.run, 0) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found, served
+        found.shutdown()
+
+
+@pytest.fixture
+def found(both: tuple[Any, Served]) -> Any:
+    return both[0]
+
+
+def ask(found: Any, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", found.server_port, timeout=10)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, dict(answer.getheaders())
+
+
+def test_examples_are_those_of_the_report(found: Any, diff: FeatureDiff) -> None:
+    strings = diff.info.get("token_strings", {})
+    seen = 0
+    for feature in range(diff.source.n_features):
+        status, body, _ = ask(found, f"/examples/{feature}")
+        assert status == 200
+        expected = contexts(diff.source, [feature], strings)
+        if expected.chunks:
+            assert json.loads(body) == json.loads(json.dumps([expected.trajectories, expected.chunks[0]]))
+            seen += 1
+        else:
+            assert json.loads(body) == []
+    assert seen > 2
+    assert json.loads(ask(found, "/examples/999999")[1]) == []
+
+
+def test_the_page_asks_its_own_server_and_nobody_else(found: Any, diff: FeatureDiff) -> None:
+    status, body, headers = ask(found, "/")
+    page = body.decode()
+    assert status == 200
+    assert "connect-src 'self'" in page
+    assert "part-examples-0" not in page
+    assert "part-trajectories" not in page
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    written = render(diff, "first")
+    assert "connect-src 'none'" in written
+    assert "part-examples-0" in written
+
+
+def test_others_are_refused(found: Any) -> None:
+    assert found.server_address[0] == "127.0.0.1"
+    own = f"localhost:{found.server_port}"
+    assert ask(found, "/", Host=own)[0] == 200
+    assert ask(found, "/examples/0", Host=own, Origin=f"http://{own}", Sec_Fetch_Site="same-origin")[0] == 200
+    assert ask(found, "/examples/0", Host="localhost:9000")[0] == 200  # through a tunnel
+    for path in ("/", "/examples/0"):
+        assert ask(found, path, Host=f"evil.example:{found.server_port}")[0] == 403
+        assert ask(found, path, Host="127.0.0.1.evil.example:80")[0] == 403
+        assert ask(found, path, Origin="http://evil.example")[0] == 403
+    assert ask(found, "/examples/0", Sec_Fetch_Site="cross-site")[0] == 403
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(found, "/", method)[0] == 501
+
+
+def test_no_file_can_be_asked_for(found: Any) -> None:
+    up = ("/diff.json", "/../diff.json", "/%2e%2e/diff.json", "//etc/passwd", "/examples/../diff.json", "/index.html")
+    for path in (*up, "/examples/0/x", "/examples/-1", "/examples/" + "9" * 30, "/examples/"):
+        status, body, _ = ask(found, path)
+        assert status == 404, path
+        assert b"{" not in body
+
+
+def test_what_cannot_be_served_is_said(found: Any, tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match=r"port \d+ is taken.*--port 0"):
+        server(found.RequestHandlerClass.run, found.server_port)
+    with pytest.raises(TsaeError, match="cannot listen there"):
+        server(found.RequestHandlerClass.run, 99_999_999)
+    with pytest.raises(TsaeError, match=r"holds no diff/diff\.json"):
+        run_serve(Serve(tmp_path))
+
+
+def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served], diff: FeatureDiff) -> None:
+    found, served = both
+    first = ask(found, "/")[1]
+    served.following.append(TsaeError("is being written", where=served.file))
+    os.utime(served.file, ns=(1, 1))
+    assert ask(found, "/")[1] == first
+    served.following.append(make(runs=False, behaviours=diff.behaviours))
+    assert ask(found, "/")[1] != first
+    assert json.loads(ask(found, "/examples/0")[1]) == []  # this one has no features
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
+def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    said: list[str] = []
+    with server(Served(diff, tmp_path / "diff.json").run, 0) as found, sync_playwright() as playwright:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(f"http://127.0.0.1:{found.server_port}/#feature-3")
+        expect(page.locator("#feature-3 .example").first).to_contain_text(MARKUP)
+        assert page.evaluate("window.__attacked") is None
+        assert [line for line in said if "favicon" not in line and "404" not in line] == []
+        found.shutdown()
+        found.server_close()
+        page.goto(page.url.replace("#feature-3", "#feature-5"))
+        expect(page.locator("#feature-5")).to_contain_text("The server does not answer")

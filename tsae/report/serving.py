@@ -1,0 +1,133 @@
+"""The report of a run from a local server, for runs whose examples do not fit into one file.
+
+The page is the report without its examples. The card of a feature asks for them when it is opened, so that every active
+feature has some, and the page stays small. The page is written anew when its diff has changed, as `tsae watch` does.
+
+The server listens on this machine alone (127.0.0.1) and answers two addresses, / and /examples/FEATURE. It reads no
+other path, so no file can be asked for. It refuses requests by another host's name and from other pages, so that no web
+page that is open in the same browser reads the run. The page's policy allows it requests to this server only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from tsae.attribution.attribution import Attribution
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.report.pages.examples import ExamplesOnDemand
+from tsae.report.pages.report import render
+
+HOST = "127.0.0.1"
+_NAMES = (HOST, "localhost")
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    # What may run is in the page's own policy; both apply.
+    "Content-Security-Policy": "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+class ServedRun:
+    """A page and its examples.
+
+    Args:
+        read: reads the diff, with its features, and the attribution if there is one.
+        file: that changes whenever the diff does.
+        title: of the page.
+    """
+
+    def __init__(
+        self, read: Callable[[], tuple[FeatureDiff, Attribution | None]], file: Path, title: str | None = None
+    ) -> None:
+        self._read, self._file, self._title = read, file, title
+        self._lock = Lock()
+        self._seen: tuple[int, int] | None = None
+        self._load()
+
+    def _stamp(self) -> tuple[int, int]:
+        found = self._file.stat()
+        return found.st_mtime_ns, found.st_size
+
+    def _load(self) -> None:
+        seen = self._stamp()
+        diff, attribution = self._read()
+        page = "".join(render(diff, self._title, attribution, served=True)).encode("utf-8", "replace")
+        source, strings = diff.source, diff.info.get("token_strings", {})
+        self._examples = None if source is None else ExamplesOnDemand(source, strings)
+        self._page, self._seen = page, seen
+
+    def page(self) -> bytes:
+        """HTML of the diff as it is now; while it is being written, as it was before."""
+        with self._lock:
+            try:
+                if self._stamp() != self._seen:
+                    self._load()
+            except (TsaeError, OSError):
+                pass
+            return self._page
+
+    def examples(self, feature: int) -> bytes:
+        """JSON [trajectories, examples] of a feature, or [] where it has none."""
+        with self._lock:
+            found = [] if self._examples is None else self._examples.of(feature)
+        return json.dumps(found, separators=(",", ":"), allow_nan=False).encode("utf-8")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version, sys_version = "tsae", ""
+    run: ServedRun
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "")
+        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "none")
+        # Other pages can make a browser ask: by a name of theirs that points here, or from where they are.
+        if host.rpartition(":")[0] not in _NAMES or (origin or f"http://{host}") != f"http://{host}":
+            return self._send(403, b"This server answers to 127.0.0.1 and localhost alone.")
+        if self.path == "/":
+            return self._send(200, self.run.page(), "text/html; charset=utf-8")
+        named = re.fullmatch(r"/examples/([0-9]{1,9})", self.path)
+        if named is None:
+            return self._send(404, b"There is nothing here: this server has the page at / alone.")
+        if site not in ("none", "same-origin"):
+            return self._send(403, b"Another page asked.")
+        return self._send(200, self.run.examples(int(named[1])), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **_HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing of single requests."""
+
+
+def server(run: ServedRun, port: int) -> ThreadingHTTPServer:
+    """A server of a run on this machine; `serve_forever` starts it.
+
+    Args:
+        run: what is served.
+        port: 0 for a free one.
+
+    Raises:
+        TsaeError: where the port is taken, or may not be used.
+    """
+    try:
+        return ThreadingHTTPServer((HOST, port), type("Handler", (_Handler,), {"run": run}))
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        what = f"port {port} is taken: another program listens there" if taken else f"cannot listen there ({error})"
+        fix = "Give another port (--port), or --port 0 for a free one."
+        raise TsaeError(what, where=f"{HOST}:{port}", fix=fix) from error

@@ -1,0 +1,1 @@
+"""Crosscoders: one dictionary for the base and another checkpoint, read side by side."""
