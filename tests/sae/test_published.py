@@ -8,6 +8,7 @@ what these libraries compute from x. Other formats are written here, and read by
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -51,18 +52,21 @@ def x_of(d: int = D) -> torch.Tensor:
     return 0.3 + 2 * torch.randn(50, d, generator=torch.Generator().manual_seed(8))
 
 
+def place_of(folder: Path) -> Path:
+    """Of the SAE in one of `published`."""
+    if folder.name == "sparsify":
+        return folder / "layers.3"
+    openai = folder / "resid_post_mlp_v5_32k" / "autoencoders" / "3.pt"
+    return openai if folder.name.startswith("openai") else folder
+
+
 # --- files of the libraries themselves
 
 
 @pytest.mark.parametrize("folder", sorted(PUBLISHED.iterdir()), ids=lambda folder: folder.name)
 def test_files_of_other_libraries_give_their_codes(folder: Path, tmp_path: Path) -> None:
     expected = load_file(folder / "expected.safetensors")
-    place = folder
-    if folder.name == "sparsify":
-        place = folder / "layers.3"
-    elif folder.name.startswith("openai"):
-        place = folder / "resid_post_mlp_v5_32k" / "autoencoders" / "3.pt"
-    sae = tsae.load_sae(place)
+    sae = tsae.load_sae(place_of(folder))
     assert (sae.site, sae.d_model, sae.config.d_sae) == ("blocks.3.hook_resid_post", D, S)
     codes = sae.encode(expected["x"])
     assert bool((codes > 0).any())
@@ -72,6 +76,34 @@ def test_files_of_other_libraries_give_their_codes(folder: Path, tmp_path: Path)
     again = tsae.load_sae(sae.save(tmp_path / "saved"))
     assert again.fingerprint == sae.fingerprint
     assert torch.equal(again.encode(expected["x"]), codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", sorted(PUBLISHED.iterdir()), ids=lambda folder: folder.name)
+def test_damaged_files_are_refused_or_read(folder: Path, tmp_path: Path) -> None:
+    """Whatever stands in them: other values, missing ones, flipped bits, cut ends. There is one error, ours."""
+    rng = random.Random(folder.name)
+    for number in range(60):
+        copied = shutil.copytree(folder, tmp_path / str(number) / folder.name)
+        files = [f for f in copied.rglob("*") if f.is_file() and f.name != "expected.safetensors"]
+        file = rng.choice(sorted(files))
+        if file.suffix == ".json":
+            content = json.loads(file.read_text())
+            holder = content.get("trainer", content)
+            name = rng.choice(list(holder))
+            holder[name] = rng.choice(["x", -1, 0, None, [], {}, 1e99, True, 10**12])
+            file.write_text(json.dumps(content))
+        else:
+            data = bytearray(file.read_bytes())
+            data = data[: rng.randrange(len(data))] if rng.random() < 0.3 else data
+            for _ in range(rng.choice((0, 1, 4))):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8) if data else 0
+            file.write_bytes(data)
+        try:
+            sae = tsae.load_sae(place_of(copied))
+            assert sae.encode(x_of(sae.d_model)).shape == (50, sae.config.d_sae)
+        except TsaeError:
+            pass
 
 
 # --- formats that sae_lens reads too

@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tsae.base.files import reading
 from tsae.errors import TsaeError
 from tsae.sae.exchange.foreign import FoundSAE, from_lens, is_saelens, load_folder
 from tsae.sae.exchange.published import read_published
@@ -48,7 +49,8 @@ def find_foreign(where: str | Path, site: str | None = None) -> tuple[Path, Foun
     path = located(where)
     found = read_published(path, site)
     if found is None and is_saelens(path):
-        found = load_folder(path, site)
+        with reading(path, "Save it again."):
+            found = load_folder(path, site)
     return path, found
 
 

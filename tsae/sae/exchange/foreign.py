@@ -63,7 +63,7 @@ class ForeignConfig(SAEConfig):
     """What is done to every token by itself: (x − mean) / std, x · √d_model / ‖x‖, or nothing."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.k <= self.d_sae or self.d_sae < 1:
+        if not (self.architecture == "topk") <= self.k <= self.d_sae or self.d_sae < 1:
             raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="ForeignConfig")
         object.__setattr__(self, "groups", tuple(self.groups))
 
@@ -135,6 +135,9 @@ def from_lens(
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_config(where, error) from error
     _check(config, metadata, architecture, weights, where)
+    strange = [name for name, value in weights.items() if bool(value.isnan().any())]
+    if strange:
+        raise TsaeError(f"{strange[0]} holds values that are no numbers", where=where, fix="Fetch it again.")
     site = site or metadata.get("hook_name")
     if not site:
         raise TsaeError(

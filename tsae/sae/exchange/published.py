@@ -37,6 +37,8 @@ from tsae.sae.exchange.saelens_files import plain_config
 _AGAIN = "Fetch it again."
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)[._](\d+)$")
 _FIELDS = ("k", "apply_b_dec_to_input", "normalize_activations")
+_DAMAGED = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
+"""What torch raises on damaged files."""
 _MOST_NPZ = 1 << 36
 """Bytes that one array of an .npz may unpack to."""
 Weights = dict[str, torch.Tensor]
@@ -52,12 +54,13 @@ def read_published(path: Path, site: str | None = None) -> FoundSAE | None:
     Raises:
         TsaeError: where a file is damaged or needs pickle, the site is not said, or the SAE cannot be computed here.
     """
-    if path.is_file() and path.suffix in (".pt", ".pth"):
-        return _lone_file(path, site)
-    for marks, read in _FOLDERS.items():
-        if all((path / mark).exists() for mark in marks):
-            return read(path, site)
-    return None
+    lone = path.is_file() and path.suffix in (".pt", ".pth")
+    folders = (read for marks, read in _FOLDERS.items() if all((path / mark).exists() for mark in marks))
+    read = _lone_file if lone else next(folders, None)
+    if read is None:
+        return None
+    with reading(path, _AGAIN):  # values that are of no use, wherever they stand
+        return read(path, site)
 
 
 def _found(
@@ -90,8 +93,9 @@ def _tensors(file: Path) -> dict[str, Any]:
             where=file,
             fix="Ask its makers for safetensors, or save its state_dict() of plain tensors again.",
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise TsaeError(f"is no file of torch.save ({str(error).splitlines()[0]})", where=file, fix=_AGAIN) from error
+    except (*_DAMAGED, zipfile.BadZipFile) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TsaeError(f"is no file of torch.save ({why})", where=file, fix=_AGAIN) from error
     if not isinstance(found, dict):
         raise TsaeError(f"holds a {type(found).__name__}, expected a dictionary of tensors", where=file)
     return found
