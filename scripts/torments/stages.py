@@ -154,7 +154,8 @@ WRITERS = (
     Stage("train-seeds", ("train", "--store", "acts", "--to", "out/saes", *_TRAINING, "--tokens", "3000", "--seeds",
                           "0", "1", "--save-every-steps", "4", "--site", SITE)),
     *(stage for stage in READERS
-      if stage.name in ("report-more", "export", "export-delphi", "explain", "weights", "encode-live", "behaviours", "statistics")),
+      if stage.name in ("report-more", "export", "export-delphi", "explain", "weights", "encode-live", "behaviours",
+                        "statistics")),
 )  # fmt: skip
 """Commands that are disturbed while they write."""
 STAGES = tuple({stage.name: stage for stage in (*READERS, *WRITERS)}.values())
