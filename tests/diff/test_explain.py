@@ -20,12 +20,14 @@ from support.builders import feature_table, make_rollouts
 from support.chat_server import ChatServer, oracle, serving
 from support.diffs import make
 from tsae import FeatureDiff
+from tsae.cli import main
 from tsae.diff.config import ExplainConfig
 from tsae.diff.explaining.asking import LONGEST, read_label, read_verdicts
 from tsae.diff.explaining.explain import balanced_accuracy, explain
 from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.explaining.label_contexts import Contexts
 from tsae.errors import TsaeError
+from tsae.upkeep.kinds import kind_of_folder
 
 WORDS = [f" {letter}{letter}" for letter in "abcdefghijklmnopq"]
 CONFIG = ExplainConfig(choose=(0, 1, 2, 3), before=3, after=2, strongest=6, seed=3)
@@ -45,7 +47,9 @@ def planted(words: list[str] = WORDS, **changes: Any) -> FeatureDiff:
     table = feature_table(rollouts, np.concatenate([codes, 1.5 * codes]), [("base", rows), ("up-run", rows)])
     strings = {str(i): word for i, word in enumerate([*words, "<bos>", "", " <eos>"])}
     made = make()
-    return replace(made, source=table, info={**made.info, "token_strings": strings}, **changes)
+    return replace(
+        made, source=table, info={**made.info, "token_strings": strings, "rollouts": rollouts.fingerprint}, **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +257,24 @@ def test_features_that_moved_most_come_first(diff: FeatureDiff) -> None:
         explain(diff, replace(CONFIG, choose=(9,)))
     with pytest.raises(TsaeError, match="contexts need the features"):
         explain(replace(diff, source=None), CONFIG)
+
+
+def test_the_command_labels_a_run_and_says_what_is_missing(
+    diff: FeatureDiff, server: ChatServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diff.save(tmp_path / "diff")
+    diff.source.save(tmp_path / "features")
+    words = ["explain", str(tmp_path), "--choose", "0", "4", "--before", "3", "--after", "2"]
+    main([*words, "--server.url", server.config.url])
+    out, err = capsys.readouterr()
+    assert f"     0  “the word{WORDS[0]}” (detection 1.00, fuzzing 1.00; another feature's label" in out
+    assert "     4  unlabelled: its label scores" in out
+    assert "asks scripted for 2 labels" in err
+    found = Explanations.load(tmp_path / "explanations")
+    assert (found.info["labeller"], found.info["by_model"]) == ("scripted", True)
+    check = kind_of_folder(tmp_path / "explanations")
+    assert check is not None
+    assert check.name == "explanations"
+    with pytest.raises(SystemExit):
+        main([*words, "--server.model", "m"])
+    assert "tsae: --server.url: is missing" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""`tsae diff`, `tsae reinforcement`, `tsae report` and `tsae serve`."""
+"""`tsae diff`, `tsae reinforcement`, `tsae explain`, `tsae report` and `tsae serve`."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.diff import Diff, Reinforcement, Report, Serve
+from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
 from tsae.diff.explaining.explanations import Explanations
@@ -23,6 +24,7 @@ from tsae.diff.families import find_families
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
 from tsae.features.logits import logit_effects
+from tsae.report.printed.explanations import explanation_text
 from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
 from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
 from tsae.report.serving import HOST, ServedRun, server
@@ -121,6 +123,22 @@ def run_reinforcement(options: Reinforcement) -> None:
             write_sealed(options.to, _PUSHED, known, [f"{name}.parquet" for name in tables])
             say_wrote(options.to)
         write(tables)
+
+
+def run_explain(options: Explain) -> None:
+    server = options.server if options.server.url else None
+    if server is None and options.server != type(options.server)():
+        raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+    features = tsae.FeatureTable.load(options.features or options.diff.parent / "features")
+    diff = tsae.FeatureDiff.load(options.diff, features=features)
+    assert options.to is not None
+    with as_json(options.json) as write:
+        found = tsae.explain(
+            diff, options.config, server=server, to=options.to, say=lambda text: print(text, file=sys.stderr)
+        )
+        print(explanation_text(found))
+        say_wrote(options.to, found)
+        write({**found.info, "explanations": found.table})
 
 
 def run_report(options: Report) -> None:
