@@ -21,6 +21,7 @@ from causal_testbed import Story, fresh_problems, with_styles
 
 import tsae
 from tsae.causal.controls import mean_difference
+from tsae.report.text import percent
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 RUNS = ("easy-150", "medium-150", "hard-150")
@@ -100,13 +101,13 @@ def main() -> None:
                     ).save(folder)
                 found = tsae.Intervention.load(folder)
                 print(f"{folder.name}: features {ids}, {time.perf_counter() - began:.0f} s", flush=True)
-                rows += table_rows(found, run, family)
+                rows += table_rows(found, family)
     table = pd.DataFrame(rows)
     settings.to.mkdir(parents=True, exist_ok=True)
     table.to_parquet(settings.to / "transplant.parquet", index=False)
     print_markdown(table)
     kept = table[(table.behaviour == "direct") & table.condition.isin(["features", "whole"])]
-    shares = {f"{r.run} into {r.into} {r.family} {r.condition}": round(r.share, 3) for r in kept.itertuples()}
+    shares = {f"{r.donor} into {r.into}, {r.family}, {r.condition}": round(r.share, 3) for r in kept.itertuples()}
     print(json.dumps({"name": "transplant", "n_problems": 3 * settings.problems, "shares_of_direct_answers": shares}))
 
 
@@ -118,14 +119,19 @@ def furthest(diff: tsae.FeatureDiff, run: str, n: int) -> dict[str, list[int]]:
     return {name: [int(f) for f in order if family[f] in of][:n] for name, of in FAMILIES.items()}
 
 
-def table_rows(found: tsae.Intervention, run: str, family: str) -> list[dict[str, object]]:
+def table_rows(found: tsae.Intervention, family: str) -> list[dict[str, object]]:
     """What one transplant did to what is measured, by condition."""
     rows = []
     for behaviour, band in MEASURED:
         table = found.table(behaviour=behaviour, band=band).set_index("condition")
         for condition in (*CONDITIONS, "donor"):
             row = table.loc[condition]
-            about = {"run": run, "into": found.info["checkpoint"], "family": family, "condition": condition}
+            about = {
+                "donor": found.info["donor"],
+                "into": found.info["checkpoint"],
+                "family": family,
+                "condition": condition,
+            }
             kept = ["change", "change_low", "change_high", "beyond_random", "beyond_low", "beyond_high"]
             kept += ["share", "share_low", "share_high"]
             before = {"behaviour": behaviour, "band": band, "before": float(table.loc["none", "mean"])}
@@ -138,19 +144,19 @@ def print_markdown(table: pd.DataFrame) -> None:
     for behaviour, band in MEASURED:
         mine = table[(table.behaviour == behaviour) & (table.band == band)]
         print(f"\n{behaviour} on {band} problems: share moved, in per cent\n")
-        print(f"| run | into | features of | donor's change | {' | '.join(c.replace('_', ' ') for c in CONDITIONS)} |")
+        print(f"| of | into | features of | donor's change | {' | '.join(c.replace('_', ' ') for c in CONDITIONS)} |")
         print("|" + " --- |" * (4 + len(CONDITIONS)))
-        for (run, into, family), rows in mine.groupby(["run", "into", "family"], sort=False):
+        for (donor, into, family), rows in mine.groupby(["donor", "into", "family"], sort=False):
             by = rows.set_index("condition")
             cells = []
             for condition in CONDITIONS:
                 r = by.loc[condition]
-                told = f"{100 * r.share:.0f} [{100 * r.share_low:.0f}, {100 * r.share_high:.0f}]"
+                told = f"{percent(r.share)} [{percent(r.share_low)}, {percent(r.share_high)}]"
                 clear = condition == "features" and (r.beyond_low > 0 or r.beyond_high < 0)
                 cells.append("–" if pd.isna(r.share) else f"**{told}**" if clear else told)
             d = by.loc["donor"]
             change = f"{d.before:.2f} {d.change:+.2f} [{d.change_low:+.2f}, {d.change_high:+.2f}]"
-            print(f"| {run} | {into} | {family} | {change} | {' | '.join(cells)} |")
+            print(f"| {donor} | {into} | {family} | {change} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,9 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
         ]
         into = {(row["condition"], row["behaviour"]): row for row in test["changes"]}
         undone = {(row["condition"], row["behaviour"]): row for other in ablated for row in other["changes"]}
-        names = facts.behaviour_order(name for _, name in into)
+        # A behaviour that few responses allow to be measured may be unknown of some conditions.
+        both = [name for condition, name in into if condition == "donor" and ("whole", name) in into]
+        names = facts.behaviour_order(both)
         differs = [name for name in names[2:] if not pd.isna(into["donor", name].get("share"))]
         for name in [*names[:2], *differs][:_MAX_MEASURED]:
             rows.append(
