@@ -193,7 +193,7 @@ def _judged(
     scales = np.stack([part.scales[:, active] for part in sums])  # (n_problems, 4, n)
     scales[:, 1] += norm * np.stack([part.square[active] for part in sums])
     n_tokens = sum(part.n_tokens for part in sums)
-    base, other = (rows.detach() for rows in crosscoder.decoders)
+    base, other = crosscoder.decoders
     table: dict[str, np.ndarray] = {
         "latent": active,
         "relative_norm": crosscoder.relative_norm.cpu().numpy()[active],

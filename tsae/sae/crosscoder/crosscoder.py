@@ -44,12 +44,13 @@ class Crosscoder(TemporalSAE):
     @property
     def decoders(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(d_sae, width) decoder rows for the base, and for the other checkpoint."""
-        return self.W_dec[:, : self.width], self.W_dec[:, self.width :]
+        rows = self.W_dec.detach()
+        return rows[:, : self.width], rows[:, self.width :]
 
     @property
     def relative_norm(self) -> torch.Tensor:
         """(d_sae,) ‖other's row‖ / (‖base's row‖ + ‖other's row‖): 0 base alone, ½ shared, 1 the other alone."""
-        base, other = (rows.detach().norm(dim=1) for rows in self.decoders)
+        base, other = (rows.norm(dim=1) for rows in self.decoders)
         return other / (base + other).clamp_min(1e-12)
 
     @classmethod
