@@ -285,3 +285,13 @@ def test_the_site_builds_and_asks_for_nothing_from_elsewhere(tmp_path: Path) -> 
         assert "```" not in text, page
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(\"?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_what_users_ask_for_is_shown_by_tests_that_exist() -> None:
+    rows = [line for line in (ROOT / "docs" / "ecosystem.md").read_text().splitlines() if "tests/" in line]
+    assert len(rows) == 15
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert len(named) == row.count("tests/") > 0
+        for file, test in named:
+            assert f"\ndef {test}(" in (ROOT / file).read_text()
