@@ -282,6 +282,8 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
     refused(tmp_path / "a.pt", "is no file of Qwen-Scope")
     np.savez(tmp_path / "params.npz", W_enc=np.array([object()]))
     refused(tmp_path, "params.npz: cannot be read")
+    np.savez_compressed(tmp_path / "params.npz", W_enc=np.zeros((1000, 1000)))
+    refused(tmp_path, r"its part W_enc\.npy unpacks to 8,000,128 bytes")
 
 
 def test_what_the_files_do_not_say_is_asked_for(tmp_path: Path) -> None:

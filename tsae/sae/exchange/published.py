@@ -39,8 +39,8 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)[._](\d+)$")
 _FIELDS = ("k", "apply_b_dec_to_input", "normalize_activations")
 _DAMAGED = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
 """What torch raises on damaged files."""
-_MOST_NPZ = 1 << 36
-"""Bytes that one array of an .npz may unpack to."""
+_MOST_NPZ = 16
+"""Times its size that an array of an .npz may unpack to; weights hardly shrink."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -109,8 +109,12 @@ def _renamed(found: Mapping[str, Any], names: Mapping[str, str], where: Path) ->
             for ours, theirs in names.items()
         }
     except (KeyError, AttributeError) as error:
-        held = ", ".join(map(str, list(found)[:8]))
-        raise TsaeError(f"has no tensor {error}; it holds {held}", where=where, fix=_AGAIN) from error
+        raise TsaeError(f"has no tensor {error}; it holds {_names(found)}", where=where, fix=_AGAIN) from error
+
+
+def _names(found: Mapping[str, Any]) -> str:
+    """The first names, for messages."""
+    return ", ".join(name[:40] for name in list(found)[:8] if isinstance(name, str)) or "no names"
 
 
 def _block(number: str | int | None) -> str | None:
@@ -140,7 +144,7 @@ def _lone_file(file: Path, site: str | None) -> FoundSAE:
             k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-(.+?)-W\d+K", file),
         )  # fmt: skip
     raise TsaeError(
-        f"is no file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {', '.join(map(str, list(found)[:8]))}",
+        f"is no file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}",
         where=file,
         fix="Give the folder that has its config, if there is one.",
     )
@@ -165,7 +169,7 @@ def _openai(file: Path, found: dict[str, Any], site: str | None) -> FoundSAE:
 def _gemma_scope(folder: Path, site: str | None) -> FoundSAE:
     file = folder / "params.npz"
     with reading(file, _AGAIN):
-        check_zip(file, most=_MOST_NPZ)
+        check_zip(file, most=_MOST_NPZ * file.stat().st_size)
         with np.load(file, allow_pickle=False) as data:
             found = {
                 ("W_" + name[2:] if name.startswith("w_") else name): torch.from_numpy(data[name]) for name in data
