@@ -253,6 +253,8 @@ def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
 def test_features_that_moved_most_come_first(diff: FeatureDiff) -> None:
     found = explain(diff, replace(CONFIG, choose=(), n=2), progress=False)
     assert found.table.feature.tolist() == [0, 2]  # of SHIFTS: .9 up and .8 down
+    untested = replace(diff, shifts=diff.shifts.iloc[:0])
+    assert explain(untested, replace(CONFIG, choose=())).labels == {}
     with pytest.raises(TsaeError, match="no feature 9; there are 0 to 5"):
         explain(diff, replace(CONFIG, choose=(9,)))
     with pytest.raises(TsaeError, match="contexts need the features"):

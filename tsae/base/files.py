@@ -54,7 +54,7 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         TsaeError: where something is in the folder that is not to be replaced.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     if path.is_dir() and not replace and any(path.iterdir()):
         raise TsaeError("is not empty", where=path, fix="Give another folder, or empty this one.")
     partial = path.with_name(f"{path.name}.tmp")

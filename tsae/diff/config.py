@@ -158,10 +158,10 @@ class ExplainConfig:
     """Seed of the choice of contexts and of the shuffled labels."""
 
     def __post_init__(self) -> None:
-        for name in ("strongest", "held_out", "per_request", "label_tokens", "verdict_tokens", "budget"):
+        for name in ("n", "strongest", "held_out", "per_request", "label_tokens", "verdict_tokens", "budget"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="ExplainConfig")
-        for name in ("n", "random", "contrasting", "compared", "before", "after"):
+        for name in ("random", "contrasting", "compared", "before", "after", "seed"):
             if getattr(self, name) < 0:
                 raise TsaeError(f"{name}={getattr(self, name)} is negative", where="ExplainConfig")
         if self.held_out < 4 or not 0 <= self.min_score <= 1 or min(self.prices) < 0:

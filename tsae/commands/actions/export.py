@@ -31,6 +31,9 @@ def run_export(options: Export) -> None:
 
 def _written(options: Export, sae: TemporalSAE, features: FeatureTable | None, folder: Path) -> str:
     """Write into the folder; what it is."""
+    if strange := [feature for feature in options.choose if not 0 <= feature < sae.config.d_sae]:
+        there = f"there are 0 to {sae.config.d_sae - 1}"
+        raise TsaeError(f"no feature {strange[0]}; {there}", where="--choose")
     if options.format == "saelens":
         sae.to_saelens(folder, architecture=options.architecture)
         return f"{sae} as {options.architecture}"

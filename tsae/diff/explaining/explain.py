@@ -130,7 +130,7 @@ def scored(cases: Sequence[Case], labeller: Labeller, config: ExplainConfig) -> 
         row["control"] = (row["control_detection"] + row["control_fuzzing"]) / 2
         row["note"] = row["note"] or _verdict(row, config)
         row["shown"] = not row["note"]
-    return pd.DataFrame(rows.values())[_COLUMNS]
+    return pd.DataFrame(list(rows.values()), columns=_COLUMNS).astype({"shown": bool})
 
 
 _COLUMNS = [

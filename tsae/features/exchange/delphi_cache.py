@@ -53,6 +53,8 @@ def write_delphi(
     Raises:
         TsaeError: where that reader read less than one sequence.
     """
+    if context < 1:
+        raise TsaeError(f"context={context} is less than 1", where="delphi", fix="Give the tokens of a sequence.")
     rows = features.rows(reader=reader or features.readers[0])
     tokens = np.concatenate([np.arange(*features.row_offsets[row : row + 2]) for row in rows])
     n = len(tokens) // context

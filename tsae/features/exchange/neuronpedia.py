@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.top_contexts import peaks_of
 from tsae.sae.model import TemporalSAE
@@ -41,7 +43,11 @@ _LISTS = (
 
 @dataclass(frozen=True)
 class Neuronpedia:
-    """What an instance of Neuronpedia calls things."""
+    """What an instance of Neuronpedia calls things.
+
+    Raises:
+        TsaeError: where an id of model or source could not be the name of a folder.
+    """
 
     model: str
     """Its id of the model."""
@@ -49,6 +55,15 @@ class Neuronpedia:
     """Its id of the SAE, such as 14-tsae-4k."""
     creator: str
     """Its id of the user who owns what is imported."""
+
+    def __post_init__(self) -> None:
+        for name in (self.model, self.source):
+            if not re.fullmatch(r"\w[\w.-]*", name):
+                raise TsaeError(
+                    f"{name!r} is no id: it names a folder",
+                    where="Neuronpedia",
+                    fix="Use letters, digits, dots, hyphens and underscores.",
+                )
 
     @property
     def source_set(self) -> str:

@@ -72,6 +72,9 @@ def _effects_card(feature: Feature) -> str:
         {
             "group": row.group,
             "responds to": row.responds_to,
+            "label": (row.label or "none that holds")
+            if "label" in row and row.label_score == row.label_score
+            else None,
             "fires on": f"{row.firing_rate:.2%} of {feature.span.replace('_', ' ')} tokens",
             "correlation with length": row.length_correlation,
             "found by other seeds": row.stability if "stability" in row else None,
