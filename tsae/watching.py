@@ -50,7 +50,6 @@ _FALL = 0.05
 _NAMED = 3
 """Checkpoints that one line names; of more, the first and the last."""
 _LATER = ("attribution", "causal")
-"""Stages that watching leaves out: what lies in the folder is of a shorter training, and is removed."""
 _NOT_COMPARED = ("attribute", "attribution", "causal", "tests", "minutes")
 
 
@@ -108,11 +107,8 @@ def watch(
             another base, or the log no longer holds what was read before. The analysis that is there stays.
     """
     if config.sample is not None:
-        raise TsaeError(
-            "fresh rollouts are not sampled while a training goes on",
-            where="--sample",
-            fix="Leave it out, and give `tsae run --sample` to another folder in the end.",
-        )
+        fix = "Leave it out, and give `tsae run --sample` another folder in the end."
+        raise TsaeError("fresh rollouts are not sampled while a training goes on", where="--sample", fix=fix)
     return _Watch(replace(config, attribute=False, causal=False), watching or WatchConfig(), progress, say).updates()
 
 

@@ -330,3 +330,8 @@ def test_killed_at_random_it_ends_as_if_undisturbed() -> None:
     assert found["different"] == []
     assert found["kills"] >= 1
     assert found["updates"] >= 1
+
+
+def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
+    with pytest.raises(TsaeError, match="fresh rollouts are not sampled while a training goes on"):
+        watch(RunConfig(tmp_path, to=tmp_path / "out", sample=2))

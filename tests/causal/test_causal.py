@@ -647,7 +647,7 @@ def tabled(two: tsae.CheckpointSeries, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def transplanted(two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> dict[str, Intervention]:
     """By the checkpoint that generates; the other one is the donor."""
-    config = InterventionConfig(mode="transplant", tokens="all", n_random=3, sampling=SAMPLING)
+    config = InterventionConfig(mode="transplant", tokens="all", n_random=2, sampling=SAMPLING)
     direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
     return {
         into: intervene(

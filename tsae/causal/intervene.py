@@ -107,9 +107,9 @@ def intervene(
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_chosen(chosen, scales, features.n_features)
     check_features(tuple(exclude), features.n_features)
-    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
+    asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
     given = None
     if donor is not None:
         given = Donor(donor.load_model(device=device), sae.site)
@@ -241,7 +241,7 @@ def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tu
             fix="Give rollouts of this model, or problems as text.",
         )
     banded = given.frame[given.frame.band.notna()]
-    return Problem.of(given), dict(zip(banded.problem_id, banded.band, strict=True))
+    return given.problems(), dict(zip(banded.problem_id, banded.band, strict=True))
 
 
 def _load(

@@ -6,14 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tsae.base.files import write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
-
-if TYPE_CHECKING:
-    from tsae.rollouts.table import Rollouts
 
 
 @dataclass(frozen=True)
@@ -30,16 +26,6 @@ class Problem:
     """The author's own label (number of operations, school year); not a band, which depends on a model."""
     ids: tuple[int, ...] | None = None
     """Token ids of the prompt, where they are known: nothing is tokenised then."""
-
-    @classmethod
-    def of(cls, rollouts: Rollouts) -> list[Problem]:
-        """The problems of some rollouts, each once, with the ids that its first trajectory has."""
-        names = ["problem_id", "prompt", "answer", "level", "prompt_ids"]
-        first = rollouts.frame.drop_duplicates("problem_id").index.to_numpy()
-        return [
-            cls(row["problem_id"], row["prompt"] or "", row["answer"] or "", row["level"], tuple(row["prompt_ids"]))
-            for row in rollouts.table.select(names).take(first).to_pylist()
-        ]
 
 
 def write_problems(problems: Iterable[Problem], path: str | Path) -> None:

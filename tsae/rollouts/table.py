@@ -32,6 +32,7 @@ from tsae.rollouts.bands import Bands, find_bands
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
+from tsae.rollouts.problems import Problem
 from tsae.rollouts.responses.token_parts import COLUMN, TokenParts
 from tsae.rollouts.schema import BANDS, OUTCOMES, checked, type_of, typed
 
@@ -179,6 +180,15 @@ class Rollouts(TokenParts, Tables):
     @property
     def n_problems(self) -> int:
         return len(self.table["problem_id"].unique())
+
+    def problems(self) -> list[Problem]:
+        """The problems, each once, with the ids of the prompt that its first trajectory has."""
+        first = np.flatnonzero(~self.frame.problem_id.duplicated())
+        names = ["problem_id", "prompt", "answer", "level", "prompt_ids"]
+        return [
+            Problem(row["problem_id"], row["prompt"] or "", row["answer"] or "", row["level"], tuple(row["prompt_ids"]))
+            for row in self.table.select(names).take(first).to_pylist()
+        ]
 
     def lengths(self, column: str) -> np.ndarray:
         """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""

@@ -116,7 +116,7 @@ def answered_anew(
         the rollouts; ``info["sampled"]`` has n_samples, verifier and max_new_tokens, ``info["stages"]`` one line more.
     """
     name, checked = choose_verifier(logged, verifier)
-    problems, base = Problem.of(logged), readers[0].id
+    problems, base = logged.problems(), readers[0].id
     fresh = fresh_rollouts(
         readers,
         [problems[i] for i in np.random.default_rng(config.seed).permutation(len(problems))],
