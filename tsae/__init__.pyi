@@ -41,6 +41,8 @@ from .diff.policy_gradient.measure_reinforcement import reinforcement as reinfor
 from .diff.policy_gradient.reinforcement import Reinforcement as Reinforcement
 from .errors import TsaeError as TsaeError
 from .features.encode import encode as encode
+from .features.expert_use import expert_use as expert_use
+from .features.expert_use import experts as experts
 from .features.feature_table import FeatureTable as FeatureTable
 from .report.hub.config import PushConfig as PushConfig
 from .report.hub.push import push as push

@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, str]] = {
     "rollouts sample": {"--n-samples": "6", "--max-new-tokens": "40"},
     "rollouts difficulty": {"--n-draws": "100"},
     "train": TRAINING,
+    "crosscoder": TRAINING,
     "diff": DRAWS,
     "reinforcement": DRAWS,
     "causal": {"--n-samples": "1", "--max-new-tokens": "8", "--n-random": "1"},

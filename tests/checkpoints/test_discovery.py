@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -494,3 +495,35 @@ def test_sampling_keeps_the_base_of_adapters_loaded(adapters: Path) -> None:
     alone = [tsae.sample(c, problems, config, progress=False) for c in series]
     assert [r.fingerprint for r in shared] == [r.fingerprint for r in alone]
     assert len({r.fingerprint for r in shared}) == 3
+
+
+def test_quantised_weights_are_said_and_refused_in_words(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    for method, words in (("bitsandbytes", {"load_in_4bit": True}), ("awq", {"bits": 4, "version": "gemm"})):
+        folder = save_model(tmp_path / method)
+        config = json.loads((folder / "config.json").read_text())
+        quantised = {"quant_method": method, **words}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+        series = CheckpointSeries.load(tmp_path / "plain", folder)
+        assert f"({method}, 4 bits)" in series.notes[-1]
+        assert "hold the rounding too" in series.notes[-1]
+        installed = importlib.util.find_spec("bitsandbytes" if method == "bitsandbytes" else "gptqmodel")
+        if installed is None:
+            with pytest.raises(TsaeError, match=rf"quantised \({method}, 4 bits\) and cannot be loaded.*Install what"):
+                ModelLoader().load(Checkpoint("x", str(folder)))
+    assert CheckpointSeries.load(tmp_path / "plain", save_model(tmp_path / "other")).notes == ()
+
+
+def test_placeholders_of_images_are_refused(tmp_path: Path) -> None:
+    rollouts = make_rollouts(("base",), n_problems=2)
+    used = rollouts.tokens(0)[1][0]
+    for id in (int(used), 16_000):
+        folder = save_model(tmp_path / f"sees-{id}")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "image_token_id": id}))
+        series = CheckpointSeries.load(save_series(tmp_path / f"sees-{id}", [{"id": "base", "path": "."}]))
+        if id == used:
+            with pytest.raises(TsaeError, match=rf"token {id}, which stands for image input; images, video and sound"):
+                tsae.capture(series, rollouts, to=tmp_path / "acts", progress=False)
+        else:
+            tsae.capture(series, rollouts, to=tmp_path / "acts", progress=False)

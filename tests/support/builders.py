@@ -18,7 +18,7 @@ SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 PAD = 18
 N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
-MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "olmo3", "qwen3_next")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "llama4", "deepseek_v3")
 """Mixtures of experts, and layers of several kinds."""
 
 
@@ -55,6 +55,17 @@ def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
         return hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **common)
     if architecture == "gpt_oss":
         return hf.GptOssConfig(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, **common)
+    if architecture == "llama4":  # a router in the second block alone
+        return hf.Llama4TextConfig(
+            **common | {"intermediate_size": 16}, intermediate_size_mlp=32, head_dim=8, num_local_experts=4,
+            num_experts_per_tok=1, interleave_moe_layer_step=2, no_rope_layer_interval=2, attention_chunk_size=6,
+        )  # fmt: skip
+    if architecture == "deepseek_v3":
+        heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        return hf.DeepseekV3Config(
+            **common | {"num_key_value_heads": 2}, **heads, moe_intermediate_size=16, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+        )  # fmt: skip
     if architecture == "olmo3":
         return hf.Olmo3Config(sliding_window=5, **common)
     if architecture == "qwen3_next":

@@ -20,6 +20,7 @@ from tsae.checkpoints.weight_files import (
     has_tokenizer,
     is_adapter,
     is_gguf,
+    quantisation,
     refuse_own_code,
     weight_files,
 )
@@ -124,6 +125,13 @@ class ModelLoader:
                 raise
             except Exception as error:  # transformers and what it uses raise no narrower class
                 refuse_own_code(error, folder)
+                quantised = None if is_gguf(folder) else quantisation(folder)
+                if quantised is not None:
+                    raise TsaeError(
+                        f"its weights are quantised ({quantised}) and cannot be loaded ({first_line(error)})",
+                        where=checkpoint.path,
+                        fix="Install what transformers asks for, or give the weights before quantisation.",
+                    ) from error
                 raise TsaeError(
                     f"cannot be loaded as a causal language model ({first_line(error)})",
                     where=checkpoint.path,

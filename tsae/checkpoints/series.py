@@ -26,7 +26,7 @@ from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.discovery import find
-from tsae.checkpoints.weight_files import is_adapter, is_hub_id
+from tsae.checkpoints.weight_files import is_adapter, is_hub_id, quantisation
 from tsae.errors import TsaeError
 
 _FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
@@ -155,11 +155,18 @@ class CheckpointSeries:
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
 
     def _checked(self) -> CheckpointSeries:
-        """Itself, if every adapter on this machine is one of the base."""
+        """Itself, with a note on quantised weights, if every adapter on this machine is one of the base."""
         for checkpoint in self:
             if not checkpoint.is_base and is_adapter(Path(checkpoint.path)):
                 base_of(checkpoint)
-        return self
+        kinds = {c.id: quantisation(Path(c.path) / (c.subfolder or "")) for c in self}
+        named = [f"{id} ({kind})" for id, kind in kinds.items() if kind]
+        if not named:
+            return self
+        note = f"quantised weights: {', '.join(named)}. What is read is what the quantised model computes"
+        if len(set(kinds.values())) > 1:
+            note += "; others of the series are not quantised so, and differences to them hold the rounding too"
+        return replace(self, notes=(*self.notes, f"{note}."))
 
     @classmethod
     def _from_json(cls, file: Path, without: Collection[Path] = ()) -> CheckpointSeries:

@@ -116,6 +116,20 @@ def weight_files(folder: Path) -> list[Path]:
     return _indexed(folder)
 
 
+def quantisation(folder: Path) -> str | None:
+    """How the weights in a folder are quantised, such as "awq, 4 bits", by its config.json; None if it does not say."""
+    try:
+        found = json_object(folder / "config.json").get("quantization_config")
+    except TsaeError:
+        return None  # Whoever loads it says what is wrong.
+    if not isinstance(found, dict):
+        return None
+    loaded = next((bits for bits in (4, 8) if found.get(f"load_in_{bits}bit")), None)
+    bits = found.get("bits", loaded)
+    method = str(found.get("quant_method", "method unknown"))
+    return method if bits is None else f"{method}, {bits} bits"
+
+
 def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes, bytes]]:
     """(name and size, first MiB, last MiB) of every file: training changes every tensor, so both ends change with it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -105,6 +105,26 @@ def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts
             where=checkpoint.path,
             fix="Use rollouts tokenised for this model; import the log again with its tokenizer.",
         )
+
+
+def check_text_alone(rollouts: Rollouts, config: Any) -> None:
+    """Refuse trajectories with placeholders of images, video or sound, whose content the rollouts do not hold.
+
+    Args:
+        rollouts: the trajectories.
+        config: the model's, which names the ids of its placeholders.
+    """
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    ids = {getattr(config, name, None): name.partition("_")[0] for name in names}
+    ids.pop(None, None)
+    for id, kind in ids.items():
+        for name in ("prompt_ids", "response_ids"):
+            if bool(pc.any(pc.equal(pc.list_flatten(rollouts.table[name]), id)).as_py()):
+                raise TsaeError(
+                    f"{name} holds token {id}, which stands for {kind} input; images, video and sound are not read",
+                    where=rollouts.origin,
+                    fix="Leave these trajectories out: as text alone the model would read something else.",
+                )
 
 
 def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:

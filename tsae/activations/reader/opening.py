@@ -10,7 +10,7 @@ import torch
 
 from tsae.activations.catalogue import READER_INFO
 from tsae.activations.config import CaptureConfig, ReadingConfig, StatesConfig
-from tsae.activations.reader.assignment import check_context, check_tokenizer, plan_readers
+from tsae.activations.reader.assignment import check_context, check_text_alone, check_tokenizer, plan_readers
 from tsae.activations.reader.forward_passes import Reader
 from tsae.activations.reader.states import START, StatesReader
 from tsae.activations.shards.shard import DTYPES
@@ -67,6 +67,7 @@ def open_base(
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
     check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+    check_text_alone(rollouts, model.config)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
     check_sites(sites, depth, series.base.path)
     dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype

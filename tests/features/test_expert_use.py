@@ -1,0 +1,127 @@
+"""Use of experts: what the model's own experts were given, and a planted change of one router."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.builders import BOS, make_rollouts, save_model, save_series
+from tsae.activations.config import ReadingConfig
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.forward.routers import RouterReader
+from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.diff.config import DiffConfig
+from tsae.diff.measure_diff import feature_diff
+from tsae.errors import TsaeError
+from tsae.features.expert_use import expert_use, experts
+from tsae.features.feature_table import FeatureTable
+
+RUN = "run-1"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3", "llama4"])
+def test_choices_are_those_that_the_experts_were_given(architecture: str, tmp_path: Path) -> None:
+    model: Any = ModelLoader().load(Checkpoint("x", str(save_model(tmp_path / "model", architecture))))
+    routers = RouterReader(model)
+    assert list(routers.routers) == {"llama4": [1], "deepseek_v3": [1, 2]}.get(architecture, [0, 1, 2])
+    given: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, inputs: Any) -> None:
+        indices = [part for part in inputs if not part.is_floating_point()]
+        if indices:
+            given[name] = torch.zeros(len(indices[0]), 4, dtype=torch.bool).scatter_(1, indices[0], True)
+        else:  # Llama 4 gives every expert every token, times its score, which is 0 for the others.
+            given[name] = (inputs[0].reshape(4, -1, inputs[0].shape[-1]) != 0).any(-1).T
+
+    for layer in routers.routers:
+        block = model.model.layers[layer]
+        expert = (block.mlp if hasattr(block, "mlp") else block.feed_forward).experts
+        expert.register_forward_pre_hook(lambda _, inputs, name=str(layer): keep(name, inputs))
+    ids = torch.tensor([[BOS, 3, 5, 7, 1, 2, 4]])
+    found = routers.read(ids, torch.ones_like(ids))
+    assert found.keys() == given.keys()
+    for name, chosen in found.items():
+        assert chosen.shape == (1, 7, 4)
+        assert torch.equal(chosen[0], given[name])
+        assert set(chosen.sum(-1).flatten().tolist()) == {1 if architecture == "llama4" else 2}
+
+
+def router_input(folder: Path) -> torch.Tensor:
+    """(d_model,) what the router of block 1 is given on average. An expert with weights along that is chosen often."""
+    model: Any = ModelLoader().load(Checkpoint("x", str(folder)))
+    given: list[torch.Tensor] = []
+    RouterReader(model).routers[1].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    ids = torch.arange(17)[None]
+    model(input_ids=ids)
+    return given[0].reshape(17, -1).mean(0)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckpointSeries, Any]:
+    """A base, a run whose router of block 1 prefers expert 2, and a copy of the base; rollouts of the base."""
+    folder = tmp_path_factory.mktemp("experts")
+    save_model(folder / "base", "mixtral")
+    for name in (RUN, "copy-1"):
+        shutil.copytree(folder / "base", folder / name)
+    weights = load_file(folder / RUN / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.gate.weight"
+    name = name if name in weights else "model.layers.1.mlp.gate.weight"
+    weights[name][2] = 5 * router_input(folder / "base")
+    save_file(weights, folder / RUN / "model.safetensors", metadata={"format": "pt"})
+    records = [{"id": "base", "path": "base"}]
+    records += [{"id": id, "path": id, "run": id[:-2], "step": 1} for id in (RUN, "copy-1")]
+    series = CheckpointSeries.load(save_series(folder, records))
+    return series, make_rollouts(("base",), n_problems=20, n_samples=3)
+
+
+def test_a_changed_router_is_found_and_nothing_before_it(changed: Any) -> None:
+    series, rollouts = changed
+    table = expert_use(series, rollouts, config=ReadingConfig(batch_tokens=64), progress=False)
+    assert table.codes.shape[1] == 12
+    assert np.array_equal(np.unique(np.diff(table.codes.indptr)), [6])  # two of four experts in three blocks
+    diff = feature_diff(table, DiffConfig(n_bootstrap=200, n_permutations=200), progress=False)
+    shifts = diff.table(kind="shift", part="same_trajectories", band="all", outcome="all").join(
+        experts(diff.info), on="feature"
+    )
+    mine = shifts[shifts.checkpoint == RUN].set_index(["layer", "expert"])
+    assert mine.loc[(1, 2)].moved
+    assert (mine.loc[0].difference == 0).all()
+    assert (shifts[shifts.checkpoint == "copy-1"].difference == 0).all()
+    # By hand: the share of response tokens that the expert gets, over trajectories, then over problems.
+    share: dict[str, dict[str, list[float]]] = {"base": {}, RUN: {}}
+    special, frame = set(table.info["special_ids"]), rollouts.frame
+    for row in range(table.n_rows):
+        reader, trajectory = table.readers[table.reader[row]], int(table.trajectory[row])
+        prompt, response = rollouts.tokens(trajectory)
+        tokens = np.arange(table.row_offsets[row], table.row_offsets[row + 1])[len(prompt) :]
+        counted = tokens[[int(id) not in special for id in response]]
+        if reader in share:
+            one = table.codes[counted][:, [6]].toarray().mean()
+            share[reader].setdefault(frame.problem_id[trajectory], []).append(float(one))
+    expected = {reader: np.mean([np.mean(of) for of in problems.values()]) for reader, problems in share.items()}
+    assert mine.loc[(1, 2)]["mean"] == pytest.approx(expected[RUN], abs=1e-6)
+    assert mine.loc[(1, 2)].reference == pytest.approx(expected["base"], abs=1e-6)
+
+
+def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> None:
+    series, rollouts = changed
+    table = expert_use(series.select([RUN]), rollouts, layers=[1], progress=False)
+    again = FeatureTable.load(table.save(tmp_path / "features"))
+    assert (again.codes[:] != table.codes).nnz == 0
+    assert experts(again.info).to_dict("list") == {"layer": [1] * 4, "expert": [0, 1, 2, 3]}
+    with pytest.raises(TsaeError, match="block 7 has no router; blocks 0, 1, 2 have one"):
+        expert_use(series, rollouts, layers=[7], progress=False)
+
+
+def test_a_dense_model_is_refused(series: CheckpointSeries, rollouts: Any) -> None:
+    with pytest.raises(TsaeError, match="has no routers: it is no mixture of experts"):
+        expert_use(series, rollouts, progress=False)
+    with pytest.raises(TsaeError, match="these features are no experts"):
+        experts({"sae": {}})
