@@ -13,9 +13,9 @@ ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"
 class Export:
     """Write an SAE, its features or steering vectors in the form of another tool.
 
-    saelens: the SAE as plain sae_lens loads it, with the same codes bit for bit. safetensors, gguf: the features
-    --choose as steering vectors, the latter for llama.cpp (--control-vector). With --features also delphi: a cache of
-    activations; neuronpedia: features, activations and, with --explanations, labels.
+    saelens: the SAE as plain sae_lens loads it, with the same codes bit for bit. safetensors, gguf: features as
+    steering vectors, the latter for llama.cpp. delphi: a cache of activations. neuronpedia: features, activations and
+    labels.
     """
 
     sae: Path
