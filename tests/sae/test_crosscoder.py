@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from statements.pairs import SITE, PlantedPair, paired_store, planted_pair
 
 from tsae.activations.pair import Pair
+from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder.changes import CrosscoderChanges, crosscoder_changes
@@ -240,3 +242,22 @@ def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
     with pytest.raises(TsaeError, match="only a pickle could load"):
         read_published(tmp_path, **named)
+
+
+def test_the_command_judges_a_published_crosscoder(world: PlantedPair, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 20, 32, generator=generator)
+    rows[0, 3] = 0  # a latent of the second model alone
+    weights = {
+        "encoder.weight": rows.mT.contiguous() / 8, "encoder.bias": torch.zeros(20),
+        "decoder.weight": rows, "decoder.bias": torch.zeros(2, 32), "code_normalization_id": torch.tensor(4),
+    }  # fmt: skip
+    torch.save(weights, tmp_path / "ae.pt")
+    to = tmp_path / "crosscoder"
+    words = ["crosscoder", "--store", str(world.store.path), "--reader", "run", "--to", str(to), "--all-problems"]
+    main([*words, "--published", str(tmp_path), "--json", str(tmp_path / "found.json")])
+    assert Crosscoder.load(to).compared == ("base", "run")
+    found = {row["latent"]: row for row in json.loads((tmp_path / "found.json").read_text())["latents"]}
+    assert len(found) == 20
+    assert found[3]["relative_norm"] == 1
+    assert found[3]["verdict"] != "shared"
