@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from statements.pairs import SITE, PlantedPair, paired_store, planted_pair
 
 from tsae.activations.pair import Pair
+from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder.changes import CrosscoderChanges, crosscoder_changes
 from tsae.sae.crosscoder.crosscoder import Crosscoder
-from tsae.sae.crosscoder.published import is_published, read_published
+from tsae.sae.crosscoder.published import read_published
 from tsae.sae.fitting.train import train
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
@@ -202,7 +204,6 @@ def test_published_crosscoders_reconstruct_the_same(tmp_path: Path, kind: int) -
     x = torch.randn(40, 2, 6, generator=torch.Generator().manual_seed(9))
     apart, together = weights["decoder.weight"].norm(dim=2).sum(0), weights["decoder.weight"].norm(dim=(0, 2))
     norm = {1: apart, 2: together, 3: together + 0.1 * apart, 4: torch.ones(20)}[kind]
-    assert is_published(folder)
     found = read_published(folder, site=SITE, compared=("base", "run"))
     made = found.decode(found.encode(x.flatten(1))).reshape(40, 2, 6)
     torch.testing.assert_close(made, _theirs(weights, x, norm), rtol=1e-4, atol=1e-4)
@@ -240,3 +241,22 @@ def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
     with pytest.raises(TsaeError, match="only a pickle could load"):
         read_published(tmp_path, **named)
+
+
+def test_the_command_judges_a_published_crosscoder(world: PlantedPair, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 20, 32, generator=generator)
+    rows[0, 3] = 0  # a latent of the second model alone
+    weights = {
+        "encoder.weight": rows.mT.contiguous() / 8, "encoder.bias": torch.zeros(20),
+        "decoder.weight": rows, "decoder.bias": torch.zeros(2, 32), "code_normalization_id": torch.tensor(4),
+    }  # fmt: skip
+    torch.save(weights, tmp_path / "ae.pt")
+    to = tmp_path / "crosscoder"
+    words = ["crosscoder", "--store", str(world.store.path), "--reader", "run", "--to", str(to), "--all-problems"]
+    main([*words, "--published", str(tmp_path), "--json", str(tmp_path / "found.json")])
+    assert Crosscoder.load(to).compared == ("base", "run")
+    found = {row["latent"]: row for row in json.loads((tmp_path / "found.json").read_text())["latents"]}
+    assert len(found) == 20
+    assert found[3]["relative_norm"] == 1
+    assert found[3]["verdict"] != "shared"

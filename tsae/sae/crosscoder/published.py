@@ -35,11 +35,6 @@ _NORMALISER = ("activation_mean", "activation_std", "activation_global_scale")
 _FIX = "Give a crosscoder of two models that dictionary_learning wrote."
 
 
-def is_published(folder: str | Path) -> bool:
-    """Whether a folder holds, or a path is, a file of dictionary_learning."""
-    return _file_of(Path(folder)) is not None
-
-
 def read_published(folder: str | Path, *, site: str, compared: tuple[str, str]) -> Crosscoder:
     """Read a crosscoder of dictionary_learning.
 
@@ -86,8 +81,6 @@ def read_published(folder: str | Path, *, site: str, compared: tuple[str, str]) 
 def _file_of(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix in (".pt", ".safetensors") else None
-    if (path / "cfg.json").is_file() or (path / "sae.safetensors").is_file():
-        return None
     return next((path / name for name in _FILES if (path / name).is_file()), None)
 
 
