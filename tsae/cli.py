@@ -28,8 +28,7 @@ from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
-from tsae.commands.options.export import Export
-from tsae.commands.options.hub import Push
+from tsae.commands.options.export import Export, Push
 from tsae.commands.options.pipeline import Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand

@@ -249,7 +249,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"attribute": False}, None),
+        pytest.param({"attribute": False}, None, marks=pytest.mark.slow),
         pytest.param(
             {"attribution": AttributionConfig(budget_gb=0.001)},
             "gradients of 54 samples with respect to",

@@ -187,6 +187,7 @@ def test_facts_and_baselines_of_samples(found: Attribution, run: Path) -> None:
         np.testing.assert_allclose(mine.set_index("trajectory").covariance[rows], expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_from_the_first(found: Attribution, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("simulated again")
@@ -226,6 +227,7 @@ def test_a_stretch_of_the_run(run: Path, tmp_path: Path) -> None:
         tsae.attribute(series, log, tmp_path / "c", first_token=3, config=replace(FAST, steps=(1, 4)), progress=False)
 
 
+@pytest.mark.slow
 def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_path: Path) -> None:
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
     ends = tsae.attribute(series.final(), log, tmp_path, first_token=TOKEN_IDS["#"], config=FAST, progress=False)

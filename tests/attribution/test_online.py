@@ -374,6 +374,7 @@ def test_what_is_predicted_is_what_is_recorded(llama: Path, log: Rollouts) -> No
     np.testing.assert_allclose(np.concatenate(seen), recorded, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_guard_holds_a_target_that_would_rise(llama: Path, log: Rollouts) -> None:
     def ends(bound: float | None, weight: float = 0.0) -> tuple[np.ndarray, Any]:
         guards: list[Guard] = []

@@ -231,6 +231,7 @@ def test_shares_of_a_real_training_add_up(llama: Path, log: Rollouts, tmp_path: 
     assert np.corrcoef(again.shares[:, 0], found.shares[:, 0])[0, 1] > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [pytest.param(None, marks=pytest.mark.slow), 0.2])
 def test_effects_are_near_to_trainings_on_the_rest(
     llama: Path, log: Rollouts, tmp_path: Path, epsilon: float | None

@@ -278,6 +278,7 @@ def test_ablating_the_direction_that_decides_flips_the_answer(found: Interventio
     assert found.record()["rows"] == found.info["rows"]
 
 
+@pytest.mark.slow
 def test_clamping_and_steering_go_by_the_typical_activation_of_responses(
     decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable
 ) -> None:
@@ -406,6 +407,7 @@ def test_no_random_set_comes_twice() -> None:
         matched_features([7], scales, sae, 40, 0)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_and_files_keep_it(
     found: Intervention, decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, tmp_path: Path
 ) -> None:

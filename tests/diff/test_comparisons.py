@@ -371,6 +371,7 @@ def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch:
         chosen(raised="up", lowered="up")
 
 
+@pytest.mark.slow
 def test_runs_with_and_without_their_own_trajectories_are_opposed_on_the_same_text() -> None:
     """One run answered the base's problems, the other none of them."""
     push = np.array([0.9, -0.8, 0, 0, 0, 0, 0, 0])

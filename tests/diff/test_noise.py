@@ -245,6 +245,7 @@ def test_problems_come_from_every_band(
     assert set(features.rollouts.frame.iloc[others].problem_id) != set(chosen.problem_id)
 
 
+@pytest.mark.slow
 def test_what_cannot_have_a_null_says_so_and_the_rest_goes_on(llama: Path, tmp_path: Path, fingerprint: str) -> None:
     """A run without an update, one with another vocabulary, and one that was trained."""
     same = save_perturbed(llama, tmp_path / "same", amount=0.0)
@@ -275,6 +276,7 @@ def test_other_checkpoints_and_another_sae_are_refused(
         noise_null(renamed, sae, features, QUICK)
 
 
+@pytest.mark.slow
 def test_the_command_reads_noise_where_checkpoints_are_at_hand(
     series_folder: Path,
     read: tuple[TemporalSAE, tsae.FeatureTable, Path],

@@ -13,6 +13,7 @@ from tsae.diff.config import DiffConfig
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 
 
+@pytest.mark.slow
 def test_every_line_is_drawn() -> None:
     for line in check_statements.LINES:
         false, found = line.draw(0, QUICK)

@@ -111,7 +111,7 @@ def test_replayed_trainings_are_told_by_target() -> None:
     assert moved(make_attribution(), TARGETS[0], 1).validated == ""
 
 
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("validated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_views_tell_one_story(validated: bool) -> None:
     found = make_attribution(validated=validated)
     text, page = attribution_text(found), rendered(make(), attribution=found)
@@ -164,6 +164,7 @@ def test_the_figure_draws_shares_above_effects() -> None:
     assert figure.data[0].zmax == figure.data[1].zmax == pytest.approx(np.abs(figure.data[1].z).max())
 
 
+@pytest.mark.slow
 def test_a_feature_links_to_its_card_where_the_sae_is_the_same() -> None:
     diff = make()
     weights = (diff.info.get("sae") or {}).get("weights")
@@ -205,6 +206,7 @@ def test_the_command_finds_the_attribution_of_a_run(folders: Path) -> None:
     assert "A note." in report(folders)
 
 
+@pytest.mark.slow
 def test_the_command_takes_an_attribution(folders: Path) -> None:
     assert "Another." in report(folders, "--attribution", folders / "other")
     with pytest.raises(SystemExit):

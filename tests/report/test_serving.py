@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from support.diffs import MARKUP, make, source
+from support.pages import rendered
 from tsae.commands.actions.diff import run_serve
 from tsae.commands.options.diff import Serve
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.pages.examples import contexts
-from tsae.report.pages.report import render
 from tsae.report.serving import ServedRun, server
 
 
@@ -96,7 +96,7 @@ def test_the_page_asks_its_own_server_and_nobody_else(found: Any, diff: FeatureD
     assert "part-trajectories" not in page
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
-    written = render(diff, "first")
+    written = rendered(diff, "first")
     assert "connect-src 'none'" in written
     assert "part-examples-0" in written
 

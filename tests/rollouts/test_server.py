@@ -153,6 +153,7 @@ def test_what_is_asked_leaves_nothing_to_the_servers_defaults(policy: Checkpoint
     assert body["return_token_ids"] is True
 
 
+@pytest.mark.slow
 def test_an_overloaded_server_is_asked_again(policy: Checkpoint, served: Served) -> None:
     served.faults = [
         (429, json.dumps({"error": {"message": "slow down"}}), {"Retry-After": "0.02"}),
@@ -302,6 +303,7 @@ def test_responses_of_another_policy_are_refused(llama: Path, tmp_path: Path, se
     sample(other, MANY[:1], LONG, server=replace(served.config, check=0), progress=False)
 
 
+@pytest.mark.slow
 def test_a_server_that_samples_its_own_way_is_seen(policy: Checkpoint, served: Served) -> None:
     """It leaves out unlikely tokens, as vLLM does where generation_config.json says so."""
     served.top_k = 8

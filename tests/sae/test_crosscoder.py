@@ -18,7 +18,7 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder.changes import CrosscoderChanges, crosscoder_changes
 from tsae.sae.crosscoder.crosscoder import Crosscoder
-from tsae.sae.crosscoder.published import read_published
+from tsae.sae.crosscoder.published_crosscoder import read_published
 from tsae.sae.fitting.train import train
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
@@ -239,7 +239,7 @@ def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TsaeError, match=message):
             read_published(folder, **named)
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
-    with pytest.raises(TsaeError, match="only a pickle could load"):
+    with pytest.raises(TsaeError, match="it needs pickle, which may run code"):
         read_published(tmp_path, **named)
 
 

@@ -332,6 +332,7 @@ def test_a_series_of_saes_on_the_testbed(tmp_path: Path) -> None:
 # --- the command line
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_starts_own_config(
     first: ActivationStore, second: ActivationStore, base: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def many(store: Path, folder: Path, training: TrainingConfig = SHORT) -> None:
     train_many(store, CONFIG, seeds=SEEDS, to=folder, training=training, progress=False)
 
 
+@pytest.mark.slow
 def test_sites_and_seeds_give_what_each_gives_alone(store: ActivationStore, tmp_path: Path) -> None:
     config = SAEConfig(d_sae=32, k=3)
     training = TrainingConfig(tokens=4000, batch_tokens=100, save_every_steps=15, data_seed=7)

@@ -271,7 +271,7 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "SAE-Res-Qwen3-1.7B-Base-W32K-L0_5" / "layer4.sae.pt"
     file.parent.mkdir()
     torch.save({"W_enc": torch.nn.Linear(2, 2)}, file)
-    refused(file, "needs pickle to load, which may run code, and is not loaded. Ask its makers for safetensors")
+    refused(file, "it needs pickle, which may run code, and is not loaded. Ask its makers for safetensors")
     file.write_bytes(b"no file of torch")
     refused(file, "needs pickle|is no file of torch.save")
     torch.save([1, 2], file)

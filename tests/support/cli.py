@@ -8,6 +8,7 @@ from tsae.cli import main
 
 COMMANDS = [
     ["run"],
+    ["watch"],
     [],
     ["demo"],
     ["rollouts"],
@@ -27,12 +28,14 @@ COMMANDS = [
     ["push"],
     ["encode"],
     ["diff"],
+    ["crosscoder"],
     ["attribute"],
     ["causal"],
     ["reinforcement"],
     ["influence"],
     ["explain"],
     ["report"],
+    ["serve"],
     ["verify"],
     ["repair"],
 ]

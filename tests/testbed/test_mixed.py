@@ -226,6 +226,7 @@ def test_subsets_are_of_their_sizes_and_seeded() -> None:
     assert by_name["only-hard"] == {"hard"}
 
 
+@pytest.mark.slow
 def test_retrainings_are_kept_and_not_repeated(
     run: Path, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

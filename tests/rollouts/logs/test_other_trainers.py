@@ -246,12 +246,12 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
 
 def test_what_may_run_code_is_not_loaded(chat: Checkpoint, tmp_path: Path) -> None:
     torch.save({"rollout_id": 0, "samples": [sample(RIGHT, metadata=Path("x"))]}, tmp_path / "0.pt")
-    with pytest.raises(TsaeError, match=r"0\.pt: is no file of tensors and plain containers alone \(.*Path"):
+    with pytest.raises(TsaeError, match=r"0\.pt: holds more than tensors and plain containers \(.*Path"):
         read(tmp_path / "0.pt", chat)
     torch.save({"model": 1}, tmp_path / "1.pt")
     with pytest.raises(TsaeError, match=r"1\.pt: has no list of samples; its keys are model"):
         read(tmp_path / "1.pt", chat)
-    for name, message in (("2.pt", "not a file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
+    for name, message in (("2.pt", "is no file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
         (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
         with pytest.raises(TsaeError, match=message):
             read(tmp_path / name, chat)
@@ -651,7 +651,7 @@ def test_a_truncated_copy_of_a_log_is_refused(chat: Checkpoint, tmp_path: Path) 
     shutil.copy(LOGS / "inspect" / "sums.eval", tmp_path / "sums.eval")
     save(tmp_path / "0.pt", sample(RIGHT))
     (tmp_path / "0.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-100])
-    with pytest.raises(TsaeError, match=r"0\.pt: not a file of torch\.save"):
+    with pytest.raises(TsaeError, match=r"0\.pt: is no file of torch\.save"):
         read(tmp_path / "0.pt", chat)
 
 
@@ -665,5 +665,5 @@ def test_a_trainers_log_counts_before_what_lies_beside_it(chat: Checkpoint, tmp_
     reads_as(read(tmp_path, chat), [RIGHT, WRONG])
     (tmp_path / "other.jsonl").rename(tmp_path / "other.txt")
     reads_as(read(tmp_path / "other.txt", chat), [RIGHT, WRONG])
-    with pytest.raises(TsaeError, match=r"0\.pt: is no file of tensors"):
+    with pytest.raises(TsaeError, match=r"0\.pt: holds more than tensors"):
         read(tmp_path, chat)

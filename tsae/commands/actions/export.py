@@ -1,8 +1,10 @@
-"""`tsae export`."""
+"""`tsae export` and `tsae push`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -11,11 +13,12 @@ from tsae.base.disk.made_by import made_by
 from tsae.base.files import new_folder
 from tsae.checkpoints.forward.site_names import site_names
 from tsae.commands.common import say_wrote
-from tsae.commands.options.export import Export
+from tsae.commands.options.export import Export, Push
 from tsae.errors import TsaeError
 from tsae.features.exchange.delphi_cache import write_delphi
 from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
 from tsae.features.feature_table import FeatureTable
+from tsae.report.hub.push import prepare, upload
 from tsae.sae.model import TemporalSAE
 from tsae.sae.steering import SteeringVector
 
@@ -92,3 +95,32 @@ def _typical(features: FeatureTable | None, feature: int) -> float:
     tokens, values = features.column(feature)
     values = values[features.span_mask("response")[tokens]]
     return float(np.mean(values)) if len(values) else 1.0
+
+
+def run_push(options: Push) -> None:
+    if options.to_folder is not None:
+        for one in prepare(options.repo, options.source, options.to_folder, options.config):
+            say_wrote(one.folder, one)
+        return
+    with TemporaryDirectory(prefix="tsae-push-") as folder:
+        found = prepare(options.repo, options.source, Path(folder) / "files", options.config)
+        for one in found:
+            print(one)
+        if not options.yes and not _agreed(options):
+            print("nothing was pushed")
+            return
+        for address in upload(found, private=options.config.private):
+            print(f"pushed {address}")
+
+
+def _agreed(options: Push) -> bool:
+    from huggingface_hub import constants
+
+    if not sys.stdin.isatty():
+        raise TsaeError(
+            "nobody is there to be asked, and nothing was pushed",
+            where="tsae push",
+            fix="Look at it with --to-folder, then push with --yes.",
+        )
+    seen = "for you and your organisation" if options.config.private else "for everybody to see"
+    return input(f"Push this to {constants.ENDPOINT}, {seen}? [y/N] ").strip().lower() in ("y", "yes")

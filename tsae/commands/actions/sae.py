@@ -22,7 +22,7 @@ from tsae.features.annotations import find_annotator
 from tsae.features.encode import encode_part
 from tsae.sae.config import TrainingConfig
 from tsae.sae.crosscoder.changes import crosscoder_changes
-from tsae.sae.crosscoder.published import read_published
+from tsae.sae.crosscoder.published_crosscoder import read_published
 from tsae.sae.fitting.finetuning import starting_config
 from tsae.sae.fitting.train_many import run_name
 

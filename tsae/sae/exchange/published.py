@@ -18,16 +18,15 @@ SAEs of other sites are refused by name. Where a format has factors of normalisa
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 
+from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object, reading
 from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
@@ -83,19 +82,11 @@ def _found(
 
 def _tensors(file: Path) -> dict[str, Any]:
     """The dictionary in a file of torch.save, loaded without running code."""
-    try:
-        if zipfile.is_zipfile(file):
-            check_zip(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise TsaeError(
-            "needs pickle to load, which may run code, and is not loaded",
-            where=file,
-            fix="Ask its makers for safetensors, or save its state_dict() of plain tensors again.",
-        ) from error
-    except (*_DAMAGED, zipfile.BadZipFile) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TsaeError(f"is no file of torch.save ({why})", where=file, fix=_AGAIN) from error
+    found = read_torch_file(
+        file,
+        refused="Ask its makers for safetensors, or save its state_dict() of plain tensors again.",
+        damaged=_AGAIN,
+    )
     if not isinstance(found, dict):
         raise TsaeError(f"holds a {type(found).__name__}, expected a dictionary of tensors", where=file)
     return found

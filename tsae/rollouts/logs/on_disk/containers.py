@@ -5,13 +5,12 @@ No code in a file is run: ``.pt`` files are loaded as tensors and plain containe
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
+from tsae.base.disk.torch_file import cause, read_torch_file
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.packed import unpacked
@@ -30,24 +29,11 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: if it holds more than tensors and plain containers, or no samples.
     """
-    import torch
-
-    try:
-        if zipfile.is_zipfile(path):
-            check_zip(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise TsaeError(
-            f"is no file of tensors and plain containers alone ({_cause(error)}); what may run code is not loaded",
-            where=path,
-            fix="Save its samples again without other objects: images and arrays as tensors, lists or nothing.",
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise TsaeError(
-            f"not a file of torch.save ({_cause(error)})", where=path, fix="Copy the file again, or leave it out."
-        ) from error
+    found = read_torch_file(
+        path,
+        refused="Save its samples again without other objects: images and arrays as tensors, lists or nothing.",
+        damaged="Copy the file again, or leave it out.",
+    )
     # A list that is in many places takes a byte or more in the file for each.
     if not weighs_within(found, max(_LEAST, path.stat().st_size)):
         raise TsaeError(
@@ -121,7 +107,7 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
             )
     except (OSError, RuntimeError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         raise TsaeError(
-            f"inspect_ai does not read it ({_cause(error)})", where=path, fix="Copy the file again, or leave it out."
+            f"inspect_ai does not read it ({cause(error)})", where=path, fix="Copy the file again, or leave it out."
         ) from error
 
 
@@ -133,9 +119,3 @@ def refuse_pickle(path: Path) -> Iterator[dict[str, Any]]:
         fix="Load it where you trust it and write JSON lines or Parquet, with token ids where it has them "
         "(prompt_ids, response_ids).",
     )
-
-
-def _cause(error: Exception) -> str:
-    """The most telling line of an error: torch names what it refused below its advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "nsupported" in line), lines[0])[:200]

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
+from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import reading
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
@@ -85,19 +87,10 @@ def _file_of(path: Path) -> Path | None:
 
 
 def _loaded(file: Path) -> Mapping[str, torch.Tensor]:
-    with reading(file, _FIX):
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
+    if file.suffix == ".safetensors":
+        with reading(file, _FIX):
             return load_file(file)
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises pickle's errors, and its own
-            raise TsaeError(
-                f"holds more than tensors, which only a pickle could load ({str(error).splitlines()[0][:120]})",
-                where=file,
-                fix="Save its state_dict again with torch.save, or as safetensors.",
-            ) from error
+    found = read_torch_file(file, refused="Save its state_dict again with torch.save, or as safetensors.", damaged=_FIX)
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise TsaeError("is no state_dict: it holds other things than tensors", where=file, fix=_FIX)
     return found
