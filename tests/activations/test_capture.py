@@ -545,7 +545,7 @@ def test_windows_give_every_counted_token_once_and_every_pair_in_time(store: Act
     assert found == pairs
 
 
-@pytest.mark.parametrize("batch_tokens", [16, 50, 64, 500, 10_000])
+@pytest.mark.parametrize("batch_tokens", [pytest.param(16, marks=pytest.mark.slow), 50, 64, 500, 10_000])
 def test_batches_are_near_their_size_and_never_starve_the_temporal_term(
     store: ActivationStore, batch_tokens: int
 ) -> None:

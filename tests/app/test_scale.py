@@ -14,6 +14,7 @@ from simulate_scale import Plan, Simulate, costs, failures, simulate, table
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_the_script() -> None:
     assert table(Plan()) in PAGE
     assert failures(Simulate()) in PAGE

@@ -203,6 +203,7 @@ def test_a_second_call_goes_on_from_the_first(found: Attribution, run: Path, mon
         tsae.attribute(series, changed, run / "attribution", first_token=3, config=FAST, progress=False)
 
 
+@pytest.mark.slow
 def test_a_stretch_of_the_run(run: Path, tmp_path: Path) -> None:
     """Asked for, or because the first checkpoint is a later one: the optimiser's state is missing, and that is said."""
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")

@@ -234,6 +234,7 @@ def test_a_pass_that_is_neither_prompt_nor_next_token_is_refused() -> None:
         at(torch.zeros(1, 3, 2))
 
 
+@pytest.mark.slow
 def test_hooks_that_change_nothing_give_the_same_tokens(series: Any, tmp_path: Path) -> None:
     sae = coordinates()
     base = tsae.CheckpointSeries((series.base,))

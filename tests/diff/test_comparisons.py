@@ -84,7 +84,7 @@ def log(
     return feature_table(Rollouts.from_records(records), np.concatenate(codes), [(r, rows) for r in readers])
 
 
-@pytest.mark.parametrize("common", [7, 8])
+@pytest.mark.parametrize("common", [pytest.param(7, marks=pytest.mark.slow), 8])
 def test_controls_and_plain_directions_name_the_rows_of_their_contrast(common: int, tmp_path: Path) -> None:
     """Without enough problems in common everything that was read stands for a reader; else its own trajectories do."""
     table = log(common=common)
@@ -338,6 +338,7 @@ def one_epoch() -> Any:
     return feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
 
 
+@pytest.mark.slow
 def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     diff = one_epoch
     assert set(diff.contrasts[diff.contrasts.kind == "shift"].part) == {"same_trajectories"}

@@ -284,6 +284,7 @@ def test_stability_is_shown_where_it_is_known(page: Page) -> None:
     assert "stability" not in gates_text(made, None)
 
 
+@pytest.mark.slow
 def test_examples_need_the_feature_table(page: Page) -> None:
     assert "without its feature table" in page.part("features")["info"]["no_examples"]
     assert set(page.parts) == {"features"}

@@ -196,6 +196,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_end(
 # --- progress and refusals
 
 
+@pytest.mark.slow
 def test_one_bar_counts_all_trainings(
     store: ActivationStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ def test_outcome_counts_only_problems_that_have_both(found: Separation) -> None:
     assert set(table[table.label == "problem"].n_units) == {20 * N_SAMPLES}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -> None:
     sae = TemporalSAE(16, SAEConfig(d_sae=32, k=4), site="blocks.1.hook_resid_post")
     sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))

@@ -139,6 +139,7 @@ def test_the_diff_shows_what_stands_beside_the_sae(trained: list[Path], store: A
     assert diff.info["stability"] is None
 
 
+@pytest.mark.slow
 def test_stability_that_was_measured_after_encoding_is_given(
     trained: list[Path], store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
