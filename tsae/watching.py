@@ -189,9 +189,12 @@ class _Watch:
             return None
         sizes = {}
         for file in files:
-            found = self.settling.bytes_of(file)
+            found, size = self.settling.bytes_of(file), file.stat().st_size
             held = known.get(name_in(log, file), 0)
-            sizes[file] = held if found < held <= file.stat().st_size and grows(file) else found
+            sizes[file] = held if found < held and (held == size or (grows(file) and held < size)) else found
+            if held and not sizes[file]:
+                self._wait(f"{file.name} is being written anew")
+                return None
         self.settling.forget([*folders, *files])
         sizes = {file: size for file, size in sizes.items() if size}
         if len(partial) == len(folders) or not sizes:
@@ -250,11 +253,10 @@ class _Watch:
         return None
 
     def _grown(self, before: dict[str, Any] | None, without: frozenset[Path], sizes: dict[Path, int]) -> Grown:
-        kept = self.to / "sae"
         if before is None or self.watching.retrain or self.config.sae is not None:
             self.sae = None  # trained, or published
         elif self.sae is None:
-            self.sae = TemporalSAE.load(kept, device=self.config.device)
+            self.sae = TemporalSAE.load(self.to / "sae", device=self.config.device)
         trained = {} if before is None or self.sae is None else self._trained(before)
         before_this = Before(self.sae, trained, self.to / "activations", self.to / _CODES)
         return Grown(without, sizes, self.to, self.to / _PARTS, before_this)
@@ -276,8 +278,7 @@ class _Watch:
         return None
 
     def _update(self, state: _State) -> Update | None:
-        began = time.monotonic()
-        before = self._finished()
+        began, before = time.monotonic(), self._finished()
         if before is not None:
             self._refuse_others(before, state)
         try:

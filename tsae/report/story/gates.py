@@ -165,11 +165,11 @@ def bands_warning(diff: FeatureDiff) -> str:
     return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
 
 
-def bands_by_step(diff: FeatureDiff) -> tuple[list[int], dict[str, list[int]]]:
-    """Training steps, and of every band the problems asked at each; empty where that was not measured."""
+def bands_by_step(diff: FeatureDiff) -> tuple[list[str], dict[str, list[int]]]:
+    """Training steps or ranges of them ("3-7"), and of every band the problems asked there; empty if not measured."""
     found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}
-    counts = {band: {int(step): n for step, n in row.items()} for band, row in found["table"].items()}
-    steps = sorted({step for row in counts.values() for step in row})
+    counts: dict[str, dict[str, int]] = found["table"]
+    steps = sorted({step for row in counts.values() for step in row}, key=lambda step: float(step.partition("-")[0]))
     return steps, {band: [int(counts[band].get(step, 0)) for step in steps] for band in facts.BANDS if band in counts}
 
 
