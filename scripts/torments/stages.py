@@ -129,8 +129,9 @@ READERS = (
           ("features", "acts", "sae", "diff", "series"), bound=("acts", "sae")),
     Stage("reinforcement", ("reinforcement", "--features", "features", "--n-permutations", "100",
                             "--json", "out/pushed.json"), ("features",)),
-    # It takes an attribution beside the diff by itself.
-    Stage("report", ("report", "--diff", "diff", "--features", "features", "--to", "out/page.html"),
+    # It takes an attribution beside the diff by itself: named, so that it is laid out.
+    Stage("report", ("report", "--diff", "diff", "--features", "features", "--attribution", "attribution",
+                     "--to", "out/page.html"),
           ("diff", "features", "attribution"), bound=("diff", "features")),
     Stage("explain", ("explain", "diff", "--features", "features", "--n", "6", "--held-out", "4", "--to",
                       "out/explanations"), ("diff", "features"), bound=("diff", "features")),
