@@ -169,10 +169,8 @@ def stamp(
     """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
     settings["diff"] = config.diff.settings()
-    # What is not asked for does not tell runs apart.
-    if not config.causal:
-        settings["tests"] = None
-        settings["minutes"] = None if config.sample is None else config.minutes
+    if not config.causal:  # what is not asked for does not tell runs apart
+        settings |= {"tests": None, "minutes": None if config.sample is None else config.minutes}
     # Wherever the command is given next, it is the same run.
     for name in ("log", "bands_from", "base", "sae"):
         if settings[name] is not None and Path(settings[name]).exists():
