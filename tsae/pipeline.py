@@ -145,7 +145,7 @@ def analyse(
         passes = training.tokens / max(tokens, 1)
         told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
     elif published is not None:
-        sae.save(to / "sae")
+        _keep(sae, to / "sae")
         told = "published, not trained here"
     else:
         told = "kept from an earlier, shorter part of the training"
@@ -218,8 +218,6 @@ def analyse(
         tested = test(sae, store, features, diff)
         for one in tested.tests:
             diff = one.mark(diff)
-        if tested.new:
-            report.unlink(missing_ok=True)
         made = f"{len(tested.tests)} of {tested.planned} tests of what the diff found: ablated, transplanted, steered"
         say(
             "causal",
@@ -230,6 +228,24 @@ def analyse(
         diff.to_html(report, title=title, attribution=attribution)
     say("report", str(report))
     return diff, evaluation
+
+
+def _keep(published: TemporalSAE, folder: Path) -> None:
+    """Copy a published SAE into a run's folder.
+
+    Raises:
+        TsaeError: where another one lies there: what is published under a name may change.
+    """
+    if any((folder / name).is_file() for name in ("cfg.json", "config.json")):
+        found = TemporalSAE.load(folder).fingerprint
+        if found != published.fingerprint:
+            raise TsaeError(
+                f"is another SAE than the published one (weights {found}, published {published.fingerprint})",
+                where=folder,
+                fix="Give another folder with --to.",
+            )
+    else:
+        published.save(folder)
 
 
 def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:

@@ -129,8 +129,7 @@ def analyze_state(
         published=sae,
         sites=(config.site,) if config.site else (),
         # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
-        # reads all, and the others the base's and their own. Its shards are small and steady, so
-        # that a training that goes on captures few of them again.
+        # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
         capturing=CaptureConfig(
             device=config.device,
             plan="all" if config.sample is None else "paired",
@@ -144,6 +143,7 @@ def analyze_state(
             readers,
             config=config.tests,
             to=config.to / "causal",
+            page=config.to / "report.html",
             verifier=config.importing.verifier,
             seed=config.seed,
             device=config.device,

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from organism.mixed import MixedConfig, train
+from safetensors.torch import load_file, save_file
 
 import tsae
 from support.builders import make_rollouts
@@ -337,6 +338,17 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     main(["repair", str(out)])
     assert contents(out) == before
     main(["verify", str(out)])
+
+    # Killed when a test was saved, and before the page was written anew: the page without it does not stay.
+    shutil.rmtree(test)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tsae.Intervention, "load", classmethod(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            analyze_run(again, progress=False)
+    assert (test / "causal.json").is_file()
+    assert not (out / "report.html").exists()
+    analyze_run(again, progress=False)
+    assert contents(out) == before
 
 
 def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str], Any]) -> None:
@@ -903,3 +915,10 @@ def test_a_published_sae_in_place_of_training(
     assert all(finding.ok for finding in verify([config.to], progress=False))
     with pytest.raises(TsaeError, match="k=4 is for training an SAE, and sae="):
         replace(config, k=4)
+    # Another one of that name: what was encoded with the first is not shown as of the second.
+    weights = load_file(sae / "sae_weights.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, sae / "sae_weights.safetensors")
+    before = contents(config.to)
+    with pytest.raises(TsaeError, match=r"out/sae: is another SAE than"):
+        analyze_run(config, progress=False)
+    assert contents(config.to) == before

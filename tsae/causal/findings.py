@@ -54,8 +54,6 @@ class Tested(NamedTuple):
 
     tests: tuple[Intervention, ...]
     planned: int
-    new: int
-    """Tests that were not there before."""
     why: str
     """Why some are missing; else empty."""
 
@@ -88,13 +86,14 @@ def causal_tests(
     config: CausalConfig,
     *,
     to: Path,
+    page: Path | None = None,
     verifier: str | None = None,
     seed: int = 0,
     device: str = "cpu",
     minutes: float | None = None,
     progress: bool = True,
 ) -> Tested:
-    """Make the planned tests that are not there yet, each in a folder of its own.
+    """Run those of the planned tests whose results are not there yet. Each has a folder of its own.
 
     Args:
         series: the checkpoints of the diff.
@@ -104,6 +103,7 @@ def causal_tests(
         diff: what was found.
         config: how much is tested.
         to: folder.
+        page: that shows the tests. It is removed before another test is saved, so that no page stays without it.
         verifier: name of the one that checks answers; by default the one that says what the outcomes of the features'
             rollouts say.
         seed: responses are drawn with the one after it.
@@ -122,12 +122,12 @@ def causal_tests(
         seed=seed + 1,
         device=device,
     )
-    began, slowest, new, why = time.monotonic(), 0.0, 0, ""
+    began, slowest, why = time.monotonic(), 0.0, ""
     made: list[Intervention] = []
     for test in plan:
         folder, start = to / test.name, time.monotonic()
         if not (folder / "causal.json").is_file():
-            if minutes is not None and new and start - began + slowest > 60 * minutes:
+            if minutes is not None and slowest and start - began + slowest > 60 * minutes:
                 why = f"the others did not fit into {minutes:g} minutes; the same command makes them"
                 break
             try:
@@ -135,10 +135,12 @@ def causal_tests(
             except TsaeError as error:
                 why = f"{test.name}: {error.what}"
                 continue
+            if page is not None:
+                page.unlink(missing_ok=True)
             found.save(folder)
-            new, slowest = new + 1, max(slowest, time.monotonic() - start)
+            slowest = max(slowest, time.monotonic() - start)
         made.append(Intervention.load(folder))
-    return Tested(tuple(made), len(plan), new, why)
+    return Tested(tuple(made), len(plan), why)
 
 
 def _made(
