@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
+from support.hub import Hub, hub_here
 
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -112,3 +113,11 @@ def store(series: Any, rollouts: Any, tmp_path_factory: pytest.TempPathFactory) 
         config=tsae.CaptureConfig(shard_tokens=200, batch_tokens=128),
         progress=False,
     )
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hugging Face Hub on this machine."""
+    with hub_here(monkeypatch, tmp_path / "cache") as found:
+        yield found
+        assert found.refused == []

@@ -83,11 +83,8 @@ def test_the_chance_of_a_first_token(trained: TrainedWeights) -> None:
         )
 
 
-@pytest.mark.parametrize("point", ["pre", "post"])
-def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str) -> None:
-    """Against the reader that capture uses; the gradient where codes are continuous."""
-    sae = some_sae(1e-9, point)
-    targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
+def means_as_captured(trained: TrainedWeights, sae: Any, fixed: Rollouts) -> list[np.ndarray]:
+    """Of every response, the means of three features by the reader that capture uses."""
     reader = HuggingFaceReader(trained.model, [sae.site])
     means = []
     for row in range(len(fixed)):
@@ -95,6 +92,15 @@ def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
         codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
         means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
+    return means
+
+
+@pytest.mark.parametrize("point", ["pre", "post"])
+def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str) -> None:
+    """Against the reader that capture uses; the gradient where codes are continuous."""
+    sae = some_sae(1e-9, point)
+    targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
+    means = means_as_captured(trained, sae, fixed)
     np.testing.assert_allclose(targets.activations(trained), np.mean(means, 0), rtol=1e-6)
     np.testing.assert_allclose(targets.values(trained), np.mean(means, 0), rtol=1e-6)  # hardly a threshold
     slopes = targets.gradients(trained).double()
@@ -112,13 +118,7 @@ def test_means_of_features_of_a_published_sae(trained: TrainedWeights, fixed: Ro
     sae = ForeignSAE(16, config, site=ours.site).double()
     sae.load_state_dict({**ours.state_dict(), "threshold": torch.tensor([0.0, 0.3] * 12).double()})
     targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
-    reader = HuggingFaceReader(trained.model, [sae.site])
-    means = []
-    for row in range(len(fixed)):
-        prompt, response = fixed.tokens(row)
-        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-        codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
-        means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
+    means = means_as_captured(trained, sae, fixed)
     np.testing.assert_allclose(targets.activations(trained), np.mean(means, 0), rtol=1e-5)
     np.testing.assert_allclose(targets.values(trained)[1], np.mean(means, 0)[1], rtol=1e-5)
     topk = ForeignSAE(16, ForeignConfig(d_sae=24, k=3, architecture="topk"), site=ours.site)

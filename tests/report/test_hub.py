@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import yaml
 
 import tsae
 from support.cli import SITE, run
-from support.hub import TOKEN, Hub, hub_here
+from support.hub import TOKEN, Hub
 from tsae.base.files import write_json
 from tsae.base.seal import sealed_names, with_checksum
 from tsae.errors import TsaeError
@@ -25,13 +24,6 @@ from tsae.upkeep.verify import verify
 
 # huggingface_hub gives its HTTP client a file as it should not.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with hub_here(monkeypatch, tmp_path / "cache") as found:
-        yield found
-        assert found.refused == []
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import tsae
 from support.checkpoints import edit
-from support.hub import Hub, hub_here
+from support.hub import Hub
 from support.saes import SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -34,13 +33,6 @@ D, S = 8, 12
 
 # sae_lens imports a deprecated module of transformer_lens.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with hub_here(monkeypatch, tmp_path / "cache") as found:
-        yield found
-        assert found.refused == []
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -188,7 +188,7 @@ class Windows:
         return other
 
     def discard(self) -> None:
-        """Remove what these windows hold on disk. Windows of a store hold nothing there."""
+        """Delete temporary files. These windows read a store and have none."""
 
     @cached_property
     def _maps(self) -> list[Any]:

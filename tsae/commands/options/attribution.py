@@ -38,5 +38,5 @@ class Attribute:
     top: int = 3
     """Samples and problems to print for each target, for and against."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)

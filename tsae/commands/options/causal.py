@@ -54,7 +54,7 @@ class Causal:
     describe: str | None = None
     """module:function of your own Rollouts -> Rollouts that adds columns and names them as behaviours."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 
 
@@ -77,5 +77,5 @@ class Influence:
     to: Path | None = None
     """Folder for influence.parquet, one row per sample and feature."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)

@@ -54,4 +54,4 @@ class Drift:
     to: Path | None = None
     """Folder for drift.parquet, one row per checkpoint and tensor, and the page drift.html."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""

@@ -48,7 +48,7 @@ class Diff:
     sae: Path | None = None
     """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
 
@@ -70,7 +70,7 @@ class Reinforcement:
     device: str = "cpu"
     """Torch device for --series: cpu, cuda, cuda:1, …"""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
 
@@ -92,7 +92,7 @@ class Explain:
     """Folder that `tsae encode` wrote; by default features, beside the diff."""
     server: EndpointConfig = field(default_factory=EndpointConfig)
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[ExplainConfig] = field(default_factory=ExplainConfig)
 
     def __post_init__(self) -> None:

@@ -38,7 +38,8 @@ class Export:
     choose: tuple[int, ...] = ()
     """Features by number; for neuronpedia by default all."""
     diff: Path | None = None
-    """neuronpedia: folder that `tsae diff` wrote; gives the tokens' texts and which next tokens features promote."""
+    """neuronpedia: folder that `tsae diff` wrote. It has the texts of tokens, and the next tokens that each
+    feature promotes."""
     explanations: Path | None = None
     """neuronpedia: folder that `tsae explain` wrote."""
     reader: str | None = None

@@ -20,7 +20,7 @@ class Run:
 
     config: Annotated[RunConfig, arg(name="")]
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
 
 @dataclass(frozen=True)

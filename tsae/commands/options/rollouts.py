@@ -98,7 +98,7 @@ class Difficulty:
     to: Path | None = None
     """Folder for the tables and the page difficulty.html."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
@@ -117,7 +117,7 @@ class Behaviours:
     reference: str | None = None
     """Policy to compare the others with; its successes define a problem's usual length. By default the first."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 

@@ -91,7 +91,7 @@ class Evaluate:
     seeds: tuple[Path, ...] = ()
     """SAEs of the same training with other seeds: matches latents into stability.json, which `tsae encode` copies."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Crosscoder:
     all_problems: bool = False
     """Judge on all problems, not only on those held out of training."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=lambda: SAEConfig(groups=(1.0,), temporal_weight=0.0))
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)

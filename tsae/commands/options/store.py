@@ -23,7 +23,7 @@ class Check:
     series: Path | None = None
     """Folder of the checkpoints that the store was captured from."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
 
 @dataclass(frozen=True)

@@ -15,4 +15,4 @@ class Show:
     store: Positional[Path]
     """Folder that `tsae capture` wrote."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""

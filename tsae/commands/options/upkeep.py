@@ -19,7 +19,7 @@ class Verify:
     """Files or folders: a store, an SAE, features, a diff, rollouts, …, or the folder of a whole `tsae run` or
     `tsae demo`."""
     json: Path | None = None
-    """File for the results as JSON; - for standard output. Text then goes to standard error."""
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
 
 @dataclass(frozen=True)

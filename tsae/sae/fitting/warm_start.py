@@ -60,7 +60,7 @@ def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAECo
     read = 0
     for batch in store.windows(sae.site, held_out=False, partner="previous").epoch(0, 1024):
         x = batch.x.float() if batch.others is None else torch.cat([batch.x, batch.others]).float()
-        # The published SAE's own choice of latents, in units of decoder rows of norm 1.
+        # Codes as the published SAE gives them, scaled as if every decoder row had norm 1.
         codes = published.encode(x) * published.W_dec.norm(dim=1)
         energy += codes[: len(batch.x)].double().pow(2).sum(0)
         earlier, later = torch.from_numpy(batch.pairs).T

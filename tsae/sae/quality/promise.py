@@ -20,7 +20,7 @@ _TOKENS = 4096
 _DENSE = 1 << 24
 """Dense codes at once."""
 _LEAST, _NEAR = 0.5, 0.1
-"""FVE where nothing is promised; how far below a promise is near."""
+"""Lowest FVE without a warning: `_LEAST` where nothing is promised, else the promise less `_NEAR`."""
 _TIMES = 3.0
 """How many times more or fewer active latents than promised are said."""
 
