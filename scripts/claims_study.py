@@ -61,9 +61,9 @@ ARMS: dict[str, Arm] = {
     "adaptive": Arm((), adaptive=True),
     "top-fifth": Arm((MEDIUM,), tokens="top"),
     "rest": Arm((MEDIUM,), tokens="rest"),
-    "random": Arm((MEDIUM,), reward="random", reuses=4),
-    "random-quarter": Arm((MEDIUM,), start="quarter", reward="random", reuses=4),
-    "random-direct": Arm((MEDIUM,), start="direct", reward="random", reuses=4),
+    "random": Arm((MEDIUM,), reward="random", reuses=4, steps=40),
+    "random-quarter": Arm((MEDIUM,), start="quarter", reward="random", reuses=4, steps=40),
+    "random-direct": Arm((MEDIUM,), start="direct", reward="random", reuses=4, steps=40),
     "anchored": Arm((MEDIUM,), beta=0.05),
     "second-base": Arm((EASY, (2, 2)), reward="direct", steps=20),
     "second-near": Arm((EASY, (2, 2)), start="near", reward="direct", steps=20),
@@ -74,8 +74,10 @@ whose accuracy on medium problems is closest to it."""
 
 EXAMINED = ("easy", "medium", "hard", "mixed")
 """Arms with pass@k, slips and sparsity."""
-MEASURED_AT = {"hard": 5, "no-lone": 10, "mean-only": 10, "medium": 10}
-"""Steps between two measurements; 20 in other arms."""
+MEASURED_AT = {"hard": 5, "medium": 10}
+"""Steps between two measurements on medium problems; other arms are measured at the end only."""
+DRIFTED = 40
+"""Step at which the accuracy by length is measured again, in the arm "mixed"."""
 SEED = 2000
 """Of what is measured: the same problems for every run."""
 
@@ -185,18 +187,19 @@ def do_run(name: str, seed: int, out: Path) -> None:
     base = load(out, "base" if arm.start in ("near", "far") else arm.start, 0)
     model = load(out, *start_of(arm, seed, out))
     moved = examining.distance(model, base, problems_of("medium", 64), SEED) if arm.start in ("near", "far") else 0.0
-    every = MEASURED_AT.get(name, 20)
-    steps, measured = list[dict[str, float]](), {"0": levels(model)}
-    by_length = {"0": lengths(model)} if name in ("mixed", "adaptive") else {}
+    every = MEASURED_AT.get(name, arm.steps)
+    of_base = json.loads(record_of(out, arm.start, 0).read_text()) if arm.start in ("base", *BASES) else {}
+    steps, by_length = list[dict[str, float]](), dict(of_base.get("lengths", {})) if name == "mixed" else {}
+    measured = dict(of_base["measured"] if of_base else {"0": levels(model)})
 
     def after(number: int, model: PreTrainedModel, batch: Batch) -> None:
         steps.append(examining.of_step(batch, SAMPLES))
         if number % every == 0 or number == arm.steps:
-            measured[str(number)] = levels(model)
-            if by_length:
-                by_length[str(number)] = lengths(model)
+            measured[str(number)] = levels(model, *(("medium",) if number < arm.steps else ()))
             if name == "medium":
                 keep(model, weights_of(out, name, seed, number))
+        if name == "mixed" and number == DRIFTED:
+            by_length[str(number)] = lengths(model)
 
     run_arm(arm, seed, model, base, after, credit_of(arm, seed, out))
     keep(model, weights_of(out, name, seed))
@@ -219,8 +222,9 @@ def do_run(name: str, seed: int, out: Path) -> None:
     write_json(record_of(out, name, seed), examining.rounded(record))
 
 
-def levels(model: PreTrainedModel) -> dict[str, dict[str, float]]:
-    return {level: examining.measure(model, problems_of(level, 100), 4, SEED) for level in examining.LEVELS}
+def levels(model: PreTrainedModel, *some: str) -> dict[str, dict[str, float]]:
+    """Measurements on some levels, by default all."""
+    return {level: examining.measure(model, problems_of(level, 100), 4, SEED) for level in some or examining.LEVELS}
 
 
 def lengths(model: PreTrainedModel) -> list[float]:
@@ -236,7 +240,7 @@ def examined(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, Any]:
     batch = answer(model.eval(), problems_of("long", 64), torch.Generator().manual_seed(SEED), samples=8)
     return {
         "successes": {
-            level: examining.successes(model, problems_of(level, 40), 64, SEED) for level in examining.LEVELS
+            level: examining.successes(model, problems_of(level, 40), 64, SEED) for level in ("medium", "hard")
         },
         "slips": examining.natural_slips(batch) | examining.planted_slips(model, problems_of("long", 64), SEED),
         "sparsity": examining.sparsity(model, 64, SEED),

@@ -80,7 +80,7 @@ class Arm:
     """Half of the problems are backward reformulations of the others."""
     credit: Literal["", "features", "shuffled"] = ""
     """Credit on tokens, from features or from shuffled ones."""
-    steps: int = 60
+    steps: int = 50
     """Batches."""
 
 

@@ -40,7 +40,7 @@ class Records:
         return self.by_arm[name][0]
 
     def seeds(self, *arms: str) -> list[int]:
-        """Seeds that all of these arms have."""
+        """Seeds that all of these arms have, in order."""
         return sorted(set.intersection(*(set(self.by_arm.get(arm, ())) for arm in arms)))
 
     def each(self, arms: Sequence[str], value: Callable[..., float]) -> list[float]:
@@ -230,7 +230,7 @@ def one_format(records: Records) -> Judgement:
         tuple(
             part(
                 records,
-                f"After 60 steps of {level} training, more than nine in ten responses have one format.",
+                f"After 50 steps of {level} training, more than nine in ten responses have one format.",
                 (level,),
                 concentration(level),
             )
@@ -510,11 +510,78 @@ def pruning(records: Records) -> Judgement:
     )
 
 
+def features_of_easy(records: Records, dictionary: str = "T-SAE") -> Judgement:
+    return _of_features(
+        records,
+        "e",
+        dictionary,
+        "easy",
+        {
+            "Easy training raises the direct-answer family.": ("direct-answer", "shift", 1),
+            "It raises the basic-computation family.": ("basic-computation", "shift", 1),
+            "It lowers the deliberation family.": ("deliberation", "shift", -1),
+        },
+        "Ablating the direct-answer family lowers the share of direct answers more than random features do.",
+    )
+
+
+def features_of_hard(records: Records, dictionary: str = "T-SAE") -> Judgement:
+    return _of_features(
+        records,
+        "f",
+        dictionary,
+        "hard",
+        {
+            "Hard training raises the deliberation family.": ("deliberation", "shift", 1),
+            "On hard problems it is higher in successes than in failures.": ("deliberation", "outcome", 1),
+        },
+        "Ablating it lowers accuracy on hard problems more than random features do.",
+    )
+
+
+def features_of_medium(records: Records, dictionary: str = "T-SAE") -> Judgement:
+    return _of_features(
+        records,
+        "g",
+        dictionary,
+        "medium",
+        {
+            "Medium training raises the basic-computation family.": ("basic-computation", "shift", 1),
+            "It raises the deliberation family.": ("deliberation", "shift", 1),
+        },
+        "Ablating both lowers accuracy on medium problems more than random features do.",
+    )
+
+
+def _of_features(
+    records: Records, key: str, dictionary: str, run: str, wanted: Mapping[str, tuple[str, str, int]], causal: str
+) -> Judgement:
+    """Shifts in standard deviations of the base's scores; a family without features leaves its part out."""
+    found = records.by_arm["features"][0]["dictionaries"][dictionary]
+    parts, missing = [], []
+    for statement, (family, name, sign) in wanted.items():
+        values = found["shifts"].get(run, {}).get(family, {}).get(name, [])
+        kept = [sign * value for value in values if value is not None]
+        if len(kept) < 2:
+            missing.append(f"{family} ({name})")
+        else:
+            parts.append(Part(statement, kept, SEEDS))
+    if "ablations" in found:
+        parts.append(Part(causal, found["ablations"][run], SEEDS))
+    caveat = f"Not tested with {dictionary}: {', '.join(missing)}." if missing else ""
+    if not parts:
+        return untestable(CLAIMS[key], f"features of the families with {dictionary}", "Use another dictionary.")
+    return Judgement(CLAIMS[key], tuple(parts), caveat=caveat)
+
+
 JUDGES: dict[str, Callable[[Records], Judgement]] = {
     "a": inverted_u,
     "b": hard_harms,
     "c": lone_successes,
     "d": behaviour_first,
+    "e": features_of_easy,
+    "f": features_of_hard,
+    "g": features_of_medium,
     "h": backward,
     "i": credit,
     "j": one_format,
@@ -530,4 +597,4 @@ JUDGES: dict[str, Callable[[Records], Judgement]] = {
     "u": expert,
     "v": pruning,
 }
-"""e, f and g rest on features, and s on another task."""
+"""By the claims' letters."""

@@ -1,0 +1,188 @@
+"""Judge the claims anew, and compare the verdicts with docs/claims.md.
+
+Reads the records of `scripts/claims_study.py`. With --quick, seed 0 of two arms is trained again on this machine first,
+and takes the place of its record. With --write, the table of docs/claims.md is written from the records. The verdicts
+stand nowhere else.
+
+    python scripts/check_claims.py --quick
+
+The last line is JSON: `ratio` is the share of all claims that have a verdict, and the same as in docs/claims.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import claims_study
+from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
+
+from tsae.base.files import write_text
+from tsae.claims.catalogue import CLAIMS
+from tsae.claims.judging import Judgement, Part
+from tsae.errors import TsaeError
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "data" / "claims" / "runs.jsonl.gz"
+PREDICTIONS = ROOT / "data" / "claims" / "predictions.json"
+OF_LLM = ROOT / "data" / "llm" / "results.json"
+DOC = ROOT / "docs" / "claims.md"
+PREDICTED_IN = "84b694c"
+"""Commit of the predictions and of how each claim is measured."""
+RETRAINED = ("easy", "medium")
+BEGINS, ENDS = "<!-- claims: begin -->", "<!-- claims: end -->"
+DICTIONARIES_BEGIN, DICTIONARIES_END = "<!-- dictionaries: begin -->", "<!-- dictionaries: end -->"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge, compare, report; 1 where the user has something to put right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS, help="default: the shipped ones")
+    parser.add_argument("--quick", action="store_true", help="train seed 0 of two arms again first: some minutes")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/claims.md")
+    options = parser.parse_args(arguments)
+    try:
+        check(options)
+    except TsaeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """See the module."""
+    found = read_records(options.records)
+    if options.quick:
+        found = [*found, *retrained(found)]
+    records = Records.of(found)
+    judgements = judge(records)
+    if options.write:
+        write(records, judgements)
+    written = verdicts_of(DOC)
+    for key, judgement in judgements.items():
+        print(f"{key}  {judgement.verdict:18} docs: {written.get(key, 'no row'):18} {judgement.claim.title}")
+        for part in judgement.parts:
+            print(f"     {shown(part)}  {part.statement}")
+    agree = [k for k, j in judgements.items() if j.verdict != "cannot be tested" and j.verdict == written.get(k)]
+    counts = Counter(judgement.verdict for judgement in judgements.values())
+    line = {
+        "name": "claims",
+        "ratio": round(len(agree) / len(CLAIMS), 4),
+        "reproduced": counts["reproduced"],
+        "partly": counts["partly"],
+        "not": counts["not reproduced"],
+        "untestable": counts["cannot be tested"],
+        "differing": [key for key in CLAIMS if key not in agree],
+        "retrained": list(RETRAINED) if options.quick else [],
+    }
+    print(json.dumps(line))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of all runs."""
+    if not path.is_file():
+        raise TsaeError("is missing", where=path, fix="Run scripts/claims_study.py --gather.")
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
+
+
+def retrained(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of seed 0 of two arms, trained on this machine; prints how far they are from the shipped ones."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for arm in RETRAINED:
+            command = [sys.executable, claims_study.__file__, "--one", arm, "0", "--out", folder]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+            found.append(json.loads(claims_study.record_of(Path(folder), arm, 0).read_text(encoding="utf-8")))
+    for new in found:
+        old = next(record for record in records if (record["arm"], record["seed"]) == (new["arm"], 0))
+        last = max(new["measured"], key=int)
+        for level, cell in new["measured"][last].items():
+            before, now = old["measured"][last][level]["accuracy"], cell["accuracy"]
+            print(f"{new['arm']}, seed 0, accuracy on {level}: shipped {before:.3f}, trained now {now:.3f}")
+    return found
+
+
+def verdicts_of(doc: Path) -> dict[str, str]:
+    """Verdicts by letter, from the table of the page."""
+    found = {}
+    for line in doc.read_text(encoding="utf-8").splitlines() if doc.is_file() else ():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        letter = cells[0].removeprefix("**").removesuffix("**")
+        if letter in CLAIMS and len(cells) == _COLUMNS:
+            found[letter] = cells[4]
+    return found
+
+
+_COLUMNS = 6
+
+
+def write(records: Records, judgements: Mapping[str, Judgement]) -> None:
+    """The tables of the page, between its marker lines."""
+    predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+    llm = json.loads(OF_LLM.read_text(encoding="utf-8"))["claims"] if OF_LLM.is_file() else {}
+    head = ["", "claim", "prediction", "result", "verdict", "on SmolLM2"]
+    lines = [head, ["---"] * len(head)]
+    for key, judgement in judgements.items():
+        claim, expected = judgement.claim, predictions[key]
+        source = f"arXiv {claim.source}" if claim.source[0].isdigit() else claim.source
+        said = f"**{claim.title}.** {claim.sentence} ({source})"
+        foreseen = f"{expected['verdict']}. {expected['expected']} ({expected.get('commit', PREDICTED_IN)})"
+        result = "<br>".join(f"{part.statement} {shown(part)}" for part in judgement.parts)
+        result += f"<br>*{judgement.caveat}*" if judgement.caveat else ""
+        lines.append([f"**{key}**", said, foreseen, result, judgement.verdict, llm.get(key, {}).get("verdict", "–")])
+    text = DOC.read_text(encoding="utf-8")
+    text = between(text, BEGINS, ENDS, markdown(lines))
+    text = between(text, DICTIONARIES_BEGIN, DICTIONARIES_END, dictionary_table(records))
+    write_text(DOC, text)
+
+
+def dictionary_table(records: Records) -> str:
+    """Claims e, f and g through every dictionary, without the causal part."""
+    found = records.by_arm["features"][0]["dictionaries"]
+    lines = [["dictionary", "features in families", "e: direct, computation, deliberation", "f: deliberation, outcome"]]
+    lines[0] += ["g: computation, deliberation"]
+    lines.append(["---"] * len(lines[0]))
+    for name, cell in found.items():
+        counts = ", ".join(str(n) for family, n in cell["features"].items() if family != "none")
+        row = [name, counts]
+        for judge_one in (features_of_easy, features_of_hard, features_of_medium):
+            judgement = judge_one(records, name)
+            parts = judgement.parts[: len(judgement.parts) - ("ablations" in cell)]
+            without = Judgement(judgement.claim, parts)
+            row.append(f"{'; '.join(shown(part) for part in parts)}: {without.verdict}")
+        lines.append(row)
+    return markdown(lines)
+
+
+def shown(part: Part) -> str:
+    """Such as +.12 [.10, .14]."""
+    mean, low, high = (f"{value:+.2f}" for value in part.interval)
+    n = "" if len(part.values) == 5 else f" (n = {len(part.values)})"
+    held = {True: "✓", False: "✗", None: "?"}[part.holds]
+    return f"{mean} [{low}, {high}]{n} {held}"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def between(text: str, begins: str, ends: str, middle: str) -> str:
+    """The text with something else between two marker lines."""
+    before, opening, rest = text.partition(begins)
+    _, closing, after = rest.partition(ends)
+    if not opening or not closing:
+        raise TsaeError(f"has no lines {begins} and {ends}", where=DOC, fix="Write them.")
+    return f"{before}{opening}\n\n{middle}\n{closing}{after}"
+
+
+if __name__ == "__main__":
+    assert set(JUDGES) <= set(CLAIMS)
+    raise SystemExit(main())
