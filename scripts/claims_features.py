@@ -9,7 +9,8 @@ Reads the weights that `scripts/claims_study.py` left in --out, and adds one rec
 3. A trajectory's score is the mean of a family's features, each in its standard deviation over the base's trajectories.
    A seed's shift is the mean over problems of run − base, in the deviation of the base's scores. Its outcome effect is
    the mean over problems of successes − failures, among the run's own trajectories.
-4. With the T-SAE, families are ablated while the run answers, beside random features of the same firing rate and size.
+4. With the T-SAE, a family's sixteen most active features are ablated while the run answers, beside random features of
+   the same firing rate and size.
 
 Dictionaries: the T-SAE; a Matryoshka SAE (no temporal loss); a BatchTopK SAE (one group, too); principal components and
 random directions, both signs of each, with thresholds for the same number of active features; and "difference": the
@@ -61,6 +62,10 @@ ABLATIONS = {
     "hard": (("deliberation",), "accuracy"),
 }
 """What is ablated in a run, and what that should lower."""
+
+
+ABLATED = 16
+"""Features of a family that are ablated: the most active ones. Of more, too few others are left to compare with."""
 
 
 def main() -> None:
@@ -229,7 +234,9 @@ def ablations(
         if checkpoint.is_base:
             continue
         names, behaviour = ABLATIONS[str(checkpoint.trained_on)]
-        chosen = [i for i in np.flatnonzero(np.isin(family, names)).tolist() if fires(features, checkpoint.id, i)]
+        means = features.row_means("response")[features.rows(reader=checkpoint.id, policy=checkpoint.id)]
+        strength = np.where(np.isin(family, names), np.asarray(means.mean(0)).ravel(), 0.0)
+        chosen = [int(i) for i in np.argsort(-strength, kind="stable")[:ABLATED] if strength[i] > 0]
         sampling = tsae.SamplingConfig(n_samples=2, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=SEED + 1)
         problems = generate_problems(str(checkpoint.trained_on), options.problems, SEED + 1)
         result = tsae.intervene(
@@ -247,12 +254,6 @@ def ablations(
         found.setdefault(str(checkpoint.trained_on), []).append(-float(row.beyond_random))
         print(checkpoint.id, len(chosen), behaviour, row["mean"], row.change, row.beyond_random, flush=True)
     return found
-
-
-def fires(features: FeatureTable, checkpoint: str, feature: int) -> bool:
-    """Whether a feature is active anywhere while a checkpoint reads its own responses."""
-    rows = features.rows(reader=checkpoint, policy=checkpoint)
-    return bool(np.asarray(features.row_means("response")[rows][:, [feature]].sum()) > 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The runs behind docs/claims.md: arms of GRPO on the arithmetic testbed, several seeds each, each examined.
 
-Every run is a process of its own and leaves a JSON file and its final weights; finished ones are skipped, so that an
+Every run leaves a JSON file and its final weights; finished ones are skipped, so that an
 interrupted study goes on. Last the records of all runs are gathered in one file. `scripts/check_claims.py` judges the
 claims from that file. `scripts/claims_features.py` adds what features show.
 
@@ -15,10 +15,11 @@ import argparse
 import gzip
 import json
 import os
-import subprocess
 import sys
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if options.one is not None:
-            torch.set_num_threads(1)
-            name, seed = options.one
-            do = do_base if name in ("base", *BASES) else do_run
-            do(name, int(seed), options.out)
+            do(options.one[0], int(options.one[1]), options.out)
             return 0
         options.out.mkdir(parents=True, exist_ok=True)
         if not options.gather_only:
@@ -126,31 +124,33 @@ def run_all(options: argparse.Namespace) -> None:
 
     if any(ARMS[arm].credit for arm in options.arms):
         prepare(options.out / "reference")
+    os.environ.update(MALLOC)
     bases = [(name, 0) for name in ("base", *BASES)]
     runs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     waiting = [(name, seed) for name, seed in [*bases, *runs] if not record_of(options.out, name, seed).is_file()]
-    running: dict[subprocess.Popen[bytes], tuple[str, int]] = {}
-    with tqdm(total=len(waiting), desc="runs", unit="run") as bar:
+    running = dict[Future[None], tuple[str, int]]()
+    # Processes of their own, which last: importing everything takes as long as a short run.
+    processes = ProcessPoolExecutor(options.jobs, get_context("spawn"))
+    with processes, tqdm(total=len(waiting), desc="runs", unit="run") as bar:
         while waiting or running:
             for item in list(waiting):
                 if len(running) < options.jobs and all(
                     record_of(options.out, *need).is_file() for need in needs(*item)
                 ):
                     waiting.remove(item)
-                    name, seed = item
-                    command = [sys.executable, __file__, "--one", name, str(seed), "--out", str(options.out)]
-                    with open(options.out / f"{name}-{seed}.log", "wb") as log:
-                        running[subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **MALLOC})] = item
+                    running[processes.submit(do, *item, options.out)] = item
             if not running:
                 raise TsaeError(f"{waiting[0][0]} waits for an arm that is not asked for", where="--arms")
-            time.sleep(0.5)
-            for process in [process for process in running if process.poll() is not None]:
-                name, seed = running.pop(process)
-                if process.returncode:
-                    for other in running:
-                        other.terminate()
-                    raise TsaeError(f"the run {name}, seed {seed} failed", where=options.out / f"{name}-{seed}.log")
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                future.result()
                 bar.update()
+
+
+def do(name: str, seed: int, out: Path) -> None:
+    """One run, or one base."""
+    torch.set_num_threads(1)
+    (do_base if name in ("base", *BASES) else do_run)(name, seed, out)
 
 
 def needs(name: str, seed: int) -> list[tuple[str, int]]:
