@@ -232,6 +232,7 @@ def test_every_cell_gives_an_epoch_the_same_number_of_tokens(
     windows = Windows(store, SITE, balance=balance, window=5)
     cells = {n: cell_of(store, token, balance) for n, token in enumerate(tokens) if token.id != BOS}
     sizes = Counter(cells.values())
+    members = {cell: [n for n in cells if cells[n] == cell] for cell in sizes}
     n_epochs, equal = 40, len(cells) / len(sizes)
     times: Counter[int] = Counter()
     read_of: Counter[tuple[str, ...]] = Counter()
@@ -243,7 +244,7 @@ def test_every_cell_gives_an_epoch_the_same_number_of_tokens(
         read_of.update(here)
         # No token of a cell is read again before all were read, so that nothing is left out for good.
         for cell in sizes:
-            counts = [times[n] for n in cells if cells[n] == cell]
+            counts = [times[n] for n in members[cell]]
             assert max(counts) - min(counts) <= 1
     assert all(abs(read_of[cell] - n_epochs * equal) < 5 + 1 for cell in sizes)  # what is over does not add up
     assert set(times) == set(cells)
@@ -252,7 +253,7 @@ def test_every_cell_gives_an_epoch_the_same_number_of_tokens(
     assert all(tuple(cell.labels) == balance for cell in info)
     for cell in info:
         assert cell.weight == pytest.approx(equal / cell.tokens)
-        mine = [times[n] / n_epochs for n in cells if cells[n] == tuple(cell.labels.values())]
+        mine = [times[n] / n_epochs for n in members[tuple(cell.labels.values())]]
         assert np.mean(mine) == pytest.approx(cell.weight, rel=0.02)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,11 @@ LAYERS = next(c["layers"] for c in CONTRACT["contracts"] if c["type"] == "layers
 
 APP = LAYERS[: LAYERS.index("testbed")]
 ROOMS_BELOW_THE_APP = {room for layer in LAYERS if layer not in APP for room in layer.split(" | ")} - {"testbed"}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def name(path: Path) -> str:
@@ -71,7 +77,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
     """Not in functions, and not under TYPE_CHECKING. `import tsae` reaches everything: only the app may."""
     found = []
     for path in MODULES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         top = set(map(id, tree.body))
         below_the_app = path.relative_to(ROOT).parts[1] in ROOMS_BELOW_THE_APP
         for node in ast.walk(tree):
@@ -89,9 +95,8 @@ def test_own_modules_are_imported_at_the_top() -> None:
 
 
 def test_a_module_says_its_purpose_and_fits_into_a_head() -> None:
-    sources = {name(path): path.read_text(encoding="utf-8") for path in MODULES}
-    assert [path for path, source in sources.items() if source.count("\n") > 400] == []
-    assert [path for path, source in sources.items() if not ast.get_docstring(ast.parse(source))] == []
+    assert [name(path) for path in MODULES if path.read_text(encoding="utf-8").count("\n") > 400] == []
+    assert [name(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
 
 
 def test_values_do_not_change() -> None:
@@ -99,7 +104,7 @@ def test_values_do_not_change() -> None:
     changing = {"BenchConfig", "Entry", "LensTemporalSAEConfig", "LoraUpdate", "Seen", "_Card", "_Chosen", "_Part"}
     found = set()
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 made = [ast.unparse(d) for d in node.decorator_list if ast.unparse(d).startswith("dataclass")]
                 if made and "frozen=True" not in made[0]:

@@ -247,16 +247,13 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     assert (tmp_path / "out" / "report.html").read_text() == page
 
 
+@pytest.mark.slow  # runs the whole pipeline
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        pytest.param({"attribute": False}, None, marks=pytest.mark.slow),
-        pytest.param(
-            {"attribution": AttributionConfig(budget_gb=0.001)},
-            "gradients of 54 samples with respect to",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"tokens": 1_000}, "more than the 1,000 that are read", marks=pytest.mark.slow),
+        ({"attribute": False}, None),
+        ({"attribution": AttributionConfig(budget_gb=0.001)}, "gradients of 54 samples with respect to"),
+        ({"tokens": 1_000}, "more than the 1,000 that are read"),
         ({}, "lacks step 2 of the steps 1 to 3"),
     ],
 )

@@ -274,7 +274,7 @@ def recorded(llama: Path, log: Rollouts, kind: str, folder: Path, refresh: int =
     return recorder, shares(store, path, MADE[kind][1], the_targets(log), progress=False)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
 def test_without_momentum_shares_are_those_of_attribution_after_the_run(
     kind: str, llama: Path, log: Rollouts, tmp_path: Path
 ) -> None:

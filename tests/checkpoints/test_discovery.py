@@ -121,7 +121,10 @@ def test_other_forms_of_lora_are_put_on_and_taken_off(llama: Path, tmp_path: Pat
     assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("qwen2", "qwen3"))) for name in ARCHITECTURES],
+)
 def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -> None:
     from tsae.checkpoints.forward.bridge import TransformerLensReader
     from tsae.checkpoints.forward.hooks import HuggingFaceReader

@@ -164,8 +164,9 @@ def test_sizes_are_in_deviations_over_base_trajectories() -> None:
     table = replace(table, codes=type(table.codes)(codes))
     diff = feature_diff(table, QUICK, progress=False)
     own: dict[str, list[np.ndarray]] = {"base": [], "run": []}
+    records = table.rollouts.table.to_pylist()
     for row in range(table.n_rows):
-        record = table.rollouts.table.slice(int(table.trajectory[row]), 1).to_pylist()[0]
+        record = records[table.trajectory[row]]
         reader = table.readers[table.reader[row]]
         if record["policy"] == reader:
             tokens = slice(int(table.row_offsets[row]) + 1, int(table.row_offsets[row + 1]) - 1)

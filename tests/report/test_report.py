@@ -44,7 +44,7 @@ from tsae.report.figures.style import (
 )
 from tsae.report.packing import number_array
 from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
-from tsae.report.pages.explorer import contrasts_shown
+from tsae.report.pages.explorer import contrasts_shown, explorer
 from tsae.report.pages.report import linked, write_report
 from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.story import facts
@@ -57,6 +57,11 @@ from tsae.rollouts.table import Rollouts
 def page() -> Page:
     """The report of the diff that `make` makes."""
     return Page(rendered(make()))
+
+
+def unpacked(part: str) -> Any:
+    """What the page's script makes of it."""
+    return json.loads(zlib.decompress(base64.b64decode(part)))
 
 
 class Page(HTMLParser):
@@ -90,8 +95,7 @@ class Page(HTMLParser):
         return " ".join(self.texts)
 
     def part(self, name: str) -> Any:
-        """What the page's script unpacks."""
-        return json.loads(zlib.decompress(base64.b64decode(self.parts[name])))
+        return unpacked(self.parts[name])
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -158,7 +162,6 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
     made.info["readers"][2] = reader("down-run", "down-run", fve=0.31)
     assert "down-run" in sentences(made, "How far to believe it")
     assert "not to be trusted" in sentences(made, "down-run")
-    assert "flagged (below 0.5)" in Page(rendered(made)).text
 
 
 def test_tokens_that_are_left_out_are_said() -> None:
@@ -171,7 +174,10 @@ def test_tokens_that_are_left_out_are_said() -> None:
     made.info["readers"][2] |= {"outlier_share": 0.08, "flagged": True}
     assert "norm limit, left out of every mean: base 0 %, up-run 0.5 %, down-run 8 %" in gates_text(made, None)
     assert "does not see much of this checkpoint" in sentences(made, "down-run")
-    assert "flagged (more than 5 % of tokens left out)" in Page(rendered(made)).text
+    made.info["readers"][1] = reader("up-run", "up-run", fve=0.31)
+    text = Page(rendered(made)).text
+    assert "flagged (below 0.5)" in text
+    assert "flagged (more than 5 % of tokens left out)" in text
 
 
 def test_no_bands() -> None:
@@ -224,7 +230,6 @@ def test_without_an_annotator_the_picture_shows_features() -> None:
     assert "operand" in labels
     labels = overview(made).layout.yaxis4.ticktext  # type: ignore[union-attr]
     assert any(label.startswith("0: ' a'") for label in labels)
-    assert Page(rendered(made)).drawn
 
 
 def test_the_picture_says_what_the_tables_say() -> None:
@@ -340,7 +345,7 @@ def test_controls_that_a_feature_does_not_survive_reach_its_card() -> None:
     keys = {"kind": "shift", "checkpoint": "up-run", "part": "total", "band": "all", "outcome": "all"}
     verdicts = [(0, "length", FAILS), (0, "token", FAILS), (1, "length", SURVIVES), (2, "position", FAILS)]
     confounds = pd.DataFrame([{**keys, "feature": f, "control": c, "verdict": v} for f, c, v in verdicts])
-    data = Page(rendered(make(confounds=confounds))).part("features")
+    data = unpacked(explorer(make(confounds=confounds), []).parts["features"])
     assert data["effects"][0]["lost"] == [0b101, 0, 0b010, 0, 0, 0]
 
 
@@ -484,7 +489,6 @@ def test_every_link_and_figure_has_its_target(page: Page) -> None:
 def test_the_same_diff_gives_the_same_bytes(page: Page, tmp_path: Path) -> None:
     one = write_report(make(), tmp_path / "a" / "r.html")
     assert one.read_bytes().startswith(page.html.encode())
-    assert one.read_bytes() == write_report(make(), tmp_path / "b" / "r.html").read_bytes()
     assert one.stat().st_size < 15e6
     assert [path.name for path in one.parent.iterdir()] == ["r.html"]
 

@@ -213,6 +213,7 @@ def test_the_command_takes_an_attribution(folders: Path) -> None:
         report(folders, "--attribution", folders)
 
 
+@pytest.mark.slow
 def test_without_an_attribution_the_command_writes_no_section(folders: Path) -> None:
     (folders / "attribution" / "attribution.json").unlink()
     assert "Which samples did that" not in report(folders)

@@ -115,7 +115,7 @@ class Given:
 @pytest.mark.parametrize(
     ("loss_type", "micro"),
     [
-        ("grpo", GROUP * PROMPTS),
+        pytest.param("grpo", GROUP * PROMPTS, marks=pytest.mark.slow),
         pytest.param("grpo", GROUP, marks=pytest.mark.slow),
         pytest.param("dapo", GROUP * PROMPTS, marks=pytest.mark.slow),
         ("dapo", GROUP),
@@ -135,6 +135,7 @@ def test_uniform_weights_give_the_gradients_of_plain_grpo(tmp_path: Path, loss_t
         torch.testing.assert_close(ours[name], gradient, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_leaves_weighted_gradients_as_they_are(tmp_path: Path) -> None:
     def later(mask: torch.Tensor) -> torch.Tensor:
         return mask.cumsum(1) * mask
