@@ -25,7 +25,7 @@ from typing import Any
 import claims_study
 from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
 
-from tsae.base.files import write_text
+from tsae.base.files import write_json, write_text
 from tsae.claims.catalogue import CLAIMS
 from tsae.claims.judging import Judgement, Part
 from tsae.errors import TsaeError
@@ -66,6 +66,8 @@ def check(options: argparse.Namespace) -> None:
     judgements = judge(records)
     if options.write:
         write(records, judgements)
+        print(f"wrote {DOC}")
+        return
     written = verdicts_of(DOC)
     for key, judgement in judgements.items():
         print(f"{key}  {judgement.verdict:18} docs: {written.get(key, 'no row'):18} {judgement.claim.title}")
@@ -97,6 +99,8 @@ def retrained(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records of seed 0 of two arms, trained on this machine; prints how far they are from the shipped ones."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
+        base = next(record for record in records if record["arm"] == "base")
+        write_json(claims_study.record_of(Path(folder), "base", 0), base)
         for arm in RETRAINED:
             command = [sys.executable, claims_study.__file__, "--one", arm, "0", "--out", folder]
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

@@ -65,7 +65,7 @@ ARMS: dict[str, Arm] = {
     "random": Arm((MEDIUM,), reward="random", reuses=4, steps=40),
     "random-quarter": Arm((MEDIUM,), start="quarter", reward="random", reuses=4, steps=40),
     "random-direct": Arm((MEDIUM,), start="direct", reward="random", reuses=4, steps=40),
-    "anchored": Arm((MEDIUM,), beta=0.05),
+    "anchored": Arm((MEDIUM,), beta=0.3),
     "second-base": Arm((EASY, (2, 2)), reward="direct", steps=20),
     "second-near": Arm((EASY, (2, 2)), start="near", reward="direct", steps=20),
     "second-far": Arm((EASY, (2, 2)), start="far", reward="direct", steps=20),
@@ -176,7 +176,8 @@ def do_base(name: str, seed: int, out: Path) -> None:
     if name != "base" and not folder.exists():
         keep(train_base(BaseConfig(corpus=CorpusConfig(direct_share=BASES[name])), seed), folder)
     model = load(out, name, seed)
-    found = {"0": levels(model)}
+    # Every run from this base is compared with these numbers: eight times as many responses.
+    found = {"0": levels(model, samples=32)}
     record: dict[str, Any] = {"arm": name, "seed": seed, "measured": found, "lengths": {"0": lengths(model)}}
     record |= examined(model, model)
     record["seconds"] = time.monotonic() - started
@@ -224,9 +225,11 @@ def do_run(name: str, seed: int, out: Path) -> None:
     write_json(record_of(out, name, seed), examining.rounded(record))
 
 
-def levels(model: PreTrainedModel, *some: str) -> dict[str, dict[str, float]]:
+def levels(model: PreTrainedModel, *some: str, samples: int = 4) -> dict[str, dict[str, float]]:
     """Measurements on some levels, by default all."""
-    return {level: examining.measure(model, problems_of(level, 100), 4, SEED) for level in some or examining.LEVELS}
+    return {
+        level: examining.measure(model, problems_of(level, 100), samples, SEED) for level in some or examining.LEVELS
+    }
 
 
 def lengths(model: PreTrainedModel) -> list[float]:

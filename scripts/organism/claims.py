@@ -26,13 +26,18 @@ _PRODUCTIVE = (0.2, 0.8)
 class Records:
     """The records of all runs, by arm and seed."""
 
-    by_arm: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    by_arm: Mapping[str, Mapping[int, dict[str, Any]]]
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> Records:
-        found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    def of(cls, records: Iterable[dict[str, Any]]) -> Records:
+        found: dict[str, dict[int, dict[str, Any]]] = {}
         for record in records:
             found.setdefault(record["arm"], {})[record["seed"]] = record
+        for record in [record for runs in found.values() for record in runs.values()]:
+            base = found.get(record.get("start", [""])[0], {}).get(0, {})
+            if "start" not in base and "measured" in base and "measured" in record and "0" in record["measured"]:
+                # A base was measured once, with more responses.
+                record["measured"]["0"] = base["measured"]["0"]
         return cls(found)
 
     def base(self, name: str = "base") -> Mapping[str, Any]:
@@ -67,11 +72,11 @@ def part(records: Records, statement: str, arms: Sequence[str], value: Callable[
 
 def judge(records: Records) -> dict[str, Judgement]:
     """Every claim's judgement, by its letter."""
-    return {key: JUDGES[key](records) if key in JUDGES else _missing(key) for key in CLAIMS}
+    return {key: JUDGES[key](records) if set(NEEDED[key]) <= set(records.by_arm) else _missing(key) for key in CLAIMS}
 
 
 def _missing(key: str) -> Judgement:
-    return untestable(CLAIMS[key], "runs that this study does not have", "See the row in docs/claims.md.")
+    return untestable(CLAIMS[key], f"runs of {', '.join(NEEDED[key])}", "Run scripts/claims_study.py.")
 
 
 def inverted_u(records: Records) -> Judgement:
@@ -83,7 +88,6 @@ def inverted_u(records: Records) -> Judgement:
         (
             part(records, "Medium gains more than easy, mean of the three bands.", ("medium", "easy"), more),
             part(records, "Medium gains more than hard, mean of the three bands.", ("medium", "hard"), more),
-            part(records, "Easy gains more than hard, mean of the three bands.", ("easy", "hard"), more),
         ),
     )
 
@@ -100,8 +104,10 @@ def hard_harms(records: Records) -> Judgement:
 
 def lone_successes(records: Records) -> Judgement:
     def excess(record: Mapping[str, Any]) -> float:
-        total = {key: sum(step[key] for step in record["steps"][:20]) for key in record["steps"][0] if key in _COUNTED}
-        return total["lone_direct"] / total["lone"] - total["others_direct"] / total["others"]
+        # Step by step: the share of direct answers grows from one to the next.
+        steps = [step for step in record["steps"][:20] if step["lone"] and step["others"]]
+        shares = [step["lone_direct"] / step["lone"] - step["others_direct"] / step["others"] for step in steps]
+        return float(np.average(shares, weights=[step["lone"] for step in steps]))
 
     return Judgement(
         CLAIMS["c"],
@@ -123,12 +129,13 @@ def lone_successes(records: Records) -> Judgement:
     )
 
 
-_COUNTED = ("lone", "others", "lone_direct", "others_direct")
-
-
 def behaviour_first(records: Records) -> Judgement:
-    def lead(name: str) -> Callable[[Mapping[str, Any]], float]:
-        return lambda record: half_time(record, "medium", "accuracy") - half_time(record, "medium", name)
+    def lead(name: str, sign: int) -> Callable[[Mapping[str, Any]], float]:
+        def value(record: Mapping[str, Any]) -> float:
+            then, now = half_time(record, "medium", name, sign), half_time(record, "medium", "accuracy", -1)
+            return 0.0 if then is None or now is None else now - then
+
+        return value
 
     return Judgement(
         CLAIMS["d"],
@@ -137,28 +144,28 @@ def behaviour_first(records: Records) -> Judgement:
                 records,
                 f"On medium problems, {words} half of the way to its extreme before accuracy does, in steps.",
                 ("hard",),
-                lead(name),
+                lead(name, sign),
             )
-            for name, words in (
-                ("skipped", "skipped computation goes"),
-                ("length", "length goes"),
-                ("top_answer", "repetition of one answer goes"),
+            for name, sign, words in (
+                ("skipped", 1, "skipped computation goes"),
+                ("length", -1, "length goes"),
+                ("top_answer", 1, "repetition of one answer goes"),
             )
         ),
         caveat="Measured every 5 steps under hard training; a lead of less cannot be seen.",
     )
 
 
-def half_time(record: Mapping[str, Any], level: str, name: str) -> float:
-    """Step at which a measure has gone half of the way from its start to where it is furthest from it; linear between
-    measurements."""
+def half_time(record: Mapping[str, Any], level: str, name: str, sign: int) -> float | None:
+    """Step at which a measure has gone half of the way up (1) or down (−1) from its start to its extreme; linear between
+    measurements. None if the way is less than .05, or less than a twentieth of a start above 1."""
     steps = sorted(int(step) for step in record["measured"])
     path = np.array([at(record, level, name, step) for step in steps])
-    way = np.abs(path - path[0])
+    way = sign * (path - path[0])
+    if way.max() < 0.05 * max(1.0, path[0]):
+        return None
     half = way.max() / 2
     place = int(np.argmax(way >= half))
-    if place == 0:
-        return 0.0
     share = (half - way[place - 1]) / (way[place] - way[place - 1])
     return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
 
@@ -179,7 +186,6 @@ def backward(records: Records) -> Judgement:
                 pair,
                 ahead("medium"),
             ),
-            part(records, "It ends higher on hard problems.", pair, ahead("hard")),
             part(records, "It ends with more flawless responses to hard problems.", pair, ahead("hard", "flawless")),
         ),
     )
@@ -201,7 +207,12 @@ def credit(records: Records) -> Judgement:
                 ("guided", "backward"),
                 ahead("long", "flawless"),
             ),
-            part(records, "It ends higher on hard problems than no credit.", ("guided", "backward"), ahead("hard")),
+            part(
+                records,
+                "It ends with more flawless responses to hard problems than no credit.",
+                ("guided", "backward"),
+                ahead("hard", "flawless"),
+            ),
             part(
                 records,
                 "It ends higher on medium problems than credit from shuffled features.",
@@ -216,35 +227,33 @@ def one_format(records: Records) -> Judgement:
     def concentration(level: str) -> Callable[[Mapping[str, Any]], float]:
         return lambda r: max(at(r, level, "direct"), 1 - at(r, level, "direct")) - 0.9
 
-    def against(level: str) -> Callable[[Mapping[str, Any]], float]:
-        # Positive if the worse format won.
-        def value(record: Mapping[str, Any]) -> float:
-            start = record["measured"]["0"][level]
-            won = 1.0 if at(record, level, "direct") > 0.5 else -1.0
-            return won * (start["accuracy_scratchpad"] - start["accuracy_direct"])
+    def won(level: str) -> list[float]:
+        """Of the seeds in which a format won: how much worse it was than the other in the base."""
+        found = []
+        for record in (records.by_arm[level][seed] for seed in records.seeds(level)):
+            share, start = at(record, level, "direct"), record["measured"]["0"][level]
+            if not 0.1 < share < 0.9:
+                found.append((start["accuracy_scratchpad"] - start["accuracy_direct"]) * (1.0 if share > 0.5 else -1.0))
+        return found
 
-        return value
-
+    worse = [
+        Part(f"Under {level} training, the format that wins is the base's worse one.", won(level), SEEDS)
+        for level in _BANDS
+        if len(won(level)) > 1
+    ]
+    concentrated = [
+        part(
+            records,
+            f"After 50 steps of {level} training, more than nine in ten responses have one format.",
+            (level,),
+            concentration(level),
+        )
+        for level in _BANDS
+    ]
     return Judgement(
         CLAIMS["j"],
-        tuple(
-            part(
-                records,
-                f"After 50 steps of {level} training, more than nine in ten responses have one format.",
-                (level,),
-                concentration(level),
-            )
-            for level in _BANDS
-        )
-        + tuple(
-            part(
-                records,
-                f"Under {level} training, the format that wins was the worse one at the start.",
-                (level,),
-                against(level),
-            )
-            for level in _BANDS
-        ),
+        (*concentrated, *worse),
+        caveat="All seeds share a base, so an interval has no width where the same format wins in all of them.",
     )
 
 
@@ -256,7 +265,7 @@ def drifts(records: Records) -> Judgement:
         return float((inside[0] & ~inside[1]).sum() / inside[0].sum()) - 1 / 3
 
     def mean_accuracy(record: Mapping[str, Any]) -> float:
-        return fmean(at(record, level) for level in ("easy", "medium", "long", "hard"))
+        return fmean(at(record, level) for level in ("easy", "medium", "long"))
 
     return Judgement(
         CLAIMS["k"],
@@ -269,7 +278,7 @@ def drifts(records: Records) -> Judgement:
             ),
             part(
                 records,
-                "Adaptive draws end higher (mean of easy, medium, long and hard) than the base's medium band.",
+                "Adaptive draws end higher (mean of easy, medium and long) than the base's medium band.",
                 ("adaptive", "medium"),
                 lambda a, b: mean_accuracy(a) - mean_accuracy(b),
             ),
@@ -318,11 +327,10 @@ def spurious(records: Records) -> Judgement:
             ),
             part(
                 records,
-                "From a base with no better format, they do not move it.",
+                "From a base with no better format, they do not raise it.",
                 ("random-direct",),
-                lambda r: gain(r, "medium"),
-                margin=_MOVED,
-                equal=True,
+                lambda r: -gain(r, "medium"),
+                margin=-_MOVED,
             ),
         ),
         caveat="Each batch is used four times; with one use nothing is clipped, and random rewards have no direction.",
@@ -330,24 +338,28 @@ def spurious(records: Records) -> Judgement:
 
 
 def overtakes(records: Records) -> Judgement:
-    def base_ahead(run: Mapping[str, Any], level: str, what: str, k: int) -> float:
-        def share(record: Mapping[str, Any]) -> float:
-            counts = np.array(record["successes"][level][what])
+    def crossing(run: Mapping[str, Any], level: str) -> float:
+        """How far the run is ahead at k = 1, or the base at k = 64, whichever is less."""
+
+        def share(record: Mapping[str, Any], k: int) -> float:
+            counts = np.array(record["successes"][level]["flawless"])
             return float(estimate(np.full(len(counts), 64), counts, k).mean())
 
-        return share(records.base()) - share(run)
+        base = records.base()
+        return min(share(run, 1) - share(base, 1), share(base, 64) - share(run, 64))
 
     parts = []
     for arm, level in (("medium", "medium"), ("medium", "hard"), ("hard", "hard"), ("easy", "medium")):
         parts.append(
             part(
                 records,
-                f"At pass@64 on {level} problems, flawless responses only, the base is ahead of {arm} training.",
+                f"On {level} problems, {arm} training is ahead of the base at pass@1 and behind at pass@64.",
                 (arm,),
-                lambda r, level=level: base_ahead(r, level, "flawless", 64),
+                lambda r, level=level: crossing(r, level),
             )
         )
-    return Judgement(CLAIMS["n"], tuple(parts), caveat="A guess is right one time in ten, so only flawless ones count.")
+    caveat = "Flawless responses only, as a guess is right one time in ten. 40 problems with 64 responses each."
+    return Judgement(CLAIMS["n"], tuple(parts), caveat=caveat)
 
 
 def sparser(records: Records) -> Judgement:
@@ -372,20 +384,31 @@ def sparser(records: Records) -> Judgement:
 
 
 def coherent(records: Records) -> Judgement:
+    def valid(record: Mapping[str, Any]) -> float:
+        return float(np.mean(record["successes"]["hard"]["flawless"])) / 64
+
     return Judgement(
         CLAIMS["p"],
         (
             part(
                 records,
-                "Medium training makes steps on hard problems follow from their own operands more often.",
+                "Medium training makes results on hard problems follow from their own operands more often.",
                 ("medium",),
                 lambda r: gain(r, "hard", "coherent"),
             ),
             part(
                 records,
-                "It does not make more responses to hard problems flawless.",
+                "It does not make more responses to hard problems flawless (of 2,560).",
                 ("medium",),
-                lambda r: gain(r, "hard", "flawless"),
+                lambda r: valid(r) - valid(records.base()),
+                margin=0.005,
+                equal=True,
+            ),
+            part(
+                records,
+                "It does not make more responses to medium problems flawless.",
+                ("medium",),
+                lambda r: gain(r, "medium", "flawless"),
                 margin=_MOVED,
                 equal=True,
             ),
@@ -402,11 +425,12 @@ def errors_breed(records: Records) -> Judgement:
         (
             part(
                 records,
-                "A step errs more often after an error that the model made (7 to 9 operations, mixed training).",
+                "A result is wrong more often after an error that the model made (long problems, mixed training).",
                 ("mixed",),
                 excess("natural"),
+                margin=0.01,
             ),
-            part(records, "A step errs more often after a planted error.", ("mixed",), excess("planted")),
+            part(records, "A step errs more often after a planted error.", ("mixed",), excess("planted"), margin=0.01),
         ),
     )
 
@@ -435,36 +459,38 @@ def lower_layers(records: Records) -> Judgement:
 
 
 def plasticity(records: Records) -> Judgement:
-    def learnt(record: Mapping[str, Any]) -> float:
-        return fmean(step["reward"] for step in record["steps"])
+    def steps_needed(record: Mapping[str, Any]) -> float:
+        """Steps until four in five responses of a step are rewarded; all of them where that is never reached."""
+        rewards = [step["reward"] for step in record["steps"]]
+        return float(next((number for number, reward in enumerate(rewards) if reward >= 0.8), len(rewards)))
 
-    def distances(near: Mapping[str, Any], far: Mapping[str, Any]) -> float:
-        return float(far["start_distance"] - near["start_distance"])
-
+    pair = ("second-near", "second-far")
     return Judgement(
         CLAIMS["t"],
         (
             part(
                 records,
-                "At equal accuracy, the run without a KL anchor is farther from the base (nats a response).",
-                ("second-near", "second-far"),
-                distances,
+                "Without a KL anchor, the run that starts on a second task is farther from the base (nats).",
+                pair,
+                lambda near, far: far["start_distance"] - near["start_distance"],
             ),
             part(
                 records,
-                "The second task (direct answers) is learnt faster from the anchored run (mean reward of 20 steps).",
-                ("second-near", "second-far"),
-                lambda a, b: learnt(a) - learnt(b),
+                "It needs more steps for the second task, direct answers.",
+                pair,
+                lambda near, far: steps_needed(far) - steps_needed(near),
             ),
             part(
                 records,
-                "The anchored run learns it as fast as the base.",
+                "The anchored run needs no more steps than the base (at most one).",
                 ("second-near", "second-base"),
-                lambda a, b: learnt(a) - learnt(b),
-                margin=0.05,
-                equal=True,
+                lambda near, base: steps_needed(base) - steps_needed(near),
+                margin=-1.0,
             ),
         ),
+        caveat="Both runs start at "
+        + " and ".join(f"{np.mean(records.each((arm,), lambda r: at(r, 'medium', 'accuracy', 0))):.2f}" for arm in pair)
+        + " on medium problems, anchored first.",
     )
 
 
@@ -479,7 +505,6 @@ def expert(records: Records) -> Judgement:
                 ahead("hard", "flawless"),
             ),
             part(records, "It ends with more accuracy on medium problems.", ("expert-steps", "hard"), ahead("medium")),
-            part(records, "It ends with more accuracy on hard problems.", ("expert-steps", "hard"), ahead("hard")),
         ),
     )
 
@@ -598,3 +623,29 @@ JUDGES: dict[str, Callable[[Records], Judgement]] = {
     "v": pruning,
 }
 """By the claims' letters."""
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "a": ("easy", "medium", "hard"),
+    "b": ("hard",),
+    "c": ("hard", "no-lone", "mean-only"),
+    "d": ("hard",),
+    "e": ("features",),
+    "f": ("features",),
+    "g": ("features",),
+    "h": ("hard", "backward"),
+    "i": ("backward", "guided", "shuffled"),
+    "j": ("easy", "medium", "hard"),
+    "k": ("mixed", "adaptive", "medium"),
+    "l": ("medium", "top-fifth", "rest"),
+    "m": ("random", "random-quarter", "random-direct"),
+    "n": ("base", "easy", "medium", "hard"),
+    "o": ("easy", "medium", "hard", "mixed"),
+    "p": ("base", "medium"),
+    "q": ("mixed",),
+    "r": ("hard",),
+    "s": ("planning",),
+    "t": ("second-base", "second-near", "second-far"),
+    "u": ("hard", "expert-steps"),
+    "v": ("mixed", "no-easy", "mixed-few", "no-easy-few"),
+}
+"""Arms that a claim is judged from."""

@@ -152,17 +152,13 @@ def sparsity(model: PreTrainedModel, n: int, seed: int) -> list[float]:
 
 
 def natural_slips(batch: Batch) -> dict[str, float]:
-    """Share of steps with an error of their own after an earlier error, and without one, at the same place in the
-    scratchpad. A step that only carries an earlier error on has none of its own."""
+    """Share of written results that do not follow from their own operands, after an earlier such error and without one,
+    at the same place in the scratchpad. Copying is left out: after an omitted step all that follows looks miscopied."""
     after: dict[tuple[int, bool], list[bool]] = {}
     for labels in labels_of(batch):
-        steps: dict[int, list[TokenLabel]] = {}
-        for label in labels:
-            if label.step is not None:
-                steps.setdefault(label.step, []).append(label)
         slipped = False
-        for place, own in sorted(steps.items()):
-            wrong = any(label.correct is False for label in own)
+        for place, label in enumerate(label for label in labels if label.role == "result"):
+            wrong = label.correct is False
             after.setdefault((place, slipped), []).append(wrong)
             slipped |= wrong
     both = [place for place, slipped in after if slipped and (place, False) in after]

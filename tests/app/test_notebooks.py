@@ -33,8 +33,8 @@ def outputs(notebook: Any) -> str:
     return "\n".join(shown)
 
 
-def test_there_are_seven() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == list("1234567")
+def test_there_are_eight() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == list("12345678")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -79,6 +79,7 @@ def test_runs_from_a_clean_kernel(
         "5_causal_tests": "Beyond random",
         "6_disease_diagnosis_cure": "Share of the way from plain GRPO to the oracle",
         "7_which_samples": "predicted and real change of",
+        "8_the_claims": "by hand: ",
     }[path.stem]
     assert told in outputs(notebook)
 
