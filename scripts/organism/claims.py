@@ -157,8 +157,8 @@ def behaviour_first(records: Records) -> Judgement:
 
 
 def half_time(record: Mapping[str, Any], level: str, name: str, sign: int) -> float | None:
-    """Step at which a measure has gone half of the way up (1) or down (−1) from its start to its extreme; linear between
-    measurements. None if the way is less than .05, or less than a twentieth of a start above 1."""
+    """Step at which a measure has gone half of the way up (1) or down (−1) from its start to its extreme, linearly
+    between measurements. None if the way is less than .05, or less than a twentieth of a start above 1."""
     steps = sorted(int(step) for step in record["measured"])
     path = np.array([at(record, level, name, step) for step in steps])
     way = sign * (path - path[0])

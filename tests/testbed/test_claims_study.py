@@ -72,7 +72,7 @@ def test_lone_successes_are_told_from_others() -> None:
 
 
 def test_errors_after_errors_are_compared_at_the_same_step() -> None:
-    texts = ["3+5=8;8*2=6;#6"] * 3 + ["3+5=9;9*2=9;#9", "3+5=9;9*2=8;#8"]
+    texts = ["3+5=8;8*2=6;#6"] * 3 + ["3+5=9;9*2=9;#9", "3+5=9;9*2=8;#8", "8*2=6;#6"]  # the last omits a step
     found = examining.natural_slips(batch_of(texts))
     assert found == {"natural_after_error": 0.5, "natural_without": 0.0}
 
@@ -142,10 +142,21 @@ def test_planted_slips_do_not_change_the_base(base: Any) -> None:
     assert abs(found["planted_after_error"] - found["planted_without"]) < 0.1
 
 
-@pytest.mark.parametrize(("path", "step"), [([0, 0, 1, 1], 15), ([1, 0.5, 0, 0], 10), ([0, 0.2, 0.4, 0.8], 20)])
-def test_half_time_interpolates(path: list[float], step: float) -> None:
+@pytest.mark.parametrize(
+    ("path", "sign", "step"),
+    [
+        ([0, 0, 1, 1], 1, 15),
+        ([1, 0.5, 0, 0], -1, 10),
+        ([0, 0.2, 0.4, 0.8], 1, 20),
+        ([0.5, 0.5, 0.48, 0.5], -1, None),  # too short a way
+        ([0.5, 0.6, 0.9, 0.9], -1, None),  # the other way
+        ([20, 19.5, 19.5, 19.5], -1, None),
+    ],
+)
+def test_half_time_interpolates(path: list[float], sign: int, step: float | None) -> None:
     measured = {str(10 * i): {"medium": {"accuracy": value}} for i, value in enumerate(path)}
-    assert half_time({"measured": measured}, "medium", "accuracy") == pytest.approx(step)
+    found = half_time({"measured": measured}, "medium", "accuracy", sign)
+    assert found is None if step is None else found == pytest.approx(step)
 
 
 def planted(gains: dict[str, float]) -> Records:
