@@ -173,7 +173,7 @@ def planted(gains: dict[str, float]) -> Records:
 
 def test_planted_gains_are_judged() -> None:
     assert JUDGES["a"](planted({"easy": 0.1, "medium": 0.3, "hard": -0.2})).verdict == "reproduced"
-    assert JUDGES["a"](planted({"easy": 0.1, "medium": 0.3, "hard": 0.2})).verdict == "partly"
+    assert JUDGES["a"](planted({"easy": 0.1, "medium": 0.3, "hard": 0.4})).verdict == "partly"
     assert JUDGES["a"](planted({"easy": 0.3, "medium": 0.1, "hard": 0.4})).verdict == "not reproduced"
     assert JUDGES["b"](planted({"hard": -0.1})).verdict == "reproduced"
     assert JUDGES["b"](planted({"hard": 0.0})).verdict == "not reproduced"
