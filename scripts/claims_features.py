@@ -187,7 +187,8 @@ def families_of(features: FeatureTable) -> np.ndarray:
 
 
 def shifts(features: FeatureTable, family: np.ndarray, series: CheckpointSeries) -> dict[str, Any]:
-    """By run and family, seed by seed: the shift over all problems, and the outcome effect on the run's own band."""
+    """By run and family, seed by seed: the shift over all problems, the outcome effect on the run's own band, and the
+    shift while the run reads the base's responses: what it does not owe to another choice of format."""
     rows = Rows.of(features, DiffConfig(min_problems=2))
     values = np.asarray(rows.values[:, :].todense() if hasattr(rows.values[:, :], "todense") else rows.values[:, :])
     base = rows.by_reader["base", "base"]
@@ -207,7 +208,12 @@ def shifts(features: FeatureTable, family: np.ndarray, series: CheckpointSeries)
             inside = own[rows.band[own] == checkpoint.trained_on]
             right, wrong = (inside[rows.outcome[inside] == outcome] for outcome in ("success", "failure"))
             effect = by_problem(score, right, rows.problem) - by_problem(score, wrong, rows.problem)
-            cell = found.setdefault(str(checkpoint.trained_on), {}).setdefault(name, {"shift": [], "outcome": []})
+            reading = rows.by_reader[checkpoint.id, "base"]
+            same = by_problem(score, reading, rows.problem) - by_problem(score, base, rows.problem)
+            cell = found.setdefault(str(checkpoint.trained_on), {}).setdefault(
+                name, {"shift": [], "outcome": [], "same_texts": []}
+            )
+            cell["same_texts"].append(float(np.nanmean(same) / unit))
             cell["shift"].append(float(np.nanmean(change) / unit))
             cell["outcome"].append(float(np.nanmean(effect) / unit) if np.isfinite(effect).any() else float("nan"))
     return found

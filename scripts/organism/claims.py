@@ -593,7 +593,11 @@ def _of_features(
             parts.append(Part(statement, kept, SEEDS))
     if "ablations" in found:
         parts.append(Part(causal, found["ablations"][run], SEEDS))
-    caveat = f"Not tested with {dictionary}: {', '.join(missing)}." if missing else ""
+    caveat = f"Not tested with {dictionary}: {', '.join(missing)}. " if missing else ""
+    same = {
+        family: f"{family} {np.mean(cell['same_texts']):+.2f}" for family, cell in found["shifts"].get(run, {}).items()
+    }
+    caveat += f"While it reads the base's own responses: {', '.join(same.values())}."
     if not parts:
         return untestable(CLAIMS[key], f"features of the families with {dictionary}", "Use another dictionary.")
     return Judgement(CLAIMS[key], tuple(parts), caveat=caveat)
