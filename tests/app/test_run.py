@@ -59,7 +59,7 @@ TINY = RunConfig(
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
 STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
-STAGES += ["noise", "attribution", "report"]
+STAGES += ["noise", "attribution", "claims", "report"]
 
 
 @pytest.fixture(scope="module")

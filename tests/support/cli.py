@@ -34,6 +34,7 @@ COMMANDS = [
     ["reinforcement"],
     ["influence"],
     ["explain"],
+    ["claims"],
     ["report"],
     ["serve"],
     ["verify"],
