@@ -27,10 +27,9 @@ from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
-from tsae.commands.options.claims import Claims
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
 from tsae.commands.options.export import Export, Push
-from tsae.commands.options.pipeline import Demo, Run, Watch
+from tsae.commands.options.pipeline import Claims, Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Train

@@ -46,9 +46,10 @@ def write_run(
 ) -> Path:
     """Rollouts, sampled unless their info says else, a diff that names the readers, and a log."""
     facts = {"sampled": {"n_samples": 4}} if info is None else info
-    Rollouts.from_records(records, facts).write(folder / "rollouts" / "rollouts.parquet")
+    rollouts = Rollouts.from_records(records, facts)
+    rollouts.write(folder / "rollouts" / "rollouts.parquet")
     diff = make()
-    diff.info.update(readers=[reader("base", None), *checkpoints], steps=list(steps))
+    diff.info.update(rollouts=rollouts.fingerprint, readers=[reader("base", None), *checkpoints], steps=list(steps))
     diff.save(folder / "diff")
     if log is not None:
         Rollouts.from_records(log).write(folder / "rollouts" / "log.parquet")

@@ -123,8 +123,8 @@ def one_format_wins(run: Evidence) -> Judgement:
         share = f"“{winner}” has {100 * before.mean():.0f} % of the first steps"
         raise Missing(f"responses in several formats to begin with ({share})", "a base that answers in several formats")
     known = start[start.outcome != "unknown"]
-    right = (known.outcome == "success").groupby([known.problem_id, known.format == winner]).mean().unstack()
-    right = right.reindex(columns=[False, True])
+    right = [_by_problem(some.assign(right=some.outcome == "success"), "right")
+             for some in (known[known.format != winner], known[known.format == winner])]  # fmt: skip
     last = f"in step {steps[-1]:g}" if quarter == 1 else f"in steps {steps[-quarter]:g} to {steps[-1]:g}"
     most = f"More than {100 * _WINS:.0f} % of responses {last} have the format “{winner}”."
     lead = f"At the start it was not by {100 * _BETTER:.0f} points more successful than the others."
@@ -132,7 +132,7 @@ def one_format_wins(run: Evidence) -> Judgement:
     parts = (
         part(most, shares[winner].to_numpy(), _LONGER, margin=_WINS, same=1.0),
         between(f"It has a larger share {last} than at the start.", shares[winner], before, _LONGER),
-        within(lead, right[False], right[True], several, margin=-_BETTER),
+        within(lead, right[0], right[1], several, margin=-_BETTER),
     )
     told = "No problem is asked twice in this log: all of it counts as the first epoch." if again.empty else ""
     return Judgement(CLAIMS["j"], parts, caveat=told)

@@ -130,6 +130,8 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
 
 def _judged(key: str, run: Evidence) -> Judgement:
     try:
+        if not run.diff.final_checkpoints and key not in FURTHER:
+            raise Missing("a checkpoint beside the base", "a run whose folder has one")
         return TESTS[key](run)
     except Missing as lacking:
         return untestable(CLAIMS[key], lacking.needs, lacking.add)

@@ -12,7 +12,7 @@ from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.story.statements import Statement
-from tsae.report.text import interval, listed, number
+from tsae.report.text import count, interval, listed, number
 
 HEADING = "What the literature would expect"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "cannot be tested")
@@ -80,7 +80,7 @@ def counted(claims: Claims) -> str:
             clauses.append(f"{of[verdict]} {words} ({listed(keys)})")
     shown = f"this run shows {listed(clauses)}" if clauses else "this run can test none"
     left = f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and clauses else ""
-    return f"Of {len(claims.records)} claims about sample difficulty, {shown}{left}."
+    return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}."
 
 
 def _told(record: dict[str, Any]) -> ToldClaim:
