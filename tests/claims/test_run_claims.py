@@ -209,7 +209,7 @@ def lone_log(shortcut: bool) -> list[dict[str, Any]]:
 def test_lone_successes(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "yes", answers("base", LEVEL), RUN, lone_log(True)), "c")
     assert found["verdict"] == "cannot be tested"  # always and never: no problem differs
-    mixed = lone_log(True)
+    mixed = [*lone_log(True), answer("stray", "base", True, step=None)]  # no step is known of it
     for row in mixed:
         if row["problem_id"] in ("p1", "p2", "p3"):
             row["response"], row["response_ids"] = (
@@ -448,3 +448,44 @@ def test_jackknife_of_means_over_other_problems() -> None:
     two = one + rng.normal(0.5, 0.1, 40)
     paired = stats.ttest_1samp(two - one, 0).confidence_interval(0.95)
     assert between("x", two, one, "").interval == pytest.approx(((two - one).mean(), paired.low, paired.high))
+
+
+LOGS: dict[str, dict[str, Any]] = {
+    "no outcomes": {"right": None},
+    "no texts": {"response": None},
+    "one step": {"step": 1},
+    "one response": {},
+}
+
+
+@pytest.mark.parametrize("lacking", LOGS)
+def test_poor_logs_are_facts_and_no_errors(tmp_path: Path, lacking: str) -> None:
+    more = {"right": True, "step": None, **LOGS[lacking]}
+    right, step = more.pop("right"), more.pop("step")
+    log = [
+        answer(
+            f"p{i}", "base", None if right is None else (i + k) % 3 == 0, step=i % 6 if step is None else step, **more
+        )
+        for i in range(30)
+        for k in range(1 if lacking == "one response" else 6)
+    ]
+    if lacking == "one response":
+        log = log[:1]
+    records = [answer(f"x{i}", who, None) for who in ("base", "run-10") for i in range(10)]
+    found = claims_of(write_run(tmp_path, records, RUN, log, info={"log": {}}))
+    tested = {one["claim"] for one in found.records if one["parts"]}
+    assert tested <= {"c", "j"} if lacking == "one step" else tested <= {"d"} if lacking == "no texts" else not tested
+    assert all(one["parts"] or (one["needs"] and one["add"]) for one in found.records)
+
+
+def test_a_log_without_steps(tmp_path: Path) -> None:
+    log = [answer(f"p{i}", "base", i % 2 == 0) for i in range(20) for _ in range(4)]
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN, log, info={"log": {}})
+    for key in "cdjk":
+        assert record(folder, key)["needs"] == "the training step of the log's responses"
+
+
+def test_a_run_with_the_base_alone(tmp_path: Path) -> None:
+    found = claims_of(write_run(tmp_path, answers("base", LEVEL), []))
+    assert not [one for one in found.records if one["parts"]]
+    assert found["a"]["needs"] == "a checkpoint beside the base"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
@@ -120,7 +121,7 @@ class Evidence:
         """Responses of the log with texts, by their row in it; of many, some that are spread evenly."""
         some = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).astype(int))]
         file = self.folder / "rollouts" / "log.parquet"
-        wanted = np.zeros(len(read_outline(file)), dtype=bool)
+        wanted = np.zeros(pq.read_metadata(file).num_rows, dtype=bool)
         wanted[some] = True
         return Rollouts.read_rows(file, wanted)
 

@@ -41,7 +41,7 @@ def lone_successes(run: Evidence) -> Judgement:
     """c: lone successes of a group against successes of groups with several, by problem."""
     outline = run.outline
     outline = outline[outline.outcome != "unknown"]
-    right, group = outline.outcome == "success", pd.Series(group_names(outline), index=outline.index)
+    right, group = outline.outcome == "success", pd.Series(_groups(outline), index=outline.index)
     size, successes = group.map(group.value_counts()), right.groupby(group).transform("sum")
     lone = outline.index[right & (successes == 1) & (size >= _GROUP)]
     others = outline.index[right & (successes > 1) & (size >= _GROUP)]
@@ -198,7 +198,12 @@ def _success(outline: pd.DataFrame, rows: pd.Index) -> pd.Series:
 def _shorter(frame: pd.DataFrame, outline: pd.DataFrame, group: pd.Series) -> np.ndarray:
     """(n,) 1 for a response that is shorter than the median of its group, else 0."""
     median = outline.response_length.groupby(group).median()
-    return (frame.response_length.to_numpy() < median[group_names(frame)].to_numpy()).astype(float)
+    return (frame.response_length.to_numpy() < median[_groups(frame)].to_numpy()).astype(float)
+
+
+def _groups(frame: pd.DataFrame) -> np.ndarray:
+    """(n,) names of groups. Steps are numbers of one type, although a part of a log may lack some."""
+    return group_names(frame.assign(step=frame.step.astype(float)))
 
 
 def _described(rollouts: Rollouts) -> Rollouts:
