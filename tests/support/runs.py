@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def answer(problem: str, policy: str, right: bool | None, **more: Any) -> dict[s
     return {"problem_id": problem, "policy": policy, "outcome": outcome, **text, **more}
 
 
-def answers(policy: str, rates: dict[str, Sequence[int]], n: int = 4, **more: Any) -> list[dict[str, Any]]:
+def answers(policy: str, rates: Mapping[str, Sequence[int]], n: int = 4, **more: Any) -> list[dict[str, Any]]:
     """n responses of a policy to problems of every band: of how many each is right, problem by problem."""
     return [
         answer(f"{band}{i}", policy, k < right, band=band, **more)
