@@ -26,7 +26,7 @@ import claims_study
 from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
 
 from tsae.base.files import write_json, write_text
-from tsae.claims.catalogue import CLAIMS
+from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part
 from tsae.errors import TsaeError
 

@@ -22,6 +22,8 @@ from .causal.intervention import Intervention as Intervention
 from .checkpoints.checkpoint import Checkpoint as Checkpoint
 from .checkpoints.series import CheckpointSeries as CheckpointSeries
 from .checkpoints.updates.drift import weight_drift as weight_drift
+from .claims.run_claims import Claims as Claims
+from .claims.run_claims import claims_of as claims_of
 from .config import RunConfig as RunConfig
 from .config import WatchConfig as WatchConfig
 from .diff.config import DiffConfig as DiffConfig

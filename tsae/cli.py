@@ -29,7 +29,7 @@ from tsae.commands.options.causal import Causal, Influence
 from tsae.commands.options.checkpoints import Capture, Drift
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
 from tsae.commands.options.export import Export, Push
-from tsae.commands.options.pipeline import Demo, Run, Watch
+from tsae.commands.options.pipeline import Claims, Demo, Run, Watch
 from tsae.commands.options.rl import CreditCommand, Reformulate
 from tsae.commands.options.rollouts import RolloutsCommand
 from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Train
@@ -77,6 +77,7 @@ Command = (
     | Annotated[Causal, subcommand("causal", prefix_name=False)]
     | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
     | Annotated[Influence, subcommand("influence", prefix_name=False)]
+    | Annotated[Claims, subcommand("claims", prefix_name=False)]
     | Annotated[Explain, subcommand("explain", prefix_name=False)]
     | Annotated[Report, subcommand("report", prefix_name=False)]
     | Annotated[Serve, subcommand("serve", prefix_name=False)]
@@ -215,8 +216,9 @@ _DESCRIPTION = """What changed inside a language model trained with verifiable r
 The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
 runs them all on the folder of a training run, `tsae watch` on one that goes on, `tsae demo` on shipped checkpoints.
 `tsae attribute` tells which training samples did it, `tsae causal` tests what a diff found, `tsae explain` labels its
-features; `tsae credit` and `tsae reformulate` use it in training. `tsae drift` needs none of the stages. `tsae push`
-publishes an SAE. `tsae verify` says whether results are whole, and `tsae repair` makes them so.
+features, and `tsae claims` tests what the literature says on the run; `tsae credit` and `tsae reformulate` use features
+in training. `tsae drift` needs none of the stages. `tsae push` publishes an SAE. `tsae verify` says whether results are
+whole, and `tsae repair` makes them so.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

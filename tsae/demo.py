@@ -21,7 +21,7 @@ from tsae.report.printed.findings import print_findings
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import eval_problems, verify
 from tsae.testbed import series as shipped_series
-from tsae.testbed.classes import FAMILIES, token_classes, with_behaviours
+from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 
@@ -46,6 +46,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         annotator=token_classes,
         families=FAMILIES,
         steps=demo_steps(config, rollouts, progress=progress) if config.steps else None,
+        check=right_steps,
         title="What easy, medium and hard training did to an arithmetic model",
         progress=progress,
     )

@@ -22,6 +22,8 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.claims.evidence import StepCheck
+from tsae.claims.run_claims import Claims, claims_of
 from tsae.diff.config import DiffConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
@@ -30,6 +32,7 @@ from tsae.features.annotations import Annotator
 from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
 from tsae.report.story.attribution import statement
+from tsae.report.story.claims import expected
 from tsae.report.story.noise import noise_lines
 from tsae.report.text import visible
 from tsae.rollouts.table import Rollouts
@@ -96,6 +99,7 @@ def analyse(
     steps: tuple[CheckpointSeries, Rollouts] | None = None,
     attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
     test: Callable[[TemporalSAE, ActivationStore, FeatureTable, FeatureDiff], Tested] | None = None,
+    check: StepCheck | None = None,
     before: Before | None = None,
     title: str | None = None,
     say: Callable[[str, str], None] = lambda stage, line: None,
@@ -119,6 +123,7 @@ def analyse(
         attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
             cannot; the page then says so.
         test: tests features causally, and saves that in `to`/causal.
+        check: says which steps of a response are right, for claims on steps (`tsae.claims_of`).
         before: an earlier analysis, of which this one takes what it can.
         title: title of the report.
         say: called with the name of each finished stage and one line on what it did.
@@ -224,8 +229,13 @@ def analyse(
             (made if tested.planned else "no feature moved: there is nothing to test")
             + f"; {tested.why}" * bool(tested.why),
         )
+    claims = Claims.load(to) if report.is_file() else None
+    if claims is None:
+        claims = claims_of(to, check=check)
+        claims.save(to)
+    say("claims", expected(diff, claims).sentences[0])
     if not report.is_file():
-        diff.to_html(report, title=title, attribution=attribution)
+        diff.to_html(report, title=title, attribution=attribution, claims=claims)
     say("report", str(report))
     return diff, evaluation
 

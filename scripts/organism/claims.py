@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from organism.examining import LENGTHS
-from tsae.claims.catalogue import CLAIMS
+from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.rollouts.difficulty.pass_at_k import estimate
 

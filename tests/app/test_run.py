@@ -59,7 +59,7 @@ TINY = RunConfig(
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
 STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
-STAGES += ["noise", "attribution", "report"]
+STAGES += ["noise", "attribution", "claims", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,8 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     )
     assert html.escape(said["attribution"]) in page
     assert '<section id="samples"' not in page
+    assert said["claims"].startswith("Of 22 claims about sample difficulty, ")
+    assert '<section id="claims"' in page
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]
     assert "contrasts drawn" in said["diff"]

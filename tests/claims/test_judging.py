@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tsae.claims.catalogue import CLAIMS
+from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.errors import TsaeError
 

@@ -42,7 +42,7 @@ class Served:
     def read(self) -> Any:
         if isinstance(self.following[-1], Exception):
             raise self.following[-1]
-        return self.following[-1], None
+        return self.following[-1], None, None
 
 
 @pytest.fixture(scope="module")

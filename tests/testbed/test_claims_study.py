@@ -15,7 +15,7 @@ from organism.arms import Arm, Batch, answer, expert_similarity, run_arm, token_
 from organism.claims import JUDGES, Records, half_time, judge
 from organism.mixed import prompt_ids
 
-from tsae.claims.catalogue import CLAIMS
+from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.testbed import series

@@ -87,11 +87,19 @@ class Views(Protocol):
     def show_trajectory(self, features: Any, trajectory: int, chosen: Any = None, **options: Any) -> None:
         """Display a trajectory with the activation of features on its tokens."""
 
-    def write_report(self, diff: Any, path: str | Path, *, title: str | None = None, attribution: Any = None) -> Path:
-        """Write a diff, and which samples did that, as one HTML file."""
+    def write_report(
+        self, diff: Any, path: str | Path, *, title: str | None = None, attribution: Any = None, claims: Any = None
+    ) -> Path:
+        """Write a diff, which samples did that, and what the literature would expect, as one HTML file."""
 
     def write_difficulty(self, found: Any, path: str | Path, *, title: str | None = None) -> Path:
         """Write how difficulty moved as one HTML file."""
+
+    def claims_text(self, found: Any) -> str:
+        """What a run shows of the literature's claims, for a terminal."""
+
+    def claims_card(self, found: Any) -> str:
+        """The same at a glance, as HTML for a notebook."""
 
     def difficulty_text(self, found: Any) -> str:
         """How difficulty moved, for a terminal."""

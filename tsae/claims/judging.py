@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tsae.claims.catalogue import Claim
+from tsae.claims.literature import Claim
 from tsae.errors import TsaeError
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "cannot be tested"]

@@ -165,6 +165,22 @@ class _Shuffle:
         return np.concatenate(parts)
 
 
+def family_scores(rows: Rows, checkpoint: str, family: pd.Series) -> sp.csr_array:
+    """(n_rows, n_families) score of every row: the mean of the family's features, each in its standard deviation over
+    base trajectories.
+
+    Args:
+        rows: of a feature table.
+        checkpoint: whose scale counts.
+        family: of every feature; the families stand in order of their names, without "none".
+    """
+    names = sorted(set(family) - {NO_FAMILY})
+    deviation = rows.scales[checkpoint].deviation
+    unit = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+    weights = np.stack([np.where(family == name, unit, 0) / (family == name).sum() for name in names], 1)
+    return sp.csr_array(np.concatenate([block @ weights for _, block in row_blocks(rows.values)]))
+
+
 def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config: DiffConfig) -> pd.DataFrame:
     """Test the total shift of every family in every run and band.
 
@@ -189,10 +205,7 @@ def family_shifts(features: FeatureTable, rows: Rows, family: pd.Series, config:
     for of in shift_comparisons(features, rows, config) if names else ():
         if of.part != "total" or of.outcome != "all":
             continue
-        deviation = rows.scales[of.checkpoint].deviation
-        unit = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
-        weights = np.stack([np.where(family == name, unit, 0) / n for name, n in zip(names, counts, strict=True)], 1)
-        scores = sp.csr_array(np.concatenate([block @ weights for _, block in row_blocks(rows.values)]))
+        scores = family_scores(rows, of.checkpoint, family)
         keys = {"checkpoint": of.checkpoint, "band": of.band, "n_problems": len(of.problems)}
         table = pd.DataFrame({**keys, "family": names, "n_features": counts, "note": of.note})
         table[list(_NUMBERS)] = np.nan

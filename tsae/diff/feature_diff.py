@@ -163,6 +163,16 @@ class FeatureDiff(Tables):
         """Checkpoints compared with the base."""
         return [reader["id"] for reader in self.info["readers"][1:]]
 
+    @property
+    def final_checkpoints(self) -> list[str]:
+        """The last step of every run, in the series' order."""
+        last: dict[str, tuple[int, str]] = {}
+        for reader in self.info["readers"][1:]:
+            run, step = reader.get("run") or reader["id"], reader.get("step") or 0
+            if run not in last or step >= last[run][0]:
+                last[run] = (step, reader["id"])
+        return [id for _, id in last.values()]
+
     def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
         """The n discoveries with the largest |Δ| of the selected contrasts; by default of all main shifts."""
         if keys:
@@ -314,12 +324,15 @@ class FeatureDiff(Tables):
         columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
         return views().markdown_table(table[columns])
 
-    def to_html(self, path: str | Path, *, title: str | None = None, attribution: Any = None) -> Path:
+    def to_html(
+        self, path: str | Path, *, title: str | None = None, attribution: Any = None, claims: Any = None
+    ) -> Path:
         """Write the self-contained report; see `tsae.report.pages.report.write_report`.
 
-        An attribution (`tsae.attribute`) of the run adds which samples did that.
+        An attribution (`tsae.attribute`) of the run adds which samples did that, and its claims (`tsae.claims_of`) what
+        the literature would expect.
         """
-        return views().write_report(self, path, title=title, attribution=attribution)
+        return views().write_report(self, path, title=title, attribution=attribution, claims=claims)
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import Any
 
 from tsae.attribution.attribution import Attribution
+from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.pages.examples import ExamplesOnDemand
@@ -42,13 +43,16 @@ class ServedRun:
     """A page and its examples.
 
     Args:
-        read: reads the diff, with its features, and the attribution if there is one.
+        read: reads the diff, with its features, and the attribution and the claims if there are any.
         file: that changes whenever the diff does.
         title: of the page.
     """
 
     def __init__(
-        self, read: Callable[[], tuple[FeatureDiff, Attribution | None]], file: Path, title: str | None = None
+        self,
+        read: Callable[[], tuple[FeatureDiff, Attribution | None, Claims | None]],
+        file: Path,
+        title: str | None = None,
     ) -> None:
         self._read, self._file, self._title = read, file, title
         self._lock = Lock()
@@ -61,8 +65,8 @@ class ServedRun:
 
     def _load(self) -> None:
         seen = self._stamp()
-        diff, attribution = self._read()
-        page = "".join(render(diff, self._title, attribution, served=True)).encode("utf-8", "replace")
+        diff, attribution, claims = self._read()
+        page = "".join(render(diff, self._title, attribution, claims, served=True)).encode("utf-8", "replace")
         source, strings = diff.source, diff.info.get("token_strings", {})
         self._examples = None if source is None else ExamplesOnDemand(source, strings)
         self._page, self._seen = page, seen

@@ -8,6 +8,7 @@ import numpy as np
 
 from tsae.rollouts.table import Rollouts
 from tsae.testbed.annotate import TokenLabel, annotate, describe_response
+from tsae.testbed.tokenizer import split_tokens
 
 BEHAVIOURS = ("direct_answer", "skipped_steps")
 """Columns that `with_behaviours` adds: 1 for a response without a scratchpad step; share of required steps skipped."""
@@ -33,6 +34,16 @@ def token_classes(prompt: str, response: Sequence[str]) -> list[str]:
 def _name(label: TokenLabel) -> str:
     fault = "slipped " if label.correct is False and label.role != "answer" else ""
     return f"{fault}{label.role.replace('_', ' ')}, {label.style}"
+
+
+def right_steps(prompt: str, response: str) -> list[bool]:
+    """Whether each step of a response is right, given what it wrote before (`tsae.claims`): what it copies and computes
+    there. A response that answers at once has no steps."""
+    judged: dict[int, bool] = {}
+    for label in annotate(prompt, split_tokens(response)):
+        if label.step is not None and label.correct is not None:
+            judged[label.step] = judged.get(label.step, True) and label.correct
+    return [judged[step] for step in sorted(judged)]
 
 
 def with_behaviours(rollouts: Rollouts) -> Rollouts:

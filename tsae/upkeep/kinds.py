@@ -23,6 +23,8 @@ from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, check_seal, read_sealed, sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.causal.intervention import Intervention
+from tsae.claims.run_claims import FILE as CLAIMS_FILE
+from tsae.claims.run_claims import Claims
 from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
 from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.feature_diff import FeatureDiff
@@ -133,6 +135,11 @@ def _check_stamp(path: Path) -> bool:
     return "checksum" in read_object(path, AGAIN)
 
 
+def _check_claims(path: Path) -> bool:
+    Claims.load(path.parent)
+    return "checksum" in read_object(path, AGAIN)
+
+
 def _check_rollouts(path: Path) -> bool:
     sealed = check_parquet(path, AGAIN)
     Rollouts.read(path)
@@ -169,6 +176,7 @@ TABLES = Kind("tables", 6, (SEAL,), _check_tables)
 STAMP = Kind("run", 0, (), _check_stamp)
 ROLLOUTS = Kind("rollouts", 1, (), _check_rollouts)
 PARQUET = Kind("table", 6, (), _check_parquet)
+CLAIMS = Kind("claims", 8, (), _check_claims)
 PAGE = Kind("page", 9, (), check_page)
 
 
@@ -217,6 +225,8 @@ def kind_of_file(path: Path) -> Kind | None:
     """The kind of a lone file; None where tsae did not write it, as far as can be seen."""
     if path.name in STAMPS and (_says(path, STAMPS[path.name]) or path.with_name(f".{path.name}.copy").is_file()):
         return STAMP
+    if path.name == CLAIMS_FILE and any((path.parent / name).is_file() for name in STAMPS):
+        return CLAIMS
     if path.suffix == ".parquet":
         try:
             told = (pq.read_schema(path).metadata or {}).get(b"tsae")

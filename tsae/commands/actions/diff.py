@@ -15,6 +15,7 @@ from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
+from tsae.claims.run_claims import Claims
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
 from tsae.diff.controls.baselines import baselines
@@ -164,7 +165,8 @@ def run_report(options: Report) -> None:
         diff = _labelled(diff, options.diff.parent / "explanations")
     folder = options.attribution or options.diff.parent / "attribution"
     attribution = Attribution.load(folder) if options.attribution is not None else _attribution_in(folder)
-    say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution))
+    claims = Claims.load(options.diff.parent)
+    say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution, claims=claims))
 
 
 def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
@@ -183,11 +185,12 @@ def run_serve(options: Serve) -> None:
             fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
             raise TsaeError(f"holds no {name}", where=folder, fix=fix)
 
-    def read() -> tuple[tsae.FeatureDiff, Attribution | None]:
+    def read() -> tuple[tsae.FeatureDiff, Attribution | None, Claims | None]:
         diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
         for test in sorted(file.parent for file in (folder / "causal").glob("*/causal.json")):
             diff = tsae.Intervention.load(test).mark(diff)
-        return _labelled(diff, folder / "explanations"), _attribution_in(folder / "attribution")
+        labelled = _labelled(diff, folder / "explanations")
+        return labelled, _attribution_in(folder / "attribution"), Claims.load(folder)
 
     with server(ServedRun(read, folder / "diff" / "diff.json", options.title), options.port) as found:
         print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)

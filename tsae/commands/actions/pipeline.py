@@ -1,11 +1,14 @@
-"""`tsae run`, `tsae watch` and `tsae demo`."""
+"""`tsae run`, `tsae watch`, `tsae demo` and `tsae claims`."""
 
 from __future__ import annotations
 
 import webbrowser
 
-from tsae.commands.common import as_json
-from tsae.commands.options.pipeline import Demo, Run, Watch
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.plugins import find_function
+from tsae.claims.run_claims import claims_of
+from tsae.commands.common import as_json, say_wrote
+from tsae.commands.options.pipeline import Claims, Demo, Run, Watch
 from tsae.demo import demo
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import print_findings
@@ -31,3 +34,15 @@ def run_demo(options: Demo) -> None:
     report = demo(options.config)
     if options.open and not webbrowser.open(report.resolve().as_uri()):
         raise TsaeError("no browser was found to open it", where=report, fix="Open that file yourself.")
+
+
+def run_claims(options: Claims) -> None:
+    fix = "Give module:function of a function (prompt, response) -> whether each step is right."
+    check = None if options.check is None else find_function(options.check, where="check", fix=fix)
+    with as_json(options.json) as write:
+        found = claims_of(options.run, options.only, check=check)
+        print(found)
+        if not options.only:
+            with sole_writer(options.run):
+                say_wrote(found.save(options.run))
+        write(found.as_dict())

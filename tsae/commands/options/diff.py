@@ -107,7 +107,10 @@ class Explain:
 
 @dataclass(frozen=True)
 class Report:
-    """Write a diff as one self-contained HTML file that opens with no network."""
+    """Write a diff as one self-contained HTML file that opens with no network.
+
+    It shows the claims that `tsae claims` has saved beside the diff, too.
+    """
 
     diff: Path
     """Folder that `tsae diff` wrote."""

@@ -1,4 +1,4 @@
-"""Options of the commands that run every stage: run, watch, demo."""
+"""Options of the commands on whole runs: run, watch, demo, claims."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from tsae.config import DemoConfig, RunConfig, WatchConfig
 
@@ -42,3 +42,22 @@ class Demo:
     config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
     open: bool = False
     """Open the report in the browser."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Ask a run what it shows of the literature's claims about sample difficulty.
+
+    Every claim gets a verdict with its effects and intervals, or a line on what the run lacks and how to add it. The
+    result is kept as claims.json in the run's folder, where `tsae report` and `tsae serve` find it.
+    """
+
+    run: Positional[Path]
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote."""
+    only: tuple[str, ...] = ()
+    """Letters of the claims to test; by default all. Some alone are not kept in the folder."""
+    check: str | None = None
+    """module:function (prompt, response) -> whether each step of the response is right, for the claims on steps, such
+    as tsae.testbed.classes:right_steps."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 
 from tsae.attribution.attribution import Attribution
+from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import (
     band_figure,
@@ -34,6 +35,7 @@ from tsae.report.pages.document import render_page, target, write_page, written_
 from tsae.report.pages.explorer import explorer
 from tsae.report.story import facts, gates
 from tsae.report.story.attribution import statement
+from tsae.report.story.claims import HEADING, expected, told_claims
 from tsae.report.story.evidence import step_features, tests
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.noise import noise_text
@@ -47,7 +49,12 @@ _MAX_EXAMPLES = 12
 
 
 def write_report(
-    diff: FeatureDiff, path: str | Path, *, title: str | None = None, attribution: Attribution | None = None
+    diff: FeatureDiff,
+    path: str | Path,
+    *,
+    title: str | None = None,
+    attribution: Attribution | None = None,
+    claims: Claims | None = None,
 ) -> Path:
     """Write the report.
 
@@ -56,16 +63,22 @@ def write_report(
         path: the .html file; its folder is made.
         title: of the page.
         attribution: of the run: the report then says which samples did that.
+        claims: of the run: the report then says what the literature would expect.
 
     Raises:
-        TsaeError: where the file cannot be written.
+        TsaeError: where the file cannot be written, or the claims are of other rollouts.
     """
     path = target(path)  # before the work
-    return write_page(path, render(diff, title, attribution))
+    return write_page(path, render(diff, title, attribution, claims))
 
 
 def render(
-    diff: FeatureDiff, title: str | None = None, attribution: Attribution | None = None, *, served: bool = False
+    diff: FeatureDiff,
+    title: str | None = None,
+    attribution: Attribution | None = None,
+    claims: Claims | None = None,
+    *,
+    served: bool = False,
 ) -> Iterator[str]:
     """The report's HTML in pieces; the same diff gives the same page.
 
@@ -75,6 +88,8 @@ def render(
     found = findings(diff)
     if attribution is not None:
         found.insert(-1, statement(attribution))
+    if claims is not None:
+        found.insert(-1, expected(diff, claims))
     # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
     beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     pairs = facts.opposed_pairs(diff)
@@ -93,7 +108,9 @@ def render(
         below=[f for f in found if f not in beside],
         spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),
         overview_caption=overview_caption(diff),
-        sections=list(_sections(diff, attribution)),
+        sections=list(_sections(diff, attribution, claims)),
+        told=[] if claims is None else told_claims(claims),
+        one_run=ONE_RUN,
         linked=lambda sentence: linked(diff, sentence),
         runs=facts.final_checkpoints(diff),
         pairs=pairs,
@@ -143,7 +160,7 @@ def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | N
     }
 
 
-def _sections(diff: FeatureDiff, attribution: Attribution | None) -> Iterator[tuple[str, str]]:
+def _sections(diff: FeatureDiff, attribution: Attribution | None, claims: Claims | None) -> Iterator[tuple[str, str]]:
     """Id and heading of each section that has something to show. A template is named after its section's id."""
     runs = facts.final_checkpoints(diff)
     yield "gates", "Before you believe it"
@@ -162,6 +179,8 @@ def _sections(diff: FeatureDiff, attribution: Attribution | None) -> Iterator[tu
     if attribution is not None:
         yield "samples", "Which samples did that"
     yield "causal", "Tested causally"
+    if claims is not None:
+        yield "claims", HEADING
     yield "explorer-section", "All features"
 
 

@@ -34,12 +34,7 @@ _BEHAVIOUR_NAMES = {
 
 def final_checkpoints(diff: FeatureDiff) -> list[str]:
     """The last step of every run, in the series' order."""
-    last: dict[str, tuple[int, str]] = {}
-    for reader in diff.info["readers"][1:]:
-        run, step = reader.get("run") or reader["id"], reader.get("step") or 0
-        if run not in last or step >= last[run][0]:
-            last[run] = (step, reader["id"])
-    return [id for _, id in last.values()]
+    return diff.final_checkpoints
 
 
 def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:

@@ -1,0 +1,491 @@
+"""The claims on runs whose truth is planted: each where it is true, where it is false, and where it cannot be told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+import tsae
+from support.attributions import make_attribution
+from support.builders import synthetic_store
+from support.damage import flip
+from support.runs import BANDS, answer, answers, checkpoint, write_run
+from tsae.claims.evidence import Evidence
+from tsae.claims.problem_effects import between
+from tsae.claims.run_claims import TESTS, Claims, claims_of
+from tsae.errors import TsaeError
+
+RUN = [checkpoint("run-10", "run")]
+LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
+
+
+def raised(by: dict[str, int]) -> dict[str, list[int]]:
+    """LEVEL, with so many more right of every problem of a band; every fifth one stays, so that problems differ."""
+    return {band: [min(4, max(0, k + by[band] * (i % 5 > 0))) for i, k in enumerate(LEVEL[band])] for band in BANDS}
+
+
+def record(folder: Path, key: str, **options: Any) -> dict[str, Any]:
+    return claims_of(folder, [key], **options)[key]
+
+
+def held(found: dict[str, Any]) -> list[bool | None]:
+    return [part["holds"] for part in found["parts"]]
+
+
+# --- success
+
+
+def test_inverted_u_between_runs_on_bands(tmp_path: Path) -> None:
+    gains = {"easy": 0, "medium": 2, "hard": -1}
+    records = answers("base", LEVEL)
+    for band, gain in gains.items():
+        records += answers(f"{band}-10", raised(dict.fromkeys(BANDS, gain)))
+    runs = [checkpoint(f"{band}-10", band, trained_on=band) for band in BANDS]
+    found = record(write_run(tmp_path, records, runs), "a")
+    assert found["verdict"] == "reproduced"
+    assert [part["statement"] for part in found["parts"]] == [
+        "medium-10 (medium) gained more than easy-10 (easy).",
+        "medium-10 (medium) gained more than hard-10 (hard).",
+    ]
+    # By hand: of four responses, the mean over 30 problems of the difference.
+    by_hand = [np.mean([(a - b) / 4 for band in BANDS for a, b in zip(raised(dict.fromkeys(BANDS, 2))[band],
+               raised(dict.fromkeys(BANDS, other))[band], strict=True)]) for other in (0, -1)]  # fmt: skip
+    assert [part["mean"] for part in found["parts"]] == pytest.approx(by_hand)
+    assert {(part["n"], part["unit"]) for part in found["parts"]} == {(30, "problems")}
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ({"easy": 0, "medium": 2, "hard": 0}, "reproduced"),
+        ({"easy": 2, "medium": 1, "hard": 0}, "partly"),
+        ({"easy": 2, "medium": 0, "hard": 2}, "not reproduced"),
+    ],
+)
+def test_inverted_u_within_one_run(tmp_path: Path, gains: dict[str, int], verdict: str) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(gains)), RUN)
+    assert record(folder, "a")["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs"),
+    [
+        (("medium",), "8 easy and medium and hard problems or more (there are 0 easy, 0 hard)"),
+        (("easy", "medium"), "8 easy and medium and hard problems or more (there are 0 hard)"),
+    ],
+)
+def test_one_band_only(tmp_path: Path, keys: tuple[str, ...], needs: str) -> None:
+    level = {band: LEVEL[band] for band in keys}
+    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), RUN), "a")
+    assert found["verdict"] == "cannot be tested"
+    assert found["needs"] == needs
+    assert "`tsae run … --sample 8 --to OTHER`" in found["add"]
+
+
+def test_no_base_rollouts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, answers("run-10", LEVEL), RUN)
+    for key in "an":
+        found = record(folder, key)
+        assert found["verdict"] == "cannot be tested"
+        assert "there are 0" in found["needs"]
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(-1, "reproduced"), (1, "not reproduced")])
+def test_hard_harms(tmp_path: Path, change: int, verdict: str) -> None:
+    records = answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, change)))
+    folder = write_run(tmp_path, records, [checkpoint("run-10", "run", trained_on="hard")])
+    found = record(folder, "b")
+    assert found["verdict"] == verdict
+    assert len(found["parts"]) == 2
+
+
+def test_hard_harms_by_the_bands_of_the_log(tmp_path: Path) -> None:
+    """Nine tenths of the log's problems are hard: the run counts as trained on hard ones, without being named so."""
+    rng = np.random.default_rng(0)
+    chance = {"easy": 1.0, "medium": 0.5, "hard": 0.05}
+    kinds = ["easy"] * 10 + ["medium"] * 10 + ["hard"] * 180
+    log = [
+        answer(f"log{i}", "base", rng.random() < chance[kind], step=int(i % 5))
+        for i, kind in enumerate(kinds)
+        for _ in range(16)
+    ]
+    records = answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, -1)))
+    folder = write_run(tmp_path, records, RUN, log)
+    evidence = Evidence(folder)
+    assert evidence.training_bands["hard"] > 0.85
+    assert evidence.trained_on("run-10") == "hard"
+    assert record(folder, "b")["verdict"] == "reproduced"
+    assert "of this one's responses: easy" in record(folder, "a")["needs"]
+
+
+def test_other_trainings_harm_nothing(tmp_path: Path) -> None:
+    found = record(write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "b")
+    assert found["needs"] == (
+        "a run that was trained on hard problems (there is run-10 on a mixture, or it is not known)"
+    )
+
+
+def test_the_same_in_all_problems_is_no_effect(tmp_path: Path) -> None:
+    level = dict.fromkeys(BANDS, [2] * 10)
+    runs = [checkpoint("run-10", "run", trained_on="hard")]
+    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), runs), "b")
+    assert found["verdict"] == "cannot be tested"
+    assert found["needs"] == "problems that differ (“run-10 solves fewer easy problems than the base.”: 0 in all 10)"
+
+
+def test_difficulty_drifts_beyond_chance(tmp_path: Path) -> None:
+    """Eight responses in each half. Problems whose rate goes from 0 to 1 drift; those that stay at 1/2 change bands by
+    chance alone, which counts for nothing."""
+    rng = np.random.default_rng(1)
+    kinds = {"drift": (0.05, 0.95), "stays": (0.5, 0.5)}
+    for kind, rates in kinds.items():
+        log = [
+            answer(f"p{i}", "base", rng.random() < rates[half], step=1 + half)
+            for i in range(150)
+            for half in (0, 1)
+            for _ in range(8)
+        ]
+        found = record(write_run(tmp_path / kind, answers("base", LEVEL), RUN, log), "k")
+        assert held(found) == ([True] if kind == "drift" else [None])
+        assert found["parts"][0]["n"] == 150
+        assert "adaptive curriculum" in found["caveat"]
+
+
+def test_a_log_without_repeats_shows_no_drift(tmp_path: Path) -> None:
+    log = [answer(f"p{i}", "base", i % 2 == 0, step=i) for i in range(20) for _ in range(4)]
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log, info={"log": {}}), "k")
+    assert found["verdict"] == "cannot be tested"
+    assert "there are 0" in found["needs"]
+    assert "two epochs" in found["add"]
+
+
+@pytest.mark.parametrize(("few", "holds"), [(1, True), (0, None)])
+def test_base_overtakes(tmp_path: Path, few: int, holds: bool | None) -> None:
+    """Of 16 responses the base has 2 right of every problem, the run all of half the problems and few of the others."""
+    ids = [f"p{i}" for i in range(40)]
+    records = [answer(id, "base", k < 2) for id in ids for k in range(16)]
+    right = [16 if i % 2 else 0 if few and i % 4 == 0 else 2 for i in range(40)]
+    records += [answer(id, "run-10", k < right[i]) for i, id in enumerate(ids) for k in range(16)]
+    found = record(write_run(tmp_path, records, RUN), "n")
+    if holds is None:  # pass@16 is 1 everywhere
+        assert found["needs"] == "problems that differ (“At pass@16 the base is ahead of run-10.”: 0 in all 40)"
+    else:
+        assert held(found) == [True]
+        assert found["parts"][0]["mean"] == pytest.approx(0.25)
+        assert found["caveat"] == "k is 16 here; the claim is on k in the hundreds."
+
+
+def test_what_is_not_ahead_cannot_be_overtaken(tmp_path: Path) -> None:
+    records = [answer(f"p{i}", who, k % 8 < 1 + (i + j) % 3) for j, who in enumerate(("base", "run-10"))
+               for i in range(30) for k in range(8)]  # fmt: skip
+    found = record(write_run(tmp_path, records, RUN), "n")
+    assert found["needs"] == "a checkpoint that is clearly ahead at pass@1 (run-10: none)"
+    few = record(write_run(tmp_path / "few", answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "n")
+    assert "8 responses or more of the base and of run-10 to 8 problems or more (there are 4)" in few["needs"]
+
+
+# --- the log
+
+
+def lone_log(shortcut: bool) -> list[dict[str, Any]]:
+    """Groups of six: with one success on one half of the problems, with three on the other."""
+    log = []
+    for i in range(40):
+        successes = 1 if i % 2 else 3
+        for k in range(6):
+            right = k < successes
+            direct = right and (successes == 1 if shortcut else i % 4 < 2)
+            text = "#1" if direct else "1+1=2;2+1=3;#3"
+            log.append(answer(f"p{i}", "base", right, step=1, response=text, length=len(text) + (i % 3)))
+    return log
+
+
+def test_lone_successes(tmp_path: Path) -> None:
+    found = record(write_run(tmp_path / "yes", answers("base", LEVEL), RUN, lone_log(True)), "c")
+    assert found["verdict"] == "cannot be tested"  # always and never: no problem differs
+    mixed = [*lone_log(True), answer("stray", "base", True, step=None)]  # no step is known of it
+    for row in mixed:
+        if row["problem_id"] in ("p1", "p2", "p3"):
+            row["response"], row["response_ids"] = (
+                ("#1", [2] * 3) if row["problem_id"] == "p2" else ("1+1=2;#2", [2] * 9)
+            )
+    found = record(write_run(tmp_path / "mixed", answers("base", LEVEL), RUN, mixed), "c")
+    assert found["verdict"] == "reproduced"
+    assert [part["statement"] for part in found["parts"]] == [
+        "Lone successes answer directly more often than other successes.",
+        "Lone successes are more often shorter than the rest of their group.",
+    ]
+    assert "scale_rewards=False" in found["caveat"]
+    found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
+    assert found["verdict"] == "not reproduced"
+
+
+def test_no_groups_no_lone_success(tmp_path: Path) -> None:
+    log = [answer(f"p{i}", "base", True, step=1) for i in range(20)]
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "c")
+    assert "(there are 0 lone successes and 0 others)" in found["needs"]
+    found = record(write_run(tmp_path / "none", answers("base", LEVEL), RUN), "c")
+    assert found["needs"] == "the log of the training's own responses"
+
+
+def path_run(folder: Path, rates: list[int], lengths: list[int]) -> Path:
+    """Steps 10, 20 and 30 of a run and the base: how many of four are right, and how long responses are."""
+    names = ["base", "run-10", "run-20", "run-30"]
+    records = [
+        answer(f"p{i}", who, k < rate - (i % 3 == 0), length=length + (i + j) % 4)
+        for j, (who, rate, length) in enumerate(zip(names, rates, lengths, strict=True))
+        for i in range(24)
+        for k in range(4)
+    ]
+    readers = [checkpoint(name, "run", int(name[4:])) for name in names[1:]]
+    return write_run(folder, records, readers[-1:], steps=readers)
+
+
+def test_behaviour_first(tmp_path: Path) -> None:
+    found = record(path_run(tmp_path / "yes", [3, 3, 3, 1], [20, 20, 12, 5]), "d")
+    assert held(found) == [True]
+    assert found["parts"][0]["statement"] == "At step 20 of run, before accuracy fell, responses are shorter."
+    assert found["parts"][0]["mean"] == pytest.approx(8)
+    found = record(path_run(tmp_path / "no", [3, 3, 3, 1], [12, 12, 14, 5]), "d")
+    assert held(found) == [False]
+    found = record(path_run(tmp_path / "never", [3, 3, 3, 3], [20, 20, 12, 5]), "d")
+    assert found["needs"] == "a fall of accuracy (run: it does not clearly fall)"
+    found = record(path_run(tmp_path / "at-once", [3, 1, 1, 1], [20, 20, 12, 5]), "d")
+    assert "it has fallen at the first one after the start" in found["needs"]
+
+
+def test_behaviour_first_in_a_log(tmp_path: Path) -> None:
+    """Other problems at every step: shorter from step 4, and wrong from step 9."""
+    rng = np.random.default_rng(2)
+    log = [
+        answer(f"p{step}-{i}", "base", rng.random() < (0.8 if step < 9 else 0.2), step=step,
+               length=int(rng.integers(15, 20)) - 8 * (step >= 4))
+        for step in range(12) for i in range(16) for _ in range(4)
+    ]  # fmt: skip
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "d")
+    assert held(found) == [True]
+    assert found["parts"][0]["statement"] == "From step 6, before accuracy fell, responses are shorter."
+
+
+def format_log(end: float, better: float = 0.0, start: float = 0.4) -> list[dict[str, Any]]:
+    """Eight steps; the share of boxed answers goes from `start` to `end`; at the start they are right more often."""
+    rng = np.random.default_rng(3)
+    log = []
+    for step in range(8):
+        for i in range(20):
+            for _ in range(8):
+                boxed = rng.random() < start + (end - start) * step / 7
+                right = rng.random() < 0.4 + better * boxed
+                text = "So we add them up now: \\boxed{3}" if boxed else "1+2=3\n#### 3"
+                log.append(answer(f"p{step}-{i}", "base", right, step=step, response=text))
+    return log
+
+
+def test_one_format_wins(tmp_path: Path) -> None:
+    found = record(write_run(tmp_path / "yes", answers("base", LEVEL), RUN, format_log(1.0)), "j")
+    assert held(found) == [True, True, True]
+    assert "No problem is asked twice" in found["caveat"]
+    found = record(write_run(tmp_path / "better", answers("base", LEVEL), RUN, format_log(1.0, better=0.5)), "j")
+    assert held(found) == [True, True, False]
+    assert found["verdict"] == "partly"
+    found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, format_log(0.4)), "j")
+    assert held(found)[0] is False
+    found = record(write_run(tmp_path / "one", answers("base", LEVEL), RUN, format_log(1.0, start=1.0)), "j")
+    assert "responses in several formats to begin with" in found["needs"]
+
+
+def test_only_the_first_epoch_counts(tmp_path: Path) -> None:
+    """The winner of the second epoch is another; it says nothing."""
+    again = [{**row, "step": row["step"] + 8, "response": "1+2=3\n#### 3"} for row in format_log(1.0)]
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, format_log(1.0) + again), "j")
+    assert "“prose, boxed”" in found["parts"][0]["statement"]
+    assert found["caveat"] == ""
+
+
+# --- inside
+
+
+@pytest.mark.parametrize(("order", "verdict"), [((8, 5, 2), "reproduced"), ((2, 5, 8), "not reproduced")])
+def test_sparser_when_hard(tmp_path: Path, order: tuple[int, ...], verdict: str) -> None:
+    """So many of 16 entries of a state are not 0, in problems of every band, up to one more."""
+    bands = [band for band in BANDS for _ in range(12)]
+    texts = []
+    for i, band in enumerate(bands):
+        state = np.zeros((3, 16))
+        state[0, : order[BANDS.index(band)] + i % 2] = 2.0
+        state[1:] = 1.0  # of the response: must not count
+        texts.append(state)
+    synthetic_store(tmp_path / "activations", texts, special=())
+    records = [answer(f"p{i:04d}", "base", None, band=band) for i, band in enumerate(bands)]
+    found = record(write_run(tmp_path, records, RUN), "o")
+    assert found["verdict"] == verdict
+    # By hand: m equal entries of 16 have (4 − √m) / 3.
+    expected = [
+        np.mean([(4 - (order[b] + e) ** 0.5) / 3 for e in (0, 1)])
+        - np.mean([(4 - (order[a] + e) ** 0.5) / 3 for e in (0, 1)])
+        for a, b in ((0, 1), (1, 2))
+    ]
+    assert [part["mean"] for part in found["parts"]] == pytest.approx(expected)
+
+
+def marked(prompt: str, response: str) -> list[bool]:
+    """Steps as the letters of a response: r is right."""
+    return [letter == "r" for letter in response]
+
+
+@pytest.mark.parametrize(("after", "valid", "holds"), [
+    ("rrrw", False, [True, True]), ("rrrr", True, [True, False]), ("wwww", False, [False, True]),
+])  # fmt: skip
+def test_coherent_not_valid(tmp_path: Path, after: str, valid: bool, holds: list[bool]) -> None:
+    records = []
+    for i in range(20):
+        records += [answer(f"p{i}", "base", k == 0, response="rrww" if i % 3 else "rwww") for k in range(4)]
+        records += [
+            answer(f"p{i}", "run-10", (valid and k < 3) or (not valid and i % 4 == k), response=after) for k in range(4)
+        ]
+        if i % 5 == 0:
+            records[-8] = answer(f"p{i}", "base", True, response="rrrr")
+    found = record(write_run(tmp_path, records, RUN), "p", check=marked)
+    assert held(found) == holds
+
+
+@pytest.mark.parametrize(("breeds", "holds"), [(True, True), (False, None)])
+def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -> None:
+    """A step is wrong one time in four, or three in four after an error. Later steps are not to count as worse."""
+    rng = np.random.default_rng(4)
+    records = []
+    for i in range(60):
+        for _ in range(12):
+            text = ""
+            for _ in range(4):
+                wrong = rng.random() < (0.75 if breeds and "w" in text else 0.25)
+                text += "w" if wrong else "r"
+            records.append(answer(f"p{i}", "base", True, response=text))
+    found = record(write_run(tmp_path, records, RUN), "q", check=marked)
+    assert held(found) == [holds]
+    assert found["parts"][0]["mean"] == pytest.approx(0.5 if breeds else 0.0, abs=0.06)
+    assert "module:function" in record(tmp_path, "q")["add"]
+
+
+@pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "reproduced"), (1.0, "not reproduced")])
+def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN)
+    ids = [f"p{i}" for i in range(20)]
+    bands = ["easy" if i < 12 else "hard" for i in range(20)]
+    base = make_attribution()
+    facts = pd.concat(
+        [base.facts.iloc[:1].assign(problem_id=id, band=band) for id, band in zip(ids, bands, strict=True)]
+    )
+    problems = pd.DataFrame(
+        {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
+         "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}
+    )  # fmt: skip
+    tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems}).save(folder / "attribution")
+    found = record(folder, "v")
+    assert found["verdict"] == verdict
+    assert found["parts"][0]["n"] == 12
+    assert found["parts"][0]["mean"] == pytest.approx(-2.0 * sign)
+
+
+# --- the whole
+
+
+def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
+    found = claims_of(folder)
+    assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuv" == "".join(TESTS)
+    for one in found.records:
+        assert bool(one["parts"]) != bool(one["needs"] and one["add"])
+    assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}
+    assert found["h"]["add"].startswith("`tsae reformulate")
+    with pytest.raises(TsaeError, match="no claim 'z'"):
+        claims_of(folder, ["z"])
+    with pytest.raises(TsaeError, match="no claim 'b'; there are a"):
+        claims_of(folder, ["a"])["b"]
+    with pytest.raises(TsaeError, match="holds no rollouts of a run"):
+        claims_of(tmp_path / "diff")
+
+
+def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
+    assert Claims.load(folder) is None
+    found = claims_of(folder)
+    file = found.save(folder)
+    again = Claims.load(folder)
+    assert again is not None
+    assert json.dumps(again.as_dict()) == json.dumps(json.loads(json.dumps(found.as_dict())))
+    assert str(again) == str(found)
+    table = found.table()
+    assert len(table) == sum(max(1, len(one["parts"])) for one in found.records)
+    flip(file, file.stat().st_size // 2)
+    with pytest.raises(TsaeError):
+        Claims.load(folder)
+
+
+def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
+    flip(folder / "diff" / "shifts.parquet", 400)
+    with pytest.raises(TsaeError, match="damaged"):
+        claims_of(folder, ["a"])
+
+
+def test_jackknife_of_means_over_other_problems() -> None:
+    """Its mean is the difference of the means. Its interval is Welch's where sides share no problem, nearly, and the
+    paired one where they share all."""
+    rng = np.random.default_rng(5)
+    one = pd.Series(rng.normal(1, 1, 40), index=[f"a{i}" for i in range(40)])
+    two = pd.Series(rng.normal(0, 2, 60), index=[f"b{i}" for i in range(60)])
+    mean, low, high = between("x", one, two, "").interval
+    welch = stats.ttest_ind(one, two, equal_var=False).confidence_interval(0.95)
+    assert mean == pytest.approx(one.mean() - two.mean())
+    assert (low, high) == pytest.approx((welch.low, welch.high), rel=0.02)
+    two = one + rng.normal(0.5, 0.1, 40)
+    paired = stats.ttest_1samp(two - one, 0).confidence_interval(0.95)
+    assert between("x", two, one, "").interval == pytest.approx(((two - one).mean(), paired.low, paired.high))
+
+
+LOGS: dict[str, dict[str, Any]] = {
+    "no outcomes": {"right": None},
+    "no texts": {"response": None},
+    "one step": {"step": 1},
+    "one response": {},
+}
+
+
+@pytest.mark.parametrize("lacking", LOGS)
+def test_poor_logs_are_facts_and_no_errors(tmp_path: Path, lacking: str) -> None:
+    more = {"right": True, "step": None, **LOGS[lacking]}
+    right, step = more.pop("right"), more.pop("step")
+    log = [
+        answer(
+            f"p{i}", "base", None if right is None else (i + k) % 3 == 0, step=i % 6 if step is None else step, **more
+        )
+        for i in range(30)
+        for k in range(1 if lacking == "one response" else 6)
+    ]
+    if lacking == "one response":
+        log = log[:1]
+    records = [answer(f"x{i}", who, None) for who in ("base", "run-10") for i in range(10)]
+    found = claims_of(write_run(tmp_path, records, RUN, log, info={"log": {}}))
+    tested = {one["claim"] for one in found.records if one["parts"]}
+    assert tested <= {"c", "j"} if lacking == "one step" else tested <= {"d"} if lacking == "no texts" else not tested
+    assert all(one["parts"] or (one["needs"] and one["add"]) for one in found.records)
+
+
+def test_a_log_without_steps(tmp_path: Path) -> None:
+    log = [answer(f"p{i}", "base", i % 2 == 0) for i in range(20) for _ in range(4)]
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN, log, info={"log": {}})
+    for key in "cdjk":
+        assert record(folder, key)["needs"] == "the training step of the log's responses"
+
+
+def test_a_run_with_the_base_alone(tmp_path: Path) -> None:
+    found = claims_of(write_run(tmp_path, answers("base", LEVEL), []))
+    assert not [one for one in found.records if one["parts"]]
+    assert found["a"]["needs"] == "a checkpoint beside the base"

@@ -1,0 +1,222 @@
+"""Evidence: what the folder of a run holds for the claims.
+
+Each piece is read when a claim asks for it. A piece that is not there is no error but a fact, `Missing`: the claim then
+cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from tsae.activations.store import ActivationStore
+from tsae.attribution.attribution import Attribution
+from tsae.base.statistics.intervals import FEWEST
+from tsae.causal.intervention import Intervention
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.difficulty.draw_problems import band_problems
+from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.schema import BANDS, problem_bands
+from tsae.rollouts.table import Rollouts
+
+StepCheck = Callable[[str, str], Sequence[bool]]
+"""(prompt, response) -> whether each step of the response is right, given what the response wrote before it."""
+
+SAMPLE = "tsae run … --sample 8 --to OTHER"
+"""Lets the base and every checkpoint answer the same problems."""
+_ROLLOUTS = ("rollouts/rollouts.parquet", "rollouts.parquet")
+_MOSTLY = 0.8
+"""Share of a log's responses from which on a run counts as trained on a band."""
+_ROWS = 4096
+"""Responses whose texts are read, at most, spread over a log. Texts of a whole log take minutes."""
+
+
+class Missing(Exception):
+    """What a claim needs and a run does not hold.
+
+    Args:
+        needs: what is missing, to stand behind “needs”; with what there is instead.
+        add: how to add it, to stand behind “add it by”.
+    """
+
+    def __init__(self, needs: str, add: str) -> None:
+        super().__init__(needs)
+        self.needs, self.add = needs, add
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run, as far as it is there."""
+
+    folder: Path
+    """That `tsae run` or `tsae demo` wrote."""
+    check: StepCheck | None = None
+    """Says which steps of a response are right."""
+
+    def __post_init__(self) -> None:
+        if not any((self.folder / name).is_file() for name in _ROLLOUTS):
+            raise TsaeError(
+                "holds no rollouts of a run",
+                where=self.folder,
+                fix="Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote.",
+            )
+
+    @cached_property
+    def diff(self) -> FeatureDiff:
+        """What moved, and who the readers are."""
+        if not (self.folder / "diff" / "diff.json").is_file():
+            raise Missing("a finished diff", "the command that began this run, which goes on")
+        return FeatureDiff.load(self.folder / "diff")
+
+    @cached_property
+    def features(self) -> FeatureTable:
+        """Codes of every token."""
+        if not (self.folder / "features" / "features.json").is_file():
+            raise Missing("the codes of the features", "the command that began this run, which goes on")
+        return FeatureTable.load(self.folder / "features")
+
+    @cached_property
+    def store(self) -> ActivationStore:
+        """Activations."""
+        if not (self.folder / "activations" / "manifest.json").is_file():
+            raise Missing("the store of activations, which is not in this folder", "the command that made this run")
+        return ActivationStore(self.folder / "activations")
+
+    @cached_property
+    def answers(self) -> Rollouts:
+        """What readers answered: sampled anew, or of the log."""
+        return Rollouts.read(next(self.folder / name for name in _ROLLOUTS if (self.folder / name).is_file()))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether `answers` were sampled for the analysis, and not logged in training."""
+        return bool(self.answers.info.get("sampled")) or "log" not in self.answers.info
+
+    @cached_property
+    def at_steps(self) -> Rollouts:
+        """What every checkpoint answered at several steps; else `answers`, which may have some."""
+        file = self.folder / "steps" / "rollouts.parquet"
+        return Rollouts.read(file) if file.is_file() else self.answers
+
+    @cached_property
+    def outline(self) -> pd.DataFrame:
+        """The training's log, one row a response, without texts; see `tsae.rollouts.parquet.read_outline`."""
+        file = self.folder / "rollouts" / "log.parquet"
+        if not file.is_file():
+            raise Missing("the log of the training's own responses", "`tsae run` on the trainer's folder")
+        outline = read_outline(file)
+        if "step" not in outline or outline.step.isna().all():
+            raise Missing("the training step of the log's responses", "a log with steps (`tsae rollouts formats`)")
+        return outline[outline.step.notna()]
+
+    def logged(self, rows: pd.Index) -> Rollouts:
+        """Responses of the log with texts, by their row in it; of many, some that are spread evenly."""
+        some = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).astype(int))]
+        file = self.folder / "rollouts" / "log.parquet"
+        wanted = np.zeros(pq.read_metadata(file).num_rows, dtype=bool)
+        wanted[some] = True
+        return Rollouts.read_rows(file, wanted)
+
+    @cached_property
+    def log_bands(self) -> pd.Series:
+        """The band of every problem of the log, by problem_id."""
+        outline = self.outline
+        known = self.folder / _ROLLOUTS[0]
+        found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
+        if found is None or found.info.get("refused"):
+            raise Missing("bands of the log's problems that are not training steps", "`tsae run … --bands-from FILE`")
+        drawn = problem_bands(self.answers.frame).dropna()
+        return drawn.combine_first(problem_bands(found.rows).dropna())
+
+    @cached_property
+    def attribution(self) -> Attribution:
+        """Which samples did that."""
+        folder = self.folder / "attribution"
+        if not (folder / "attribution.json").is_file():
+            raise Missing("an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
+        return Attribution.load(folder)
+
+    @cached_property
+    def tests(self) -> list[Intervention]:
+        """Causal tests of features, each a folder below causal."""
+        files = sorted((self.folder / "causal").glob("*/causal.json"))
+        if not files:
+            raise Missing(
+                "causal tests of features, since a correlation is no verdict",
+                "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`",
+            )
+        return [Intervention.load(file.parent) for file in files]
+
+    def trained_on(self, checkpoint: str) -> str | None:
+        """The band that a checkpoint was trained on: named by the series, or of four fifths of the log's responses."""
+        reader = next(r for r in self.diff.info["readers"] if r["id"] == checkpoint)
+        named = reader.get("trained_on")
+        if named is not None or len(self.diff.final_checkpoints) > 1:
+            return named if named in BANDS else None
+        try:
+            shares = self.training_bands
+        except Missing:
+            return None
+        return str(shares.idxmax()) if shares.max() >= _MOSTLY else None
+
+    @cached_property
+    def training_bands(self) -> pd.Series:
+        """Share of every band in the log's responses to problems with a band."""
+        bands = self.outline.problem_id.map(self.log_bands).dropna()
+        return bands.value_counts(normalize=True).reindex(BANDS, fill_value=0.0)
+
+    def trained_mostly_on(self, band: str) -> list[str]:
+        """The last checkpoints of the runs that were trained on problems of a band.
+
+        Raises:
+            Missing: where there is none.
+        """
+        found = [checkpoint for checkpoint in self.diff.final_checkpoints if self.trained_on(checkpoint) == band]
+        if not found:
+            there = {checkpoint: self.trained_on(checkpoint) for checkpoint in self.diff.final_checkpoints}
+            told = ", ".join(
+                f"{checkpoint} on {of or 'a mixture, or it is not known'}" for checkpoint, of in there.items()
+            )
+            raise Missing(
+                f"a run that was trained on {band} problems (there is {told})",
+                f"a training on {band} problems alone, named in series.json (trained_on)",
+            )
+        return found
+
+    def success(self, policy: str, band: str = "all", *, of: Rollouts | None = None) -> pd.Series:
+        """Share of a policy's responses to each problem that succeed, by problem_id."""
+        frame = (self.answers if of is None else of).frame
+        mine = frame[(frame.policy == policy) & (frame.outcome != "unknown") & ((frame.band == band) | (band == "all"))]
+        return (mine.outcome == "success").groupby(mine.problem_id).mean()
+
+    def need_bands(self, *bands: str) -> None:
+        """Refuse, with `Missing`, answers whose bands are training steps, or with too few problems in one of these."""
+        rollouts = self.answers
+        if (rollouts.info.get("bands") or {}).get("refused"):
+            raise Missing("bands that are not training steps", "`tsae run … --bands-from FILE`")
+        counts = problem_bands(rollouts.frame).value_counts()
+        if few := [f"{counts.get(band, 0)} {band}" for band in bands if counts.get(band, 0) < FEWEST]:
+            raise Missing(
+                f"{FEWEST} {' and '.join(bands)} problems or more (there are {', '.join(few)})",
+                f"problems of these bands, and `{SAMPLE}`",
+            )
+
+    def steps(self, rollouts: Rollouts) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+        """(run, its (step, policy) in order, the base first as step 0) of runs that answered at two steps or more."""
+        records = [*self.diff.info["readers"][1:], *self.diff.info.get("steps", [])]
+        found: dict[str, dict[str, int]] = {}
+        for record in records:
+            if record["id"] in rollouts.policies and record["id"] != self.diff.base:
+                found.setdefault(record.get("run") or record["id"], {})[record["id"]] = int(record.get("step") or 0)
+        for run, policies in found.items():
+            path = sorted((step, policy) for policy, step in policies.items())
+            if len(path) > 1:
+                yield run, [(0, self.diff.base), *path]

@@ -1,0 +1,145 @@
+"""The claims of a run: every claim of the literature as a function on what the run's folder holds.
+
+A run is one training with one seed. So problems are the unit of every interval, and a verdict says what this run did,
+not what such trainings do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tsae.base.files import reading, write_json
+from tsae.base.provenance import versions
+from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.table_export import Tables
+from tsae.base.views import views
+from tsae.claims.literature import CLAIMS
+from tsae.claims.evidence import Evidence, Missing, StepCheck
+from tsae.claims.feature_claims import FEATURES
+from tsae.claims.further_trainings import FURTHER
+from tsae.claims.inside_claims import INSIDE
+from tsae.claims.judging import Judgement, untestable
+from tsae.claims.log_claims import LOGGED
+from tsae.claims.success_claims import SUCCESS
+from tsae.errors import TsaeError
+
+FILE = "claims.json"
+TESTS: dict[str, Callable[[Evidence], Judgement]] = dict(
+    sorted({**SUCCESS, **LOGGED, **FEATURES, **INSIDE, **FURTHER}.items())
+)
+"""The test of every claim, by its letter."""
+ONE_RUN = (
+    "One training run: problems are the unit, so this says what this run did, not what such training does. Other seeds "
+    "may differ."
+)
+_AGAIN = "Test them again: tsae claims RUN."
+
+
+@dataclass(frozen=True)
+class Claims(Tables):
+    """What a run shows of what the literature says."""
+
+    records: tuple[dict[str, Any], ...]
+    """One a claim, as `Judgement.record` gives it."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """rollouts: fingerprint of what the readers answered; versions."""
+
+    def table(self) -> pd.DataFrame:
+        """One row a claim and part: claim, title, verdict, statement, mean, low, high, n, unit, holds, needs, add and
+        caveat. A claim that cannot be tested has one row without numbers."""
+        names = ["claim", "title", "verdict"]
+        rows = [
+            {
+                **{name: record[name] for name in names},
+                **one,
+                **{name: record[name] for name in ("needs", "add", "caveat")},
+            }
+            for record in self.records
+            for one in record["parts"] or [{}]
+        ]
+        columns = ["statement", "mean", "low", "high", "n", "unit", "margin", "equal", "holds"]
+        return pd.DataFrame(rows, columns=[*names, *columns, "needs", "add", "caveat"])
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        """The record of one claim, by its letter."""
+        found = next((record for record in self.records if record["claim"] == key), None)
+        if found is None:
+            raise TsaeError(
+                f"no claim {key!r}; there are {', '.join(r['claim'] for r in self.records)}", where="Claims"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return views().claims_text(self)
+
+    def _repr_html_(self) -> str:
+        return views().claims_card(self)
+
+    def _tables(self) -> dict[str, pd.DataFrame | Any]:
+        return {"claims": self.table()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"note": ONE_RUN, **self.info, "claims": list(self.records)}
+
+    def save(self, folder: str | Path) -> Path:
+        """Write claims.json into the run's folder, with its checksum."""
+        return write_json(Path(folder) / FILE, with_checksum(self.as_dict()))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Claims | None:
+        """What `save` wrote; None where there is nothing.
+
+        Raises:
+            TsaeError: where it is damaged.
+        """
+        file = Path(folder) / FILE
+        if not file.is_file():
+            return None
+        found = read_sealed(file, _AGAIN)
+        with reading(file, _AGAIN):
+            records = tuple(found.pop("claims"))
+            _check(records)
+        return cls(records, {name: value for name, value in found.items() if name != "note"})
+
+
+def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | None = None) -> Claims:
+    """Ask a run what it shows of the literature's claims on sample difficulty (`tsae.claims.literature.CLAIMS`).
+
+    Args:
+        run: folder that `tsae run`, `tsae watch` or `tsae demo` wrote.
+        only: letters of the claims to test; by default all.
+        check: (prompt, response) -> whether each step of the response is right, for the claims on steps.
+
+    Raises:
+        TsaeError: where the folder is no run's or what is in it is damaged, and for an unknown letter.
+    """
+    if unknown := [key for key in only if key not in TESTS]:
+        raise TsaeError(
+            f"no claim {unknown[0]!r}; there are {', '.join(TESTS)}", where="claims", fix="Give its letter."
+        )
+    evidence = Evidence(Path(run), check)
+    records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
+    return Claims(records, {"rollouts": evidence.answers.fingerprint, "versions": versions()})
+
+
+def _judged(key: str, run: Evidence) -> Judgement:
+    try:
+        if not run.diff.final_checkpoints and key not in FURTHER:
+            raise Missing("a checkpoint beside the base", "a run whose folder has one")
+        return TESTS[key](run)
+    except Missing as lacking:
+        return untestable(CLAIMS[key], lacking.needs, lacking.add)
+
+
+def _check(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raises KeyError or TypeError for what are no records."""
+    for record in records:
+        _ = [record[name] for name in ("claim", "title", "verdict", "needs", "add", "caveat")]
+        for one in record["parts"]:
+            _ = [one[name] for name in ("statement", "mean", "low", "high", "n", "unit", "holds")]

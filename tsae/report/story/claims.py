@@ -1,0 +1,100 @@
+"""What the literature would expect, in words: a verdict on every claim, its effects, and what is missing for a test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import Verdict
+from tsae.claims.run_claims import Claims
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.errors import TsaeError
+from tsae.report.story.statements import Statement
+from tsae.report.text import count, interval, listed, number
+
+HEADING = "What the literature would expect"
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "cannot be tested")
+_SAID = {True: "as claimed", False: "against it", None: "undecided"}
+_CANNOT = VERDICTS[-1]
+
+
+@dataclass(frozen=True)
+class ToldPart:
+    """One thing that a claim says."""
+
+    statement: str
+    effect: str
+    """“+0.17 [+0.12, +0.21]”."""
+    least: str
+    """What the effect has to exceed, where that is not 0."""
+    rows: str
+    """“180 problems”."""
+    said: str
+    """as claimed, against it or undecided."""
+
+
+@dataclass(frozen=True)
+class ToldClaim:
+    """A claim and what the run shows of it."""
+
+    key: str
+    title: str
+    sentence: str
+    source: str
+    verdict: str
+    parts: tuple[ToldPart, ...]
+    missing: str
+    """“needs …, add it by …”; empty where it was tested."""
+    caveat: str
+
+
+def told_claims(claims: Claims) -> list[ToldClaim]:
+    """The claims, those with a verdict first, each kind in order of their letters."""
+    found = [_told(record) for record in claims.records]
+    return sorted(found, key=lambda one: one.verdict == _CANNOT)
+
+
+def expected(diff: FeatureDiff, claims: Claims) -> Statement:
+    """The finding: how many claims this run shows.
+
+    Raises:
+        TsaeError: where the claims are of other rollouts than the diff.
+    """
+    if (of := claims.info.get("rollouts")) not in (None, diff.info.get("rollouts")):
+        raise TsaeError(
+            f"were tested on other rollouts ({of}) than those of the diff", where="claims", fix="tsae claims RUN"
+        )
+    return Statement(HEADING, (counted(claims),), "claims")
+
+
+def counted(claims: Claims) -> str:
+    """“Of 22 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
+    of = Counter(record["verdict"] for record in claims.records)
+    said = {"reproduced": "as claimed", "partly": "in part", "not reproduced": "not"}
+    clauses = []
+    for verdict, words in said.items():
+        if of[verdict]:
+            keys = [record["claim"] for record in claims.records if record["verdict"] == verdict]
+            clauses.append(f"{of[verdict]} {words} ({listed(keys)})")
+    shown = f"this run shows {listed(clauses)}" if clauses else "this run can test none"
+    left = f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and clauses else ""
+    return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}."
+
+
+def _told(record: dict[str, Any]) -> ToldClaim:
+    claim = CLAIMS[record["claim"]]
+    lacking = f"needs {record['needs']}, add it by {record['add']}" if record["needs"] else ""
+    return ToldClaim(
+        claim.key, claim.title, claim.sentence, claim.source, record["verdict"],
+        tuple(map(_part, record["parts"])), lacking, record["caveat"],
+    )  # fmt: skip
+
+
+def _part(of: dict[str, Any]) -> ToldPart:
+    margin = of.get("margin") or 0
+    least = f"within ±{margin:g}" if of.get("equal") else f"> {number(margin)}" if margin else ""
+    ends = interval(of["low"], of["high"], sign=True, like=of["mean"])
+    effect = f"{number(of['mean'], sign=True)} {ends}"
+    return ToldPart(of["statement"], effect, least, f"{of['n']:,} {of['unit']}", _SAID[of["holds"]])
