@@ -26,8 +26,8 @@ import claims_study
 from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
 
 from tsae.base.files import write_json, write_text
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 
 ROOT = Path(__file__).resolve().parents[1]

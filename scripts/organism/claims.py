@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from organism.examining import LENGTHS
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.literature import CLAIMS
 from tsae.rollouts.difficulty.pass_at_k import estimate
 
 SEEDS = "training seeds"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 
 CLAIM = CLAIMS["a"]

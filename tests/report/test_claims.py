@@ -9,8 +9,8 @@ import pytest
 
 from support.diffs import MARKUP, make
 from support.pages import rendered
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.errors import TsaeError
 from tsae.report.story.claims import counted, told_claims

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 
 from tsae.causal.intervention import Intervention
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import SAMPLE, Evidence, Missing
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import part, within
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows

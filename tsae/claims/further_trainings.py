@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import Evidence
 from tsae.claims.judging import Judgement, untestable
+from tsae.claims.literature import CLAIMS
 
 _TWO = "; then sample both (`tsae rollouts sample`) and compare"
 

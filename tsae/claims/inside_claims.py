@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import SAMPLE, Evidence, Missing
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
 from tsae.rollouts.schema import BANDS, problem_bands
 

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.statistics.intervals import change_interval
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import Evidence, Missing
 from tsae.claims.judging import CONFIDENCE, Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.behaviours import measures, with_behaviours

@@ -18,12 +18,12 @@ from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
 from tsae.base.views import views
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import Evidence, Missing, StepCheck
 from tsae.claims.feature_claims import FEATURES
 from tsae.claims.further_trainings import FURTHER
 from tsae.claims.inside_claims import INSIDE
 from tsae.claims.judging import Judgement, untestable
+from tsae.claims.literature import CLAIMS
 from tsae.claims.log_claims import LOGGED
 from tsae.claims.success_claims import SUCCESS
 from tsae.errors import TsaeError

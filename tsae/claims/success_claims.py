@@ -10,9 +10,9 @@ import pandas as pd
 from scipy.stats import hypergeom
 
 from tsae.base.statistics.intervals import FEWEST
-from tsae.claims.literature import CLAIMS
 from tsae.claims.evidence import SAMPLE, Evidence, Missing
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
 from tsae.rollouts.config import BandCutoffs
 from tsae.rollouts.difficulty.pass_at_k import estimate

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Verdict
+from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
