@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from organism import examining
+from organism import examining, planning
 from organism.arms import EASY, HARD, LONG, MEDIUM, SAMPLES, Arm, Batch, TokenCredit, answer, run_arm
 from organism.corpus import CorpusConfig
 from organism.pretraining import BaseConfig, train_base
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 BASES = {"quarter": 0.25, "direct": 1.0}
 """Other bases than the shipped one, by the share of direct answers in their training text. The shipped one has ½: both
 formats are latent. "quarter" mostly writes scratchpads, the better format on medium problems; "direct" has no other."""
+PLANNING, PLANNING_BASE = "planning", "planning-base"
+"""The arm and the base of the task of `organism.planning`."""
+ALL_BASES = ("base", *BASES, PLANNING_BASE)
 
 _MIX = (EASY, MEDIUM, LONG)
 _SMALL = 4
@@ -68,13 +71,14 @@ ARMS: dict[str, Arm] = {
     "second-base": Arm((EASY, (2, 2)), reward="direct", steps=20),
     "second-near": Arm((EASY, (2, 2)), start="near", reward="direct", steps=20),
     "second-far": Arm((EASY, (2, 2)), start="far", reward="direct", steps=20),
+    PLANNING: Arm((planning.OPERATIONS,), start=PLANNING_BASE),
 }
 """In the order in which they are run. "near" is the model of the arm "anchored", and "far" the step of the arm "medium"
 whose accuracy on medium problems is closest to it."""
 
 EXAMINED = ("easy", "medium", "hard", "mixed")
 """Arms with pass@k, slips and sparsity."""
-MEASURED_AT = {"hard": 5, "no-lone": 10, "mean-only": 10, "medium": 10}
+MEASURED_AT = {"hard": 5, "no-lone": 10, "mean-only": 10, "medium": 10, PLANNING: 5}
 """Steps between two measurements; 20 in other arms."""
 SEED = 2000
 """Of what is measured: the same problems for every run."""
@@ -88,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.one is not None:
             torch.set_num_threads(1)
             name, seed = options.one
-            do = do_base if name in ("base", *BASES) else do_run
+            do = do_base if name in ALL_BASES else do_run
             do(name, int(seed), options.out)
             return 0
         options.out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,7 @@ def run_all(options: argparse.Namespace) -> None:
 
     if any(ARMS[arm].credit for arm in options.arms):
         prepare(options.out / "reference")
-    bases = [(name, 0) for name in ("base", *BASES)]
+    bases = [(name, 0) for name in ALL_BASES if any(ARMS[arm].start == name for arm in options.arms)]
     runs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     waiting = [(name, seed) for name, seed in [*bases, *runs] if not record_of(options.out, name, seed).is_file()]
     running: dict[subprocess.Popen[bytes], tuple[str, int]] = {}
@@ -169,12 +173,14 @@ def weights_of(out: Path, name: str, seed: int, step: int | None = None) -> Path
 def do_base(name: str, seed: int, out: Path) -> None:
     """Train a base, unless it is the shipped one, and measure it."""
     started, folder = time.monotonic(), weights_of(out, name, seed)
-    if name != "base" and not folder.exists():
+    if name == PLANNING_BASE and not folder.exists():
+        keep(planning.train_base(seed), folder)
+    elif name in BASES and not folder.exists():
         keep(train_base(BaseConfig(corpus=CorpusConfig(direct_share=BASES[name])), seed), folder)
     model = load(out, name, seed)
-    found = {"0": levels(model)}
-    record: dict[str, Any] = {"arm": name, "seed": seed, "measured": found, "lengths": {"0": lengths(model)}}
-    record |= examined(model, model)
+    record: dict[str, Any] = {"arm": name, "seed": seed, "measured": {"0": levels(model, name)}}
+    if name != PLANNING_BASE:
+        record |= {"lengths": {"0": lengths(model)}} | examined(model, model)
     record["seconds"] = time.monotonic() - started
     write_json(record_of(out, name, seed), examining.rounded(record))
 
@@ -186,19 +192,20 @@ def do_run(name: str, seed: int, out: Path) -> None:
     model = load(out, *start_of(arm, seed, out))
     moved = examining.distance(model, base, problems_of("medium", 64), SEED) if arm.start in ("near", "far") else 0.0
     every = MEASURED_AT.get(name, 20)
-    steps, measured = list[dict[str, float]](), {"0": levels(model)}
+    steps, measured = list[dict[str, float]](), {"0": levels(model, name)}
     by_length = {"0": lengths(model)} if name in ("mixed", "adaptive") else {}
 
     def after(number: int, model: PreTrainedModel, batch: Batch) -> None:
-        steps.append(examining.of_step(batch, SAMPLES))
+        steps.append(planning.behaviour(batch) if name == PLANNING else examining.of_step(batch, SAMPLES))
         if number % every == 0 or number == arm.steps:
-            measured[str(number)] = levels(model)
+            measured[str(number)] = levels(model, name)
             if by_length:
                 by_length[str(number)] = lengths(model)
             if name == "medium":
                 keep(model, weights_of(out, name, seed, number))
 
-    run_arm(arm, seed, model, base, after, credit_of(arm, seed, out))
+    generate = planning.generate_problems if name == PLANNING else generate_problems
+    run_arm(arm, seed, model, base, after, credit_of(arm, seed, out), generate)
     keep(model, weights_of(out, name, seed))
     record: dict[str, Any] = {
         "arm": name,
@@ -210,7 +217,8 @@ def do_run(name: str, seed: int, out: Path) -> None:
         "lengths": by_length,
         "start_distance": moved,
     }
-    record["distance"] = examining.distance(model, base, problems_of("medium", 64), SEED)
+    level = PLANNING if name == PLANNING else "medium"
+    record["distance"] = examining.distance(model, base, problems_of(level, 64), SEED)
     if name in EXAMINED:
         record |= examined(model, base)
     if name == "hard":
@@ -219,7 +227,10 @@ def do_run(name: str, seed: int, out: Path) -> None:
     write_json(record_of(out, name, seed), examining.rounded(record))
 
 
-def levels(model: PreTrainedModel) -> dict[str, dict[str, float]]:
+def levels(model: PreTrainedModel, name: str) -> dict[str, dict[str, float]]:
+    """What is measured on a model of an arm or base, by level."""
+    if name in (PLANNING, PLANNING_BASE):
+        return {PLANNING: planning.measure(model, problems_of(PLANNING, 100), 4, SEED)}
     return {level: examining.measure(model, problems_of(level, 100), 4, SEED) for level in examining.LEVELS}
 
 
@@ -228,6 +239,8 @@ def lengths(model: PreTrainedModel) -> list[float]:
 
 
 def problems_of(level: str, n: int) -> list[Any]:
+    if level == PLANNING:
+        return planning.generate_problems(planning.OPERATIONS, n, SEED)
     return generate_problems("easy" if level == "easy" else examining.LEVELS[level], n, SEED)
 
 
@@ -289,7 +302,7 @@ def keep(model: PreTrainedModel, to: Path) -> None:
 
 def gather(out: Path, to: Path) -> None:
     """Put the records of all finished runs into one compressed file, a line each."""
-    names = ["base", *BASES, *ARMS]
+    names = [*ALL_BASES, *ARMS]
     found = sorted(
         (json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*-*.json")),
         key=lambda record: (names.index(record["arm"]), record["seed"]),
