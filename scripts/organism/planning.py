@@ -16,6 +16,7 @@ token.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,21 +131,22 @@ def train_base(seed: int) -> LlamaForCausalLM:
 def annotate(prompt: str, response: Sequence[str]) -> list[TokenLabel]:
     """Ground truth of every token of a response; see `tsae.testbed.annotate.annotate`.
 
-    A step is judged against what remains of the expression: any place where its operation stands counts. Where several
-    do, all that may remain is followed, and a later step is right if one of these allows it. A wrong order or a wrong
-    result is carried on. A step whose operation stands nowhere is a wrong plan and changes nothing.
+    1. What remains of the expression is a sum of products, whose order does not matter: 2+9 may come next in 9+4+2.
+    2. A product is a right plan if its operands are factors of one product; a sum, if both operands stand alone.
+    3. Any other operation on digits that remain is a wrong plan. The products that it takes them from become one: 3+5
+       leaves 8*8 of 3+5*8. An operation on digits that do not remain is a wrong plan, too, and changes nothing.
+    4. A result is right if it follows from the step's own operands. A wrong one is carried on.
+    5. Where a digit occurs several times, all that may remain is followed: a step is right if any of it allows it.
     """
-    remaining, labels, begin, step = {parse_prompt(prompt)}, list[TokenLabel](), 0, 0
-    ends = [i for i, token in enumerate(response) if token == ";"]
-    for end in ends:
+    remaining, labels, begin, step = {_terms(parse_prompt(prompt))}, list[TokenLabel](), 0, 0
+    for end in (i for i, token in enumerate(response) if token == ";"):
         part = response[begin:end]
         if _is_step(part):
-            left, operator, right, _, result = part
-            operation = (int(left), operator, int(right))
-            places = {(c, i) for c in remaining for i in range(c.n_ops) if _operation(c, i) == operation}
-            planned = {(c, i) for c, i in places if i in allowed(c)}
-            remaining = {replaced(c, i, int(result)) for c, i in planned or places} or remaining
-            computed = apply_operator(*operation) == int(result)
+            left, operator, right, result = int(part[0]), part[1], int(part[2]), int(part[4])
+            after = {found for terms in remaining for found in _after(terms, left, operator, right, result)}
+            planned = {terms for is_allowed, terms in after if is_allowed}
+            remaining = planned or {terms for _, terms in after} or remaining
+            computed = apply_operator(left, operator, right) == result
             labels += [TokenLabel("planning", bool(planned), step)] * 3 + [TokenLabel("other", None, None)]
             labels += [TokenLabel("execution", computed, step), TokenLabel("other", None, None)]
             step += 1
@@ -154,6 +156,38 @@ def annotate(prompt: str, response: Sequence[str]) -> list[TokenLabel]:
     return labels + [TokenLabel("other", None, None)] * (len(response) - begin)
 
 
+_Terms = tuple[tuple[int, ...], ...]
+"""Sorted factors of sorted products."""
+
+
+def _terms(chain: Chain) -> _Terms:
+    products = [[chain.digits[0]]]
+    for operator, digit in zip(chain.operators, chain.digits[1:], strict=True):
+        if operator == "*":
+            products[-1].append(digit)
+        else:
+            products.append([digit])
+    return tuple(sorted(tuple(sorted(product)) for product in products))
+
+
+def _after(terms: _Terms, left: int, operator: str, right: int, result: int) -> set[tuple[bool, _Terms]]:
+    """All that an operation may leave, and whether it may come next."""
+    places = [(t, f) for t, product in enumerate(terms) for f in range(len(product))]
+    found = set()
+    for (t, f), (u, g) in itertools.permutations(places, 2):
+        if (terms[t][f], terms[u][g]) != (left, right):
+            continue
+        kept = [
+            digit
+            for place, digit in zip(places, itertools.chain(*terms), strict=True)
+            if place[0] in (t, u) and place not in ((t, f), (u, g))
+        ]
+        is_allowed = t == u if operator == "*" else len(terms[t]) == len(terms[u]) == 1
+        others = [product for i, product in enumerate(terms) if i not in (t, u)]
+        found.add((is_allowed, tuple(sorted([*others, tuple(sorted([*kept, result]))]))))
+    return found
+
+
 def _is_step(part: Sequence[str]) -> bool:
     return len(part) == 5 and all(
         token in signs for token, signs in zip(part, (_DIGITS, _SIGNS, _DIGITS, "=", _DIGITS), strict=True)
@@ -161,10 +195,6 @@ def _is_step(part: Sequence[str]) -> bool:
 
 
 _DIGITS, _SIGNS = tuple("0123456789"), tuple("+*")
-
-
-def _operation(chain: Chain, place: int) -> tuple[int, str, int]:
-    return chain.digits[place], chain.operators[place], chain.digits[place + 1]
 
 
 def measure(model: PreTrainedModel, problems: Sequence[Problem], samples: int, seed: int) -> dict[str, float]:

@@ -51,16 +51,23 @@ YES, SLIP, BAD = (True, True), (True, False), (False, True)
         ("3+5*8+2*4?", "3+5=8;8*8=4;4+2=6;6*4=4;#4<eos>", [BAD, YES, BAD, YES]),
         # A slip is carried on, and its right result is then not there.
         ("3+5*8+2*4?", "5*8=1;2*4=8;3+1=4;4+8=2;#2<eos>", [SLIP, YES, YES, YES]),
-        ("3+5*8+2*4?", "5*8=1;2*4=8;3+0=3;3+8=1;#1<eos>", [SLIP, YES, BAD, BAD]),
-        # The same operation twice: 4+1*2 or 2+4 remains, one allows 2+4 only, the other 1*2 and 2+4 never at once.
+        ("3+5*8+2*4?", "5*8=1;2*4=8;3+0=3;3+8=1;#1<eos>", [SLIP, YES, BAD, YES]),
+        # The same operation twice.
         ("1*2+4+1*2?", "1*2=2;2+4=6;1*2=2;6+2=8;#8<eos>", [YES] * 4),
         ("1*2+4+1*2?", "1*2=2;4+2=6;1*2=2;2+6=8;#8<eos>", [YES] * 4),
         ("1*2+4+1*2?", "1*2=2;2+4=6;4+2=6;#6<eos>", [YES, YES, BAD]),
-        # 2+2 stands at two places, and may come at the first only.
+        # After 2*3, either 6+2*3*4 or 2*3+6*4 remains: 6*4 decides which.
+        ("2*3+2*3*4?", "2*3=6;6*4=4;2*3=6;4+6=0;#0<eos>", [YES] * 4),
+        ("2*3+2*3*4?", "2*3=6;3*4=2;2*2=4;6+4=0;#0<eos>", [YES] * 4),
+        # 2+2 may take the two that stand alone, and not a factor.
         ("2+2+2*3?", "2+2=4;2*3=6;4+6=0;#0<eos>", [YES] * 3),
         ("2+2*3+1?", "2+2=4;#4<eos>", [BAD]),
-        # Operands in the other order, an operation that stands nowhere, a step too many.
-        ("1+2*3+4?", "3*2=6;2*3=6;#7<eos>", [BAD, YES]),
+        # Sums and products commute. 5*2 would need factors of one product, and 4+3 two sums.
+        ("9+4+2*5*7?", "7*2=4;9+4=3;5*4=0;0+3=3;#3<eos>", [YES] * 4),
+        ("2*5+2*3+4?", "5*2=0;5*3=5;0+4=4;#4<eos>", [YES, BAD, YES]),
+        ("2*5+7*3+4?", "5*7=5;2*5=0;3*0=0;0+4=4;#4<eos>", [BAD, YES, YES, YES]),
+        # A digit counts as often as it remains. Then a step too many.
+        ("1+2*3+4?", "2*3=6;2*3=6;1+6=7;6+6=2;#7<eos>", [YES, BAD, YES, BAD]),
         ("1+2*3+4?", "2*3=6;1+6=7;7+4=1;1+0=1;#1<eos>", [YES, YES, YES, BAD]),
     ],
 )
