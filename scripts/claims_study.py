@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from organism import examining
+from organism import examining, planning
 from organism.arms import EASY, HARD, LONG, MEDIUM, SAMPLES, Arm, Batch, TokenCredit, answer, run_arm
 from organism.corpus import CorpusConfig
 from organism.pretraining import BaseConfig, train_base
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 BASES = {"quarter": 0.25, "direct": 1.0}
 """Other bases than the shipped one, by the share of direct answers in their training text. The shipped one has ½: both
 formats are latent. "quarter" mostly writes scratchpads, the better format on medium problems; "direct" has no other."""
+PLANNING, PLANNING_BASE = "planning", "planning-base"
+"""The arm and the base of the task of `organism.planning`."""
+ALL_BASES = ("base", *BASES, PLANNING_BASE)
 
 _MIX = (EASY, MEDIUM, LONG)
 _SMALL = 4
@@ -69,14 +72,15 @@ ARMS: dict[str, Arm] = {
     "second-base": Arm((EASY, (2, 2)), reward="direct", steps=20),
     "second-near": Arm((EASY, (2, 2)), start="near", reward="direct", steps=20),
     "second-far": Arm((EASY, (2, 2)), start="far", reward="direct", steps=20),
+    PLANNING: Arm((planning.OPERATIONS,), start=PLANNING_BASE, steps=60),
 }
 """In the order in which they are run. "near" is the model of the arm "anchored", and "far" the step of the arm "medium"
 whose accuracy on medium problems is closest to it."""
 
 EXAMINED = ("easy", "medium", "hard", "mixed")
 """Arms with pass@k, slips and sparsity."""
-MEASURED_AT = {"hard": 5, "medium": 10}
-"""Steps between two measurements on medium problems; other arms are measured at the end only."""
+MEASURED_AT = {"hard": 5, "medium": 10, PLANNING: 5}
+"""Steps between two measurements on medium problems, or on the planning task; others are measured at the end only."""
 DRIFTED = 40
 """Step at which the accuracy by length is measured again, in the arm "mixed"."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2 * 10**9), "MALLOC_TRIM_THRESHOLD_": str(8 * 10**9)}
@@ -125,7 +129,7 @@ def run_all(options: argparse.Namespace) -> None:
     if any(ARMS[arm].credit for arm in options.arms):
         prepare(options.out / "reference")
     os.environ.update(MALLOC)
-    bases = [(name, 0) for name in ("base", *BASES)]
+    bases = [(name, 0) for name in ALL_BASES if any(ARMS[arm].start == name for arm in options.arms)]
     runs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     waiting = [(name, seed) for name, seed in [*bases, *runs] if not record_of(options.out, name, seed).is_file()]
     running = dict[Future[None], tuple[str, int]]()
@@ -150,7 +154,7 @@ def run_all(options: argparse.Namespace) -> None:
 def do(name: str, seed: int, out: Path) -> None:
     """One run, or one base."""
     torch.set_num_threads(1)
-    (do_base if name in ("base", *BASES) else do_run)(name, seed, out)
+    (do_base if name in ALL_BASES else do_run)(name, seed, out)
 
 
 def needs(name: str, seed: int) -> list[tuple[str, int]]:
@@ -173,13 +177,18 @@ def weights_of(out: Path, name: str, seed: int, step: int | None = None) -> Path
 def do_base(name: str, seed: int, out: Path) -> None:
     """Train a base, unless it is the shipped one, and measure it."""
     started, folder = time.monotonic(), weights_of(out, name, seed)
-    if name != "base" and not folder.exists():
+    if name == PLANNING_BASE and not folder.exists():
+        keep(planning.train_base(seed), folder)
+    elif name in BASES and not folder.exists():
         keep(train_base(BaseConfig(corpus=CorpusConfig(direct_share=BASES[name])), seed), folder)
     model = load(out, name, seed)
-    # Every run from this base is compared with these numbers: eight times as many responses.
-    found = {"0": levels(model, samples=32)}
-    record: dict[str, Any] = {"arm": name, "seed": seed, "measured": found, "lengths": {"0": lengths(model)}}
-    record |= examined(model, model)
+    if name == PLANNING_BASE:
+        record: dict[str, Any] = {"arm": name, "seed": seed, "measured": {"0": levels(model, PLANNING)}}
+    else:
+        # Every run from this base is compared with these numbers: eight times as many responses.
+        found = {"0": levels(model, samples=32)}
+        record = {"arm": name, "seed": seed, "measured": found, "lengths": {"0": lengths(model)}}
+        record |= examined(model, model)
     record["seconds"] = time.monotonic() - started
     write_json(record_of(out, name, seed), examining.rounded(record))
 
@@ -191,20 +200,22 @@ def do_run(name: str, seed: int, out: Path) -> None:
     model = load(out, *start_of(arm, seed, out))
     moved = examining.distance(model, base, problems_of("medium", 64), SEED) if arm.start in ("near", "far") else 0.0
     every = MEASURED_AT.get(name, arm.steps)
-    of_base = json.loads(record_of(out, arm.start, 0).read_text()) if arm.start in ("base", *BASES) else {}
+    of_base = json.loads(record_of(out, arm.start, 0).read_text()) if arm.start in ALL_BASES else {}
     steps, by_length = list[dict[str, float]](), dict(of_base.get("lengths", {})) if name == "mixed" else {}
     measured = dict(of_base["measured"] if of_base else {"0": levels(model)})
+    on_the_way = PLANNING if name == PLANNING else "medium"
 
     def after(number: int, model: PreTrainedModel, batch: Batch) -> None:
-        steps.append(examining.of_step(batch, SAMPLES))
+        steps.append(planning.behaviour(batch) if name == PLANNING else examining.of_step(batch, SAMPLES))
         if number % every == 0 or number == arm.steps:
-            measured[str(number)] = levels(model, *(("medium",) if number < arm.steps else ()))
+            measured[str(number)] = levels(model, *((on_the_way,) if number < arm.steps or name == PLANNING else ()))
             if name == "medium":
                 keep(model, weights_of(out, name, seed, number))
         if name == "mixed" and number == DRIFTED:
             by_length[str(number)] = lengths(model)
 
-    run_arm(arm, seed, model, base, after, credit_of(arm, seed, out))
+    generate = planning.generate_problems if name == PLANNING else generate_problems
+    run_arm(arm, seed, model, base, after, credit_of(arm, seed, out), generate)
     keep(model, weights_of(out, name, seed))
     record: dict[str, Any] = {
         "arm": name,
@@ -216,7 +227,8 @@ def do_run(name: str, seed: int, out: Path) -> None:
         "lengths": by_length,
         "start_distance": moved,
     }
-    record["distance"] = examining.distance(model, base, problems_of("medium", 64), SEED)
+    level = PLANNING if name == PLANNING else "medium"
+    record["distance"] = examining.distance(model, base, problems_of(level, 64), SEED)
     if name in EXAMINED:
         record |= examined(model, base)
     if name == "hard":
@@ -226,9 +238,10 @@ def do_run(name: str, seed: int, out: Path) -> None:
 
 
 def levels(model: PreTrainedModel, *some: str, samples: int = 4) -> dict[str, dict[str, float]]:
-    """Measurements on some levels, by default all."""
+    """Measurements on some levels, by default those of the chains."""
     return {
-        level: examining.measure(model, problems_of(level, 100), samples, SEED) for level in some or examining.LEVELS
+        level: (planning if level == PLANNING else examining).measure(model, problems_of(level, 100), samples, SEED)
+        for level in some or examining.LEVELS
     }
 
 
@@ -237,6 +250,8 @@ def lengths(model: PreTrainedModel) -> list[float]:
 
 
 def problems_of(level: str, n: int) -> list[Any]:
+    if level == PLANNING:
+        return planning.generate_problems(planning.OPERATIONS, n, SEED)
     return generate_problems("easy" if level == "easy" else examining.LEVELS[level], n, SEED)
 
 
@@ -298,7 +313,7 @@ def keep(model: PreTrainedModel, to: Path) -> None:
 
 def gather(out: Path, to: Path) -> None:
     """Put the records of all finished runs into one compressed file, a line each."""
-    order = {name: place for place, name in enumerate(["base", *BASES, *ARMS])}
+    order = {name: place for place, name in enumerate([*ALL_BASES, *ARMS])}
     found = sorted(
         (json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*-*.json")),
         key=lambda record: (order.get(record["arm"], len(order)), record["arm"], record["seed"]),

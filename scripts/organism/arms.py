@@ -27,7 +27,7 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import annotate
 from tsae.testbed.backward import reformulate_chains
-from tsae.testbed.chains import generate_problems, parse_prompt
+from tsae.testbed.chains import Split, generate_problems, parse_prompt
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS, PAD, TOKEN_IDS, VOCABULARY, split_tokens
 from tsae.testbed.verifier import verify
 
@@ -51,6 +51,8 @@ _BACKWARD = (3, 9)
 
 TokenCredit = Callable[[Sequence[dict[str, Any]], dict[str, torch.Tensor], int], torch.Tensor]
 """A rule of `tsae.rl.trl.AdvantageRule`."""
+ProblemSource = Callable[[tuple[int, int], int, int, Split], list[Problem]]
+"""From operations, number, seed and split to problems."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def run_arm(
     base: PreTrainedModel,
     after: Callable[[int, PreTrainedModel, Batch], None],
     credit: TokenCredit | None = None,
+    generate: ProblemSource = generate_problems,
 ) -> None:
     """Train a model in place.
 
@@ -126,12 +129,13 @@ def run_arm(
         base: that a KL penalty pulls towards.
         after: called after every step with its number (the first is 1), the model and the batch.
         credit: of an arm with `Arm.credit`.
+        generate: gives the problems of a kind, of another task than chains.
     """
     model.requires_grad_(True)
     parameters = list(model.parameters())
     optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
-    drawn = _Draws(arm, seed)
+    drawn = _Draws(arm, seed, generate)
     for number in range(1, arm.steps + 1):
         asked = drawn.next()
         batch = answer(model, asked, generator, arm.reward, chance)
@@ -284,7 +288,7 @@ def _own(batch: Batch, i: int) -> slice:
 class _Draws:
     """The problems of every step."""
 
-    def __init__(self, arm: Arm, seed: int) -> None:
+    def __init__(self, arm: Arm, seed: int, generate: ProblemSource) -> None:
         self.arm, self.rng, self.curriculum = arm, random.Random(seed), None
         if arm.adaptive:
             pool = [p for n in range(1, 15) for p in generate_problems((n, n), _PER_LENGTH, seed, "train")]
@@ -295,7 +299,7 @@ class _Draws:
             return
         kinds = len(arm.kinds)
         n = arm.pool or max(1, arm.steps * PROMPTS // kinds + kinds)
-        found = [generate_problems(kind, min(n, 300) if kind == EASY else n, seed, "train") for kind in arm.kinds]
+        found = [generate(kind, min(n, 300) if kind == EASY else n, seed, "train") for kind in arm.kinds]
         if arm.backward:
             made = [item.problem for item in reformulate_chains(found[0], kind="backward", n_ops=_BACKWARD)]
             found.append(self.rng.sample(made, n))

@@ -10,6 +10,7 @@ prediction.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -96,7 +97,12 @@ def pad_batch(documents: list[Document]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets  # (n_documents, longest) each
 
 
-def train_base(config: BaseConfig, seed: int, on_step: Callable[[int, float], None] | None = None) -> LlamaForCausalLM:
+def train_base(
+    config: BaseConfig,
+    seed: int,
+    on_step: Callable[[int, float], None] | None = None,
+    draw: Callable[[random.Random], Document] | None = None,
+) -> LlamaForCausalLM:
     """Train the base model on the CPU; the same seed and thread count give the same weights on the same
     machine.
 
@@ -104,6 +110,7 @@ def train_base(config: BaseConfig, seed: int, on_step: Callable[[int, float], No
         config: shape, text and schedule.
         seed: of the weights and of the text.
         on_step: called after every step with (steps done, loss in nats per response token).
+        draw: gives a text of another task than that of config.corpus.
 
     Returns:
         The model in evaluation mode, float32.
@@ -113,12 +120,12 @@ def train_base(config: BaseConfig, seed: int, on_step: Callable[[int, float], No
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
-    rng = random.Random(seed)
+    rng, draw = random.Random(seed), draw or functools.partial(sample_document, config.corpus)
     model = LlamaForCausalLM(llama_config(config.model)).float().train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, config.warmup, config.steps))
     for step in range(1, config.steps + 1):
-        texts = [sample_document(config.corpus, rng) for _ in range(config.batch)]
+        texts = [draw(rng) for _ in range(config.batch)]
         texts.sort(key=lambda text: len(text.prompt) + len(text.response))
         # Three cuts by length: half of the batch is a direct answer, and long chains are few.
         cuts = [0, config.batch // 2, config.batch - config.batch // 8, config.batch]
