@@ -31,4 +31,4 @@ def test_a_command_has_its_action(kind: type) -> None:
 
 
 def test_all_commands_are_there() -> None:
-    assert len(OPTIONS) == 33
+    assert len(OPTIONS) == 34
