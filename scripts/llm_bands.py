@@ -8,12 +8,15 @@ Stages; a finished one is skipped, so that an interrupted call goes on where it 
     fifth      medium problems, the loss on the fifth of the tokens with the highest entropy (only if --only names it)
     measure    the base and the end of every run answer the held-out problems of all bands
     inside     how sparse hidden states are, and what the lower or the upper half of a run's update does
-    analyse    `tsae`: features, which moved, causal tests and samples: the page
-    results    verdicts on claims, from the records of the stages before
+    analyse    a T-SAE on what they answered; which features moved; ablations of families of features: a page of tsae
+    attribute  which samples of a medium run did that, added to that page
+    results    verdicts on claims and the tables, from the records of the stages before; --ship keeps them in data/llm
 
     python scripts/llm_bands.py --out runs/llm-bands                 # 40 steps of 64 responses, as intended
     python scripts/llm_bands.py --out runs/llm-bands --steps 12      # smaller
     python scripts/llm_bands.py --stored                             # the shipped results, in seconds: make demo-llm
+
+Of 40 steps a run takes about COST_CORES on two free cores; on one GPU, where a step is a matter of seconds, minutes.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from real_llm.analysis import analyse_ends, attribute_run, judge_features
 from real_llm.measuring import sparsity, with_update_outside
 from real_llm.problems import WordProblem, problem_set
+from real_llm.summary import collect, fill, made_where, ship, verdict_table, write_page
 from real_llm.training import Recipe, WarmUp, quiet_libraries, say, smollm2, train_run, warm_up
 
 import tsae
-from tsae.base.files import write_json
+from tsae.base.files import read_object, write_json
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -42,12 +47,14 @@ from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts
 
 STORED = Path(__file__).parent.parent / "data" / "llm"
-STAGES = ("base", "bands", "runs", "fifth", "measure", "inside", "analyse", "results")
+STAGES = ("base", "bands", "runs", "fifth", "measure", "inside", "analyse", "attribute", "results")
 ON_ASKING = ("fifth",)
 """Stages that run only where --only names them."""
 BANDS = ("easy", "medium", "hard")
-EASY, MEDIUM = 0.75, 0.25
-"""Least pass rate of the base at k = 8 on an easy and on a medium problem; all others are hard."""
+ANALYSED = 4
+"""Responses of every policy to a problem that the analysis reads; more would take long on a CPU."""
+EASY, MEDIUM = 0.375, 0.125
+"""Least pass rate of the base at k = 8 on an easy and on a medium problem; a hard problem it never solved."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        if options.stored:
+            show_stored(options.out)
+            return 0
         build(options.out, study_of(options), options.only or [s for s in STAGES if s not in ON_ASKING])
+        if options.ship is not None:
+            found = collect(options.out, study_of(options), all_problems(study_of(options)))
+            ship(found, STORED)
+            fill(options.ship, found)
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -84,6 +98,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/llm-bands"), help="folder; made if missing")
     parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all)")
+    parser.add_argument("--stored", action="store_true", help="make the page of the shipped records, and nothing else")
+    parser.add_argument("--ship", type=Path, help="keep the records in data/llm, and fill the tables of this document")
     parser.add_argument("--seeds", type=int, nargs="+", help="one run a band and seed (default: 0 1)")
     parser.add_argument("--steps", type=int, help="GRPO steps of a run (default: 40)")
     parser.add_argument("--prompts", type=int, help="problems in a step, with 8 responses each (default: 8)")
@@ -133,6 +149,9 @@ def build(out: Path, study: Study, stages: Sequence[str]) -> None:
         "fifth": make_fifth,
         "measure": make_measured,
         "inside": make_inside,
+        "analyse": make_analysis,
+        "attribute": make_attribution,
+        "results": make_results,
     }
     for stage in (stage for stage in STAGES if stage in stages):
         began = time.monotonic()
@@ -197,9 +216,8 @@ def make_bands(out: Path, study: Study) -> None:
     if (out / "bands.json").is_file():
         return
     began, problems = time.monotonic(), all_problems(study)
-    rollouts = sample(
-        base_of(out), [one.problem for one in problems.values()], study, seed=1, pieces=out / "bands.pieces"
-    )
+    asked = [one.problem for one in problems.values()]
+    rollouts = sample(base_of(out), asked, study, seed=1, pieces=out / "bands.pieces")
     rollouts.write(out / "bands.parquet")
     rates = (rollouts.frame.outcome == "success").groupby(rollouts.frame.problem_id).mean()
     bands: dict[str, list[str]] = {band: [] for band in BANDS}
@@ -260,8 +278,14 @@ def make_run(out: Path, study: Study, name: str, band: str, seed: int) -> None:
     folder = out / "runs" / name
     if (folder / "training_args.json").is_file():
         return
-    began = time.monotonic()
-    train_run(out / "base", folder, in_band(out, study, band, held_out=False), study.recipe, seed)
+    began, problems = time.monotonic(), in_band(out, study, band, held_out=False)
+    if len(problems) < study.recipe.prompts:
+        raise TsaeError(
+            f"{len(problems)} {band} problems to train on do not fill a step of {study.recipe.prompts}",
+            where=out / "bands.json",
+            fix="Give more problems a level (--per-level), or fewer in a step (--prompts).",
+        )
+    train_run(out / "base", folder, problems, study.recipe, seed)
     note_seconds(out, name, began)
 
 
@@ -306,6 +330,76 @@ def make_inside(out: Path, study: Study) -> None:
                 found[half] = (rows.outcome == "success").groupby(rows.problem_id).mean().to_dict()
         write_json(file, found)
         note_seconds(out, f"inside {name}", began)
+
+
+def make_analysis(out: Path, study: Study) -> None:
+    """Features, families and ablations: analysis/, and the verdicts on e, f and g: features.json."""
+    began = time.monotonic()
+    analysed(out, study)
+    note_seconds(out, "analyse", began)
+
+
+def make_attribution(out: Path, study: Study) -> None:
+    """Which samples of the first medium run did that, on the page of the analysis."""
+    run, to = next((name for name in finished(out) if name.startswith("medium-")), None), out / "analysis"
+    if run is None or (to / "attribution" / "attribution.json").is_file():
+        return
+    began = time.monotonic()
+    bands = {id: facts["band"] for id, facts in json.loads((out / "bands.json").read_text(encoding="utf-8")).items()}
+    (to / "report.html").unlink(missing_ok=True)
+    analysed(
+        out,
+        study,
+        attribute=lambda sae, diff: attribute_run(
+            out / "base", out / "runs" / run, bands, to / "attribution", sae, diff
+        ),
+    )
+    note_seconds(out, f"attribute {run}", began)
+
+
+def analysed(out: Path, study: Study, attribute: Any = None) -> None:
+    """The analysis of the base and of the first run of every band, on a few responses to each held-out problem."""
+    bands = json.loads((out / "bands.json").read_text(encoding="utf-8"))
+    first = [next((n for n in finished(out) if n.startswith(f"{band}-")), None) for band in BANDS]
+    ends = {name: end for name, end in policies(out).items() if name in ("base", *first)}
+    responses = Rollouts.concat([Rollouts.read(out / "measured" / f"{name}.parquet") for name in ends])
+    of_problem = responses.frame.groupby(["policy", "problem_id"]).cumcount().to_numpy()
+    responses = responses.select(of_problem < ANALYSED)
+    responses = responses.with_column("band", [bands[id]["band"] for id in responses.frame.problem_id])
+    quick = study.recipe.max_new_tokens < 16
+    diff, tests = analyse_ends(
+        ends,
+        responses.with_advantages(),
+        out / "analysis",
+        d_sae=64 if quick else 1024,
+        tokens=2_048 if quick else 400_000,
+        n_random=2 if quick else 4,
+        samples=2 if quick else 4,
+        attribute=attribute,
+    )
+    features = tsae.FeatureTable.load(out / "analysis" / "features")
+    judged = judge_features(features, diff, tests)
+    write_json(out / "features.json", {key: asdict(judgement) for key, judgement in judged.items()})
+
+
+def make_results(out: Path, study: Study) -> None:
+    """records.json, results.json and the page, in the folder of the study."""
+    found = collect(out, study, all_problems(study))
+    ship(found, out)
+    report = out / "analysis" / "report.html"
+    print(write_page(found, out / "page.html", report.resolve() if report.is_file() else None).resolve())
+
+
+def show_stored(out: Path) -> None:
+    """The page of the shipped records.
+
+    Raises:
+        TsaeError: where none are shipped.
+    """
+    found = read_object(STORED / "records.json", "It is part of the repository: get it from there.")
+    page = write_page(found, out / "page.html")
+    print(f"{made_where(found)}\n\n{verdict_table(found)[['claim', 'verdict']].to_string(index=False)}\n")
+    print(f"Page: {page.resolve()}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def by_problem(frame: pd.DataFrame, problems: Mapping[str, WordProblem]) -> dict
     """
     found: dict[str, dict[str, list[float | None]]] = {}
     for row in frame.itertuples():
-        seen = facts(problems[row.problem_id], row.response or "", row.response_length)
+        seen = facts(problems[row.problem_id], str(row.response), row.response_length)
         lists = found.setdefault(row.problem_id, {name: [] for name in FIELDS})
         for name in FIELDS:
             lists[name].append(seen[name])

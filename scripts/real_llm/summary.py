@@ -20,6 +20,8 @@ from real_llm.verdicts import BANDS, Records, judge, verdict
 from tsae.base.files import write_json, write_text
 from tsae.base.provenance import versions
 from tsae.base.statistics.intervals import change_interval, mean_interval
+from tsae.claims.catalogue import CLAIMS
+from tsae.claims.judging import Judgement, Part
 from tsae.errors import TsaeError
 from tsae.report.markdown import markdown_table
 from tsae.rollouts.difficulty.pass_at_k import estimate
@@ -77,8 +79,14 @@ def records_of(found: Mapping[str, Any]) -> Records:
         {id: facts["band"] for id, facts in found["problems"].items()},
         found["logs"],
         found["inside"],
-        found["features"],
+        {key: _judgement(own) for key, own in found["features"].items()},
     )
+
+
+def _judgement(record: Mapping[str, Any]) -> Judgement:
+    """Of `dataclasses.asdict`."""
+    parts = tuple(Part(**part) for part in record["parts"])
+    return Judgement(CLAIMS[record["claim"]["key"]], parts, record["needs"], record["add"], record["caveat"])
 
 
 def results(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,15 +188,15 @@ def made_where(found: Mapping[str, Any]) -> str:
     for facts in found["problems"].values():
         counts[facts["band"]][facts["held_out"]] += 1
     bands = "; ".join(f"{band} {trained} and {held}" for band, (trained, held) in counts.items())
+    minutes = f"{min(runs, default=0) / 60:.0f} to {max(runs, default=0) / 60:.0f}"
     return (
-        f"Computed on {made['machine']}, {made['date']}: SmolLM2-135M-Instruct in bfloat16; warm-up of {warm['steps']} "
-        f"supervised steps of {warm['batch']} examples; {len(found['logs'])} GRPO runs of {recipe['steps']} steps of "
-        f"{recipe['prompts']} problems × {recipe['samples']} responses of at most {recipe['max_new_tokens']} tokens, LoRA "
-        f"rank {recipe['rank']}, learning rate {recipe['lr']:g}; {study['k']} responses to each problem. Problems to train "
-        f"on and held out: {bands}. The cores were shared with other work: a run took "
-        f"{min(runs, default=0) / 60:.0f} to {max(runs, default=0) / 60:.0f} minutes on the wall, everything "
-        f"{sum(seconds.values()) / 60:.0f}. This page is made from the shipped records; nothing is computed anew but "
-        "intervals and verdicts."
+        f"Computed on {made['machine']}, {made['date']}: SmolLM2-135M-Instruct in bfloat16; a warm-up of "
+        f"{warm['steps']} supervised steps of {warm['batch']} examples; {len(found['logs'])} GRPO runs of {recipe['steps']} steps of "
+        f"{recipe['prompts']} problems × {recipe['samples']} responses of at most {recipe['max_new_tokens']} tokens, "
+        f"LoRA of rank {recipe['rank']}, learning rate {recipe['lr']:g}; {study['k']} responses to a problem. "
+        f"Problems to train on and held out: {bands}. The cores were shared with other work: a run took {minutes} "
+        f"minutes on the wall, everything {sum(seconds.values()) / 60:.0f}. This page is made from shipped records; only "
+        "intervals and verdicts are computed for it."
     )
 
 
@@ -234,16 +242,15 @@ def write_page(found: Mapping[str, Any], to: Path, report: Path | None = None) -
         body.append(f'<p><a href="{html.escape(report.as_uri())}">What features did: the page of tsae</a></p>')
     for title, table in sections:
         body.append(f"<h2>{html.escape(title)}</h2>{table.to_html(index=False, border=0)}")
-    body.insert(3, f"<h2>Along the steps</h2>{_charts(found)}")
+    body.append(f"<h2>Along the steps</h2>{_charts(found)}")
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1c2330}"
         "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.25rem .6rem;text-align:left;"
         "border-bottom:1px solid #dde2ea;vertical-align:top}svg{max-width:100%}h2{margin-top:2rem}"
     )
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>A real LLM on three bands</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head><body>{"".join(body)}</body></html>'
-    )
+    head = '<meta charset="utf-8"><title>A real LLM on three bands</title>'
+    head += f'<meta name="viewport" content="width=device-width"><style>{style}</style>'
+    page = f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>'
     return write_text(to, page)
 
 
@@ -258,33 +265,26 @@ def _charts(found: Mapping[str, Any]) -> str:
 
 
 def _chart(logs: Mapping[str, Sequence[Mapping[str, float]]], field: str, title: str) -> str:
-    width, height, left, top = 520, 220, 40, 24
-    lines = []
+    width, height, left, right, top = 520, 220, 40, 430, 24
+
+    def y(share: float) -> float:
+        return top + (1 - share) * (height - 50)
+
+    last = max((step["step"] for log in logs.values() for step in log), default=2)
+    parts = [f'<text x="{left}" y="14" font-size="13">{title} by step</text>']
+    for share in (0, 0.5, 1):
+        parts.append(f'<text x="4" y="{y(share) + 4:.1f}" font-size="11">{share:g}</text>')
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(share):.1f}" y2="{y(share):.1f}" stroke="#dde2ea"/>')
     for run, log in logs.items():
-        band, seed = run.split("-")
-        last = max(2, max(step["step"] for step in log))
-        points = " ".join(
-            f"{left + (step['step'] - 1) / (last - 1) * (width - left - 90):.1f},{top + (1 - step[field]) * (height - 50):.1f}"
-            for step in log
-        )
-        dash = "" if seed == "0" else ' stroke-dasharray="5 3"'
-        lines.append(
-            f'<polyline fill="none" stroke="{_COLOURS.get(band, "#555")}" stroke-width="2"{dash} points="{points}"/>'
-        )
-        y = top + (1 - log[-1][field]) * (height - 50) + 4
-        lines.append(
-            f'<text x="{width - 86}" y="{y:.1f}" font-size="11" fill="{_COLOURS.get(band, "#555")}">{html.escape(run)}</text>'
-        )
-    axis = "".join(
-        f'<text x="4" y="{top + (1 - share) * (height - 50) + 4:.1f}" font-size="11">{share:g}</text>'
-        f'<line x1="{left}" x2="{width - 90}" y1="{top + (1 - share) * (height - 50):.1f}" '
-        f'y2="{top + (1 - share) * (height - 50):.1f}" stroke="#dde2ea"/>'
-        for share in (0, 0.5, 1)
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{title} by step">'
-        f'<text x="{left}" y="14" font-size="13">{title} by step</text>{axis}{"".join(lines)}</svg>'
-    )
+        band, _, seed = run.partition("-")
+        colour, dash = _COLOURS.get(band, "#555"), "" if seed == "0" else ' stroke-dasharray="5 3"'
+        x = [left + (step["step"] - 1) / max(1, last - 1) * (right - left) for step in log]
+        points = " ".join(f"{at:.1f},{y(step[field]):.1f}" for at, step in zip(x, log, strict=True))
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash} points="{points}"/>')
+        name = f'<text x="{right + 4}" y="{y(log[-1][field]) + 4:.1f}" font-size="11" fill="{colour}">'
+        parts.append(f"{name}{html.escape(run)}</text>")
+    label = f'role="img" aria-label="{title} by step"'
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" {label}>{"".join(parts)}</svg>'
 
 
 def _with(values: np.ndarray, interval: tuple[float, float] | None = None, sign: str = "") -> str:
