@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 
 import tsae
 from tsae.attribution.attribution import Attribution
@@ -22,6 +23,7 @@ from tsae.claims.judging import Judgement, Part
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.features.stored import row_blocks
 from tsae.pipeline import Choice, analyse
 from tsae.rollouts.answers.grading import last_number
 from tsae.rollouts.behaviours import measures
@@ -81,7 +83,7 @@ def analyse_ends(
         d_sae: width of the SAE.
         tokens: that it is trained on.
         n_random: sets of matched random features in an ablation.
-        samples: responses to a problem in an ablation.
+        samples: responses to a problem of the run's own band in an ablation.
         attribute: see `tsae.pipeline.analyse`.
     """
     series = CheckpointSeries(tuple(ends.values()), name="llm-bands")
@@ -96,7 +98,7 @@ def analyse_ends(
             if not (folder / "causal.json").is_file():
                 (to / "report.html").unlink(missing_ok=True)
                 try:
-                    ablate(series[name], sae, features, diff, ABLATED[band][0], n_random, samples).save(folder)
+                    ablate(series[name], band, sae, features, diff, n_random, samples).save(folder)
                 except TsaeError as error:
                     why = f"{name}: {error.what}"
                     continue
@@ -123,18 +125,19 @@ def analyse_ends(
 
 def ablate(
     checkpoint: Checkpoint,
+    band: str,
     sae: TemporalSAE,
     features: FeatureTable,
     diff: FeatureDiff,
-    family: str,
     n_random: int,
     samples: int,
 ) -> Intervention:
-    """Ablate the family's eight features with the largest shares in it.
+    """Ablate the eight features with the largest shares in a family, on the problems of the band.
 
     Raises:
         TsaeError: where the family has no feature.
     """
+    family = ABLATED[band][0]
     own = diff.features[diff.features.family == family].sort_values("family_share", ascending=False)
     if own.empty:
         raise TsaeError(f"no feature of {family}", where="ablate", fix="Train a wider SAE, or on more tokens.")
@@ -151,7 +154,7 @@ def ablate(
         features,
         tuple(int(f) for f in own.index[:8]),
         config,
-        problems=features.rollouts,
+        problems=features.rollouts.where(band=band),
         verify=last_number,
         progress=False,
     )
@@ -201,7 +204,7 @@ def family_scores(features: FeatureTable, family: pd.Series) -> pd.DataFrame:
     for name in features.readers:
         facts.loc[features.rows(reader=name), "reader"] = name
     base = ((facts.reader == features.readers[0]) & (facts.policy == features.readers[0])).to_numpy()
-    values = features.row_means().values.tocsc()
+    values = sp.vstack([block for _, block in row_blocks(features.row_means())], format="csc")
     for name in FAMILIES:
         own = values[:, np.flatnonzero(family.to_numpy() == name)].toarray()
         deviation = own[base].std(0, ddof=1)

