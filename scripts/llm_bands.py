@@ -70,6 +70,8 @@ class Study:
     held_out: int = 32
     """Problems of a band that are kept for measuring, at most; never more than half."""
     seeds: tuple[int, ...] = (0, 1)
+    bands: tuple[str, ...] = BANDS
+    """Of the runs."""
     threads: int = 1
     quick: bool = False
     """A smoke run: bands by level, since nothing is solved."""
@@ -103,6 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stored", action="store_true", help="make the page of the shipped records, and nothing else")
     parser.add_argument("--ship", type=Path, help="keep the records in data/llm, and fill the tables of this document")
     parser.add_argument("--seeds", type=int, nargs="+", help="one run a band and seed (default: 0 1)")
+    parser.add_argument("--bands", nargs="+", choices=BANDS, help="bands of the runs (default: all)")
     parser.add_argument("--steps", type=int, help="GRPO steps of a run (default: 40)")
     parser.add_argument("--prompts", type=int, help="problems in a step, with 8 responses each (default: 8)")
     parser.add_argument("--lr", type=float, help="learning rate of GRPO (default: 3e-4)")
@@ -131,7 +134,7 @@ def study_of(options: argparse.Namespace) -> Study:
     }
     study = replace(study, recipe=replace(study.recipe, **changed))
     changed = {name: getattr(options, name) for name in ("per_level", "held_out", "threads")}
-    changed["seeds"] = tuple(options.seeds) if options.seeds else None
+    changed |= {name: tuple(getattr(options, name)) for name in ("seeds", "bands") if getattr(options, name)}
     study = replace(study, **{name: value for name, value in changed.items() if value is not None})
     if study.recipe.steps < 1 or study.per_level < 2 or study.held_out < 2:
         raise TsaeError("steps, problems of a level and held-out problems must be 1, 2 and 2 at least", where="options")
@@ -164,8 +167,8 @@ def build(out: Path, study: Study, stages: Sequence[str]) -> None:
 
 
 def check_unclaimed(out: Path, study: Study) -> None:
-    """Refuse a folder that was begun with another study; further seeds may be added."""
-    path, now = out / "study.json", json.loads(json.dumps({**asdict(study), "seeds": None}))
+    """Refuse a folder that was begun with another study; further runs may be added."""
+    path, now = out / "study.json", json.loads(json.dumps({**asdict(study), "seeds": None, "bands": None}))
     if path.is_file() and (before := json.loads(path.read_text(encoding="utf-8"))) != now:
         differing = sorted(key for key in now if before.get(key) != now[key])
         raise TsaeError(
@@ -266,7 +269,7 @@ def base_of(out: Path) -> Checkpoint:
 def make_runs(out: Path, study: Study) -> None:
     """GRPO, one run a band and seed, the seeds one after the other."""
     for seed in study.seeds:
-        for band in BANDS:
+        for band in study.bands:
             make_run(out, study, f"{band}-{seed}", band, seed)
 
 
@@ -316,8 +319,14 @@ def make_measured(out: Path, study: Study) -> None:
             note_seconds(out, f"measure {name}", began)
 
 
+def accuracy(out: Path, name: str, problems: Sequence[Problem]) -> float:
+    """Share of right responses of a measured policy."""
+    rows = Rollouts.read(out / "measured" / f"{name}.parquet").where(problem_id=[problem.id for problem in problems])
+    return float((rows.frame.outcome == "success").mean())
+
+
 def make_inside(out: Path, study: Study) -> None:
-    """Sparsity of hidden states of the base and of all runs; hard runs with half of their update: inside/."""
+    """inside/: sparsity of hidden states of all policies; and a hard run that does harm, with half of its update."""
     known, held = all_problems(study), in_band(out, study, None, held_out=True)
     medium = in_band(out, study, "medium", held_out=True)
     for name, checkpoint in policies(out).items():
@@ -327,7 +336,7 @@ def make_inside(out: Path, study: Study) -> None:
         began, model = time.monotonic(), checkpoint.load_model(dtype="bfloat16")
         sparse = sparsity(model, checkpoint.load_tokenizer(), [known[problem.id] for problem in held])
         found: dict[str, Any] = {"sparsity": dict(zip([problem.id for problem in held], sparse, strict=True))}
-        if name.startswith("hard-"):
+        if name.startswith("hard-") and accuracy(out, name, medium) < accuracy(out, "base", medium):
             layers = model.config.num_hidden_layers
             for half, without in (("lower", range(layers // 2)), ("upper", range(layers // 2, layers))):
                 rows = sample(checkpoint, medium, study, seed=3, model=with_update_outside(checkpoint, without)).frame
