@@ -66,7 +66,9 @@ class Study:
     per_level: int = 40
     """Problems of each of the seven levels."""
     k: int = 8
-    """Responses of the base to every problem, for its band; and of all policies to held-out problems."""
+    """Responses of the base to every problem, for its band."""
+    answers: int = 8
+    """Responses of every policy to a held-out problem."""
     held_out: int = 32
     """Problems of a band that are kept for measuring, at most; never more than half."""
     seeds: tuple[int, ...] = (0, 1)
@@ -111,6 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="learning rate of GRPO (default: 3e-4)")
     parser.add_argument("--per-level", type=int, help="problems of each of the seven levels (default: 40)")
     parser.add_argument("--held-out", type=int, help="problems of a band for measuring, at most (default: 32)")
+    parser.add_argument("--answers", type=int, help="responses to a held-out problem (default: 8)")
     parser.add_argument("--threads", type=int, help="torch threads; the weights depend on it (default: 1)")
     parser.add_argument("--quick", action="store_true", help="a smoke run: nothing is learned")
     return parser.parse_args(arguments)
@@ -125,6 +128,7 @@ def study_of(options: argparse.Namespace) -> Study:
             Recipe(steps=2, prompts=2, samples=4, max_new_tokens=8, keep=1),
             per_level=2,
             k=4,
+            answers=4,
             held_out=2,
             seeds=(0,),
             quick=True,
@@ -133,7 +137,7 @@ def study_of(options: argparse.Namespace) -> Study:
         name: getattr(options, name) for name in ("steps", "prompts", "lr") if getattr(options, name) is not None
     }
     study = replace(study, recipe=replace(study.recipe, **changed))
-    changed = {name: getattr(options, name) for name in ("per_level", "held_out", "threads")}
+    changed = {name: getattr(options, name) for name in ("per_level", "held_out", "answers", "threads")}
     changed |= {name: tuple(getattr(options, name)) for name in ("seeds", "bands") if getattr(options, name)}
     study = replace(study, **{name: value for name, value in changed.items() if value is not None})
     if study.recipe.steps < 1 or study.per_level < 2 or study.held_out < 2:
@@ -199,13 +203,15 @@ def make_base(out: Path, study: Study) -> None:
     note_seconds(out, "base", began)
 
 
-def sample(checkpoint: Checkpoint, problems: Sequence[Problem], study: Study, seed: int, **more: Any) -> Rollouts:
-    """`study.k` responses to each problem at temperature 1."""
+def sample(
+    checkpoint: Checkpoint, problems: Sequence[Problem], study: Study, n: int, seed: int, **more: Any
+) -> Rollouts:
+    """`n` responses to each problem at temperature 1."""
     config = tsae.SamplingConfig(
-        n_samples=study.k,
+        n_samples=n,
         max_new_tokens=study.recipe.max_new_tokens,
         temperature=study.recipe.temperature,
-        batch_size=64,
+        batch_size=256,
         prompt_format="plain",
         seed=seed,
     )
@@ -223,7 +229,7 @@ def make_bands(out: Path, study: Study) -> None:
         return
     began, problems = time.monotonic(), all_problems(study)
     asked = [one.problem for one in problems.values()]
-    rollouts = sample(base_of(out), asked, study, seed=1, pieces=out / "bands.pieces")
+    rollouts = sample(base_of(out), asked, study, study.k, seed=1, pieces=out / "bands.pieces")
     rollouts.write(out / "bands.parquet")
     rates = (rollouts.frame.outcome == "success").groupby(rollouts.frame.problem_id).mean()
     bands: dict[str, list[str]] = {band: [] for band in BANDS}
@@ -314,7 +320,7 @@ def make_measured(out: Path, study: Study) -> None:
         file = out / "measured" / f"{name}.parquet"
         if not file.is_file():
             began = time.monotonic()
-            sample(checkpoint, problems, study, seed=2, pieces=file.with_suffix(".pieces")).write(file)
+            sample(checkpoint, problems, study, study.answers, seed=2, pieces=file.with_suffix(".pieces")).write(file)
             say(f"measured {name}", began, 1.0)
             note_seconds(out, f"measure {name}", began)
 
@@ -339,7 +345,9 @@ def make_inside(out: Path, study: Study) -> None:
         if name.startswith("hard-") and accuracy(out, name, medium) < accuracy(out, "base", medium):
             layers = model.config.num_hidden_layers
             for half, without in (("lower", range(layers // 2)), ("upper", range(layers // 2, layers))):
-                rows = sample(checkpoint, medium, study, seed=3, model=with_update_outside(checkpoint, without)).frame
+                rows = sample(
+                    checkpoint, medium, study, study.answers, seed=3, model=with_update_outside(checkpoint, without)
+                ).frame
                 found[half] = (rows.outcome == "success").groupby(rows.problem_id).mean().to_dict()
         write_json(file, found)
         note_seconds(out, f"inside {name}", began)

@@ -121,6 +121,7 @@ def _found(**measured: Any) -> dict[str, Any]:
                 "recipe": {"steps": 8, "prompts": 2, "samples": 4, "max_new_tokens": 36, "rank": 8, "lr": 1e-3},
                 "warm_up": {"steps": 40, "batch": 16},
                 "k": 8,
+                "answers": 8,
             },
             "seconds": {"hard-0": {"wall": 60.0}},
             "machine": "a machine",
