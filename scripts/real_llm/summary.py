@@ -278,13 +278,16 @@ def _chart(logs: Mapping[str, Sequence[Mapping[str, float]]], field: str, title:
     for share in (0, 0.5, 1):
         parts.append(f'<text x="4" y="{y(share) + 4:.1f}" font-size="11">{share:g}</text>')
         parts.append(f'<line x1="{left}" x2="{right}" y1="{y(share):.1f}" y2="{y(share):.1f}" stroke="#dde2ea"/>')
-    for run, log in logs.items():
+    lowest = float(height)
+    # From the lowest end up, so that a name makes room for the one below it.
+    for run, log in sorted(logs.items(), key=lambda item: item[1][-1][field]):
         band, _, seed = run.partition("-")
         colour, dash = _COLOURS.get(band, "#555"), "" if seed == "0" else ' stroke-dasharray="5 3"'
         x = [left + (step["step"] - 1) / max(1, last - 1) * (right - left) for step in log]
         points = " ".join(f"{at:.1f},{y(step[field]):.1f}" for at, step in zip(x, log, strict=True))
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash} points="{points}"/>')
-        name = f'<text x="{right + 4}" y="{y(log[-1][field]) + 4:.1f}" font-size="11" fill="{colour}">'
+        lowest = min(y(log[-1][field]) + 4, lowest - 12)
+        name = f'<text x="{right + 4}" y="{lowest:.1f}" font-size="11" fill="{colour}">'
         parts.append(f"{name}{html.escape(run)}</text>")
     label = f'role="img" aria-label="{title} by step"'
     return f'<svg viewBox="0 0 {width} {height}" width="{width}" {label}>{"".join(parts)}</svg>'

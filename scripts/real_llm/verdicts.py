@@ -34,8 +34,8 @@ class Records:
         measured: by policy ("base", "hard-0"), by problem, a list a field (`real_llm.measuring.by_problem`).
         bands: of the held-out problems.
         logs: by run, a record a step (`real_llm.measuring.of_log`).
-        inside: "sparsity", by policy and problem, a value a layer; "steps", by problem; "halves", by run, accuracy a
-            problem with the lower or the upper half of its update taken back.
+        inside: "sparsity", by policy and problem; "halves", by run, accuracy a problem with the lower or the upper half
+            of its update taken back.
         features: verdicts on e, f and g, from the analysis.
     """
 
@@ -94,8 +94,8 @@ def _judged(key: str, records: Records) -> Judgement:
         )
     try:
         return JUDGES[key](records)
-    except (TsaeError, KeyError) as error:
-        return untestable(CLAIMS[key], f"records that are not there ({error})", "Run the stages before results.")
+    except TsaeError as error:  # too few problems for an interval
+        return untestable(CLAIMS[key], f"more held-out problems ({error.what})", "Give more problems a level.")
 
 
 def _parts(records: Records, bands: Sequence[str], make: Callable[[str], Part]) -> tuple[Part, ...]:
@@ -264,11 +264,13 @@ def overtakes(records: Records) -> Judgement:
 def sparser(records: Records) -> Judgement:
     from scipy.stats import rankdata
 
-    steps, parts = records.inside["steps"], []
-    for name, by_id in records.inside["sparsity"].items():
-        ids = [id for id in by_id if id in steps]
+    sparsity, parts = records.inside.get("sparsity", {}), []
+    if not sparsity:
+        return untestable(CLAIMS["o"], "the sparsity of hidden states", "Run --only inside results.")
+    for name, by_id in sparsity.items():
+        ids = list(by_id)
         x = rankdata([1 - np.mean([v or 0.0 for v in records.measured["base"][id]["right"]]) for id in ids])
-        y = rankdata([by_id[id][-1] for id in ids])
+        y = rankdata([by_id[id] for id in ids])
         if x.std() == 0 or y.std() == 0:
             continue
         products = (x - x.mean()) / x.std() * (y - y.mean()) / y.std()

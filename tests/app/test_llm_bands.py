@@ -189,6 +189,15 @@ def test_lower_layers_are_judged_only_where_there_is_damage() -> None:
     assert judge(_records(found))["r"].verdict == "cannot be tested"
 
 
+def test_sparsity_is_compared_with_how_often_the_base_fails() -> None:
+    found = _found(base=_measured(4, 4), hard_0=_measured(1, 8))
+    failing = {id: 1 - sum(lists["right"]) / 8 for id, lists in found["measured"]["base"].items()}
+    found["inside"] = {"sparsity": {"base": {id: 0.2 + share / 10 for id, share in failing.items()}}}
+    (part,) = judge(_records(found))["o"].parts
+    assert part.interval[0] == pytest.approx(1)
+    assert part.holds
+
+
 def test_records_become_results_tables_and_a_page(tmp_path: Path) -> None:
     found = _found(base=_measured(4, 4), hard_0=_measured(1, 8))
     ship(found, tmp_path)
