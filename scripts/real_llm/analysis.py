@@ -38,6 +38,8 @@ FAMILIES = {
 }
 """Answering without a step, computing a step's result, and writing the next step."""
 DIRECT, COMPUTATION, DELIBERATION = FAMILIES
+UNTESTED = "Not tested: "
+"""Begins the caveat of a judgement that lacks parts of its claim."""
 ABLATED = {"easy": (DIRECT, "direct_answer"), "medium": (DELIBERATION, "accuracy"), "hard": (DELIBERATION, "accuracy")}
 """By band of the training: the family that is ablated in its end, and what that should lower."""
 _PART = re.compile(r"(?P<step>\d+[+-]\d+)(?P<result>=\d+)|(?P<answer>Answer.*)", re.DOTALL)
@@ -193,7 +195,15 @@ def judge_features(features: FeatureTable, diff: FeatureDiff, tests: Sequence[In
         key, (ablated, behaviour) = {"easy": "e", "medium": "g", "hard": "f"}[band], ABLATED[band]
         what = "answers directly less often" if behaviour == "direct_answer" else "succeeds less often"
         parts[key] += _effect(test, behaviour, f"Without features of {ablated} {name} {what} than without random ones.")
-    return {key: Judgement(CLAIMS[key], tuple(own)) for key, own in parts.items()}
+    missing = {
+        key: [] if any("Without" in part.statement for part in own) else ["ablations"] for key, own in parts.items()
+    }
+    if not any("successes" in part.statement for part in parts["f"]):
+        missing["f"].append("successes against failures, since too few hard problems have both")
+    return {
+        key: Judgement(CLAIMS[key], tuple(own), caveat=f"{UNTESTED}{'; '.join(missing[key])}." if missing[key] else "")
+        for key, own in parts.items()
+    }
 
 
 def family_scores(features: FeatureTable, family: pd.Series) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from real_llm.analysis import UNTESTED
 from tsae.claims.catalogue import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.errors import TsaeError
@@ -321,5 +322,5 @@ AT_BEST = frozenset("cdl")
 
 def verdict(judgement: Judgement) -> str:
     """The judgement's verdict, at most "partly" where parts of the claim were not tested."""
-    found = judgement.verdict
-    return "partly" if found == "reproduced" and judgement.claim.key in AT_BEST else found
+    found, lacks = judgement.verdict, judgement.caveat.startswith(UNTESTED)
+    return "partly" if found == "reproduced" and (lacks or judgement.claim.key in AT_BEST) else found
