@@ -195,13 +195,16 @@ def judge_features(features: FeatureTable, diff: FeatureDiff, tests: Sequence[In
         key, (ablated, behaviour) = {"easy": "e", "medium": "g", "hard": "f"}[band], ABLATED[band]
         what = "answers directly less often" if behaviour == "direct_answer" else "succeeds less often"
         parts[key] += _effect(test, behaviour, f"Without features of {ablated} {name} {what} than without random ones.")
-    missing = {
-        key: [] if any("Without" in part.statement for part in own) else ["ablations"] for key, own in parts.items()
-    }
+    untested: dict[str, list[str]] = {key: [] for key in parts}
+    for key, own in parts.items():
+        if not any("Without" in part.statement for part in own):
+            untested[key].append("ablations")
     if not any("successes" in part.statement for part in parts["f"]):
-        missing["f"].append("successes against failures, since too few hard problems have both")
+        untested["f"].append("successes against failures, since too few hard problems have both")
     return {
-        key: Judgement(CLAIMS[key], tuple(own), caveat=f"{UNTESTED}{'; '.join(missing[key])}." if missing[key] else "")
+        key: Judgement(
+            CLAIMS[key], tuple(own), caveat=f"{UNTESTED}{'; '.join(untested[key])}." if untested[key] else ""
+        )
         for key, own in parts.items()
     }
 
