@@ -18,8 +18,8 @@ from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

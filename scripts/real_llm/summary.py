@@ -20,8 +20,8 @@ from real_llm.verdicts import BANDS, Records, judge, verdict
 from tsae.base.files import write_json, write_text
 from tsae.base.provenance import versions
 from tsae.base.statistics.intervals import change_interval, mean_interval
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part
+from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 from tsae.report.markdown import markdown_table
 from tsae.rollouts.difficulty.pass_at_k import estimate

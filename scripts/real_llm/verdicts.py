@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from real_llm.analysis import UNTESTED
-from tsae.claims.literature import CLAIMS
 from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 from tsae.rollouts.difficulty.pass_at_k import estimate
 
