@@ -43,19 +43,8 @@ from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_ser
 from tsae.sae.model import TemporalSAE
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
-_STAGES = (
-    "rollouts",
-    "activations",
-    "sae",
-    "evaluation",
-    "features",
-    "diff",
-    "attribution",
-    "causal",
-    "claims.json",
-    "report.html",
-)
-_FILES = ("stages.json", stamp_copy(Path(), "run.json").name, "run.json")
+_STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "causal", "report.html")
+_FILES = ("claims.json", "stages.json", stamp_copy(Path(), "run.json").name, "run.json")
 _FALL = 0.05
 """A fall of a reader's FVE below that of the training that is worth a warning."""
 _NAMED = 3
