@@ -6,7 +6,7 @@ import html
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,16 @@ def results(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"made": found["made"], "claims": claims, "table": accuracy_table(found).to_dict("records")}
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """The base, then the runs: easy, medium, hard, further ones; by seed."""
+    first = ["base", *BANDS]
+    return sorted(names, key=lambda name: (*(name.partition("-")[0] != one for one in first), name))
+
+
 def accuracy_table(found: Mapping[str, Any]) -> pd.DataFrame:
     """One row a policy and band of held-out problems, with 95 % intervals over problems."""
     records, rows = records_of(found), []
-    for policy in sorted(found["measured"], key=lambda name: (name != "base", name)):
+    for policy in in_order(found["measured"]):
         for band in BANDS:
             right = records.mean(policy, "right", band)
             if len(right) < 2:
@@ -134,7 +140,8 @@ def accuracy_table(found: Mapping[str, Any]) -> pd.DataFrame:
 def log_table(found: Mapping[str, Any]) -> pd.DataFrame:
     """One row a run: its log's first and last quarter, and what its lone successes were."""
     rows = []
-    for run, log in found["logs"].items():
+    for run in in_order(found["logs"]):
+        log = found["logs"][run]
         steps = max(1, len(log) // 4)
         row: dict[str, Any] = {"run": run, "steps": len(log)}
         for name, field in (("reward", "right"), ("direct", "direct"), ("tokens", "length"), ("silent", "silent")):
@@ -235,7 +242,7 @@ def write_page(found: Mapping[str, Any], to: Path, report: Path | None = None) -
         report: the page of `tsae`, if it is there, to be linked.
     """
     sections = [
-        ("Verdicts on claims", verdict_table(found)),
+        ("What the field's claims come to here", verdict_table(found)),
         ("Held-out problems, by policy and band (95 % intervals over problems)", accuracy_table(found)),
         ("Logs of the runs: first quarter → last quarter", log_table(found)),
         ("Parts of the claims", part_table(found)),
@@ -243,9 +250,10 @@ def write_page(found: Mapping[str, Any], to: Path, report: Path | None = None) -
     body = [f"<h1>A real LLM on three bands</h1><p>{html.escape(made_where(found))}</p>"]
     if report is not None:
         body.append(f'<p><a href="{html.escape(report.as_uri())}">What features did: the page of tsae</a></p>')
+    gains = "Change of accuracy on held-out problems, by run (95 % intervals)"
+    body.append(f"<h2>{gains}</h2>{_gains(found)}<h2>Along the steps of the runs</h2>{_charts(found)}")
     for title, table in sections:
         body.append(f"<h2>{html.escape(title)}</h2>{table.to_html(index=False, border=0)}")
-    body.append(f"<h2>Along the steps</h2>{_charts(found)}")
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1c2330}"
         "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.25rem .6rem;text-align:left;"
@@ -258,6 +266,47 @@ def write_page(found: Mapping[str, Any], to: Path, report: Path | None = None) -
 
 
 _COLOURS = {"easy": "#2a7f62", "medium": "#2f5fb3", "hard": "#b3452f", "fifth": "#7a5ab3"}
+
+
+def _gains(found: Mapping[str, Any]) -> str:
+    """A panel for each band of held-out problems; in it a dot and a 95 % interval for each run."""
+    records = records_of(found)
+    runs = in_order(found["measured"])[1:]
+    left, width, line, top = 90, 900, 17, 34
+    panel = (width - left) / len(BANDS)
+    rows = {
+        (band, run): (values.mean(), *change_interval(values, 0.95))
+        for band in BANDS
+        for run in runs
+        if len(values := np.array(list(records.gain(run, "right", band).values()))) > 1
+    }
+    ends = [end for row in rows.values() for end in row]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    height = top + line * len(runs) + 22
+    parts = []
+    for place, band in enumerate(BANDS):
+        begin = left + place * panel
+        base = np.mean(list(records.mean("base", "right", band).values()) or [np.nan])
+
+        def x(value: float, begin: float = begin) -> float:
+            return begin + 8 + (value - low) / (high - low or 1.0) * (panel - 24)
+
+        parts.append(f'<text x="{begin + 8:.0f}" y="14" font-size="13">{band} problems (base {base:.2f})</text>')
+        parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="22" y2="{height - 18}" stroke="#9aa3b2"/>')
+        for fifth in range(int(low * 5), int(high * 5) + 1):
+            at, words = x(fifth / 5), f"{fifth / 5:+.1f}" if fifth else "0"
+            parts.append(f'<text x="{at:.1f}" y="{height - 4}" font-size="11" text-anchor="middle">{words}</text>')
+        for at, run in enumerate(runs):
+            y, colour = top + line * at, _COLOURS.get(run.partition("-")[0], "#555")
+            if not place:
+                parts.append(f'<text x="0" y="{y + 4}" font-size="12" fill="{colour}">{html.escape(run)}</text>')
+            if (band, run) in rows:
+                mean, below, above = rows[band, run]
+                parts.append(f'<line x1="{x(below):.1f}" x2="{x(above):.1f}" y1="{y}" y2="{y}" stroke="{colour}"/>')
+                parts.append(f'<circle cx="{x(mean):.1f}" cy="{y}" r="4" fill="{colour}"><title>{mean:+.2f} ')
+                parts.append(f"[{below:+.2f}, {above:+.2f}]</title></circle>")
+    label = 'role="img" aria-label="change of accuracy by run and band of problems"'
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" {label}>{"".join(parts)}</svg>'
 
 
 def _charts(found: Mapping[str, Any]) -> str:
