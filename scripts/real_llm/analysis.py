@@ -108,6 +108,8 @@ def analyse_ends(
         return Tested(tuple(tests), len(ABLATED), why)
 
     training = tsae.TrainingConfig(tokens=tokens, batch_tokens=1024)
+    to.mkdir(parents=True, exist_ok=True)
+    rollouts.write(to / "rollouts.parquet")  # for the claims of the run
     diff, _ = analyse(
         series,
         rollouts,

@@ -16,7 +16,7 @@ import pandas as pd
 
 from real_llm.measuring import by_problem, of_log
 from real_llm.problems import WordProblem
-from real_llm.verdicts import BANDS, Records, judge, verdict
+from real_llm.verdicts import BANDS, Records, contradicted, judge, verdict
 from tsae.base.files import write_json, write_text
 from tsae.base.provenance import versions
 from tsae.base.statistics.intervals import change_interval, mean_interval
@@ -97,6 +97,8 @@ def results(found: Mapping[str, Any]) -> dict[str, Any]:
         parts = record["parts"]
         held = sum(part["holds"] is True for part in parts)
         why = f"{held} of {len(parts)} parts hold." if parts else f"Needs {record['needs']}. {record['add']}"
+        if against := len(contradicted(judgement)):
+            why += f" Refuted in the other seed: {against} of these."
         claims[key] = {
             "title": record["title"],
             "verdict": verdict(judgement),

@@ -1,7 +1,8 @@
 """Verdicts on claims from the records of the runs: a part for every run, its interval over problems.
 
 A claim holds in a run where the whole interval of its effect lies on the claim's side (`tsae.claims.judging`). Runs are
-not averaged: two seeds give two parts, and a claim that only one of them shows is reproduced partly.
+not averaged: two seeds give two parts. A claim that only one of them shows is reproduced partly, and not at all if the
+other one refutes it.
 """
 
 from __future__ import annotations
@@ -321,6 +322,19 @@ AT_BEST = frozenset("cdl")
 
 
 def verdict(judgement: Judgement) -> str:
-    """The judgement's verdict, at most "partly" where parts of the claim were not tested."""
+    """The judgement's verdict, at most "partly" where parts of the claim were not tested; and not even that where all
+    that holds in one seed is refuted in another."""
     found, lacks = judgement.verdict, judgement.caveat.startswith(UNTESTED)
+    if found == "partly" and all(part in contradicted(judgement) for part in judgement.parts if part.holds is True):
+        return "not reproduced"
     return "partly" if found == "reproduced" and (lacks or judgement.claim.key in AT_BEST) else found
+
+
+def contradicted(judgement: Judgement) -> list[Part]:
+    """Parts that hold in their seed, and are refuted in another one."""
+
+    def said(part: Part) -> str:
+        return part.statement.partition(": ")[2]
+
+    refuted = {said(part) for part in judgement.parts if part.holds is False and part.statement.startswith("Seed ")}
+    return [part for part in judgement.parts if part.holds is True and said(part) in refuted]

@@ -92,6 +92,7 @@ INFLUENCE = Stage("influence", ("influence", *_SERIES, "--rollouts", "rollouts.p
                   open=True)  # fmt: skip
 DRIFT = Stage("drift", ("drift", *_SERIES, "--to", "out/drift"), ("series",), open=True)
 RUN = Stage("run", (*_RUN, "--to", "out/analysis"), ("mixed",), open=True)
+CLAIMS = Stage("claims", ("claims", "out/analysis"), ("out/analysis",), begun="analysis", compared="*claims.json")
 
 READERS = (
     SAMPLE, BANDS, CAPTURE, TRAIN, ENCODE, DIFF, PUSHED, CAUSAL, ATTRIBUTE, CREDIT, INFLUENCE, DRIFT, RUN,
@@ -145,10 +146,13 @@ READERS = (
                            "out/causal"), ("acts", "features"), bound=("acts", "features")),
     Stage("weights", ("credit", "weights", "--credit", "credit", "--features", "features", "--store", "acts", "--to",
                       "out/weights.parquet"), ("credit", "features", "acts"), bound=("credit", "features", "acts")),
+    CLAIMS,
+    Stage("report-run", ("report", "--diff", "analysis/diff", "--features", "analysis/features", "--to",
+                         "out/page.html"), ("analysis",)),
     Stage("reformulate", ("reformulate", "problems.jsonl", "--to", "out/easier.jsonl"), ("problems.jsonl",), open=True),
 )  # fmt: skip
 WRITERS = (
-    SAMPLE, BANDS, CAPTURE, TRAIN, ENCODE, DIFF, PUSHED, CAUSAL, ATTRIBUTE, CREDIT, INFLUENCE, DRIFT, RUN,
+    SAMPLE, BANDS, CAPTURE, TRAIN, ENCODE, DIFF, PUSHED, CAUSAL, ATTRIBUTE, CREDIT, INFLUENCE, DRIFT, RUN, CLAIMS,
     Stage("demo", ("demo", "--problems", "4", "--samples", "4", "--band-samples", "8", "--sae.d-sae", "32",
                    "--sae.k", "4", "--training.tokens", "6000", "--training.batch-tokens", "256", "--to", "out/demo")),
     Stage("sample-parts", (*_SAMPLE, "--batch-size", "8", "--to", "out/raw.parquet", "--parts", "2", "--workers", "2")),

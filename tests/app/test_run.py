@@ -351,6 +351,27 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     assert contents(out) == before
 
 
+@pytest.mark.slow
+def test_claims_that_are_gone_are_missed_and_made_again(
+    finished: tuple[Path, list[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    before = (out / "claims.json").read_bytes()
+    for place in (lambda: None, (out / "claims.json").mkdir):
+        if (out / "claims.json").is_file():
+            (out / "claims.json").unlink()
+        place()
+        with pytest.raises(SystemExit):
+            main(["report", "--diff", str(out / "diff"), "--to", str(tmp_path / "page.html")])
+        assert "tsae claims" in capsys.readouterr().err
+        found = {one.artefact.path.name: one.state for one in verify([out], progress=False) if not one.ok}
+        assert list(found) == ["claims.json"]
+        assert set(found.values()) <= {"missing", "damaged"}
+        main(["repair", str(out)])
+        capsys.readouterr()
+        assert (out / "claims.json").read_bytes() == before
+
+
 def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str], Any]) -> None:
     diff = finished[2]
     moved = diff.main_shift("hard-00150", discoveries=True)

@@ -489,3 +489,14 @@ def test_a_run_with_the_base_alone(tmp_path: Path) -> None:
     found = claims_of(write_run(tmp_path, answers("base", LEVEL), []))
     assert not [one for one in found.records if one["parts"]]
     assert found["a"]["needs"] == "a checkpoint beside the base"
+
+
+def test_a_folder_in_place_of_the_claims_is_damage(tmp_path: Path) -> None:
+    """A page was made without the claims, and nothing said so."""
+    (tmp_path / "claims.json").mkdir()
+    with pytest.raises(TsaeError, match="tsae claims RUN"):
+        Claims.load(tmp_path)
+    (tmp_path / "claims.json").rmdir()
+    (tmp_path / "claims.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TsaeError, match="tsae claims RUN"):
+        Claims.load(tmp_path)

@@ -6,6 +6,7 @@ not what such trainings do.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,7 @@ class Claims(Tables):
             TsaeError: where it is damaged.
         """
         file = Path(folder) / FILE
-        if not file.is_file():
+        if not os.path.lexists(file):
             return None
         found = read_sealed(file, _AGAIN)
         with reading(file, _AGAIN):

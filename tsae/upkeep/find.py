@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tsae.errors import TsaeError
-from tsae.pipeline import STAMPS, read_stamp
-from tsae.upkeep.kinds import FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
+from tsae.pipeline import STAMPS, read_stamp, said_claims
+from tsae.upkeep.kinds import CLAIMS, FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
 
 _STAGES: dict[str, Kind] = {
     "activations": next(kind for kind in FOLDERS if kind.name == "store"),
@@ -107,8 +107,11 @@ def _missing(path: Path) -> Iterator[Artefact]:
             continue
         expected = {stamp.name: STAMP, **dict.fromkeys(_ROLLOUTS[stamp.name], ROLLOUTS), **_STAGES}
         expected |= dict.fromkeys(_tests(stamp), next(kind for kind in FOLDERS if kind.name == "causal test"))
+        if said_claims(run):
+            expected["claims.json"] = CLAIMS
         for name, kind in expected.items():
-            if not (run / name).exists():
+            # A folder in a file's place is found here, too, and is damage.
+            if not ((run / name).is_file() if kind in (STAMP, ROLLOUTS, PAGE, CLAIMS) else (run / name).exists()):
                 yield Artefact(run / name, kind, run)
 
 

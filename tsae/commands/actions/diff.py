@@ -25,6 +25,7 @@ from tsae.diff.families import find_families
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
 from tsae.features.logits import logit_effects
+from tsae.pipeline import claims_in
 from tsae.report.printed.explanations import explanation_text
 from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
 from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
@@ -165,7 +166,7 @@ def run_report(options: Report) -> None:
         diff = _labelled(diff, options.diff.parent / "explanations")
     folder = options.attribution or options.diff.parent / "attribution"
     attribution = Attribution.load(folder) if options.attribution is not None else _attribution_in(folder)
-    claims = Claims.load(options.diff.parent)
+    claims = claims_in(options.diff.parent)
     say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution, claims=claims))
 
 
@@ -190,7 +191,7 @@ def run_serve(options: Serve) -> None:
         for test in sorted(file.parent for file in (folder / "causal").glob("*/causal.json")):
             diff = tsae.Intervention.load(test).mark(diff)
         labelled = _labelled(diff, folder / "explanations")
-        return labelled, _attribution_in(folder / "attribution"), Claims.load(folder)
+        return labelled, _attribution_in(folder / "attribution"), claims_in(folder)
 
     with server(ServedRun(read, folder / "diff" / "diff.json", options.title), options.port) as found:
         print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
