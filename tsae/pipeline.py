@@ -23,7 +23,6 @@ from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.claims.evidence import StepCheck
-from tsae.claims.run_claims import FILE as CLAIMS_FILE
 from tsae.claims.run_claims import Claims, claims_of
 from tsae.diff.config import DiffConfig
 from tsae.diff.controls.baselines import baselines
@@ -83,27 +82,6 @@ class Stages:
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
         self.lines[stage] = line
         write_json(self.file, self.lines)
-
-
-def said_claims(folder: Path) -> bool:
-    """Whether the lines of a run's stages say that its claims were tested. Damaged lines say nothing."""
-    try:
-        return "claims" in read_object(folder / "stages.json", "")
-    except TsaeError:
-        return False
-
-
-def claims_in(folder: Path) -> Claims | None:
-    """The claims of a run's folder; None where it has none.
-
-    Raises:
-        TsaeError: where they are damaged, or were there and are not any more.
-    """
-    found = Claims.load(folder)
-    if found is None and said_claims(folder):
-        fix = f"Test them again: tsae claims {folder}."
-        raise TsaeError("is missing, though this run's claims were tested", where=folder / CLAIMS_FILE, fix=fix)
-    return found
 
 
 def analyse(

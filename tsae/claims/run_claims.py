@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import reading, write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
@@ -144,3 +144,24 @@ def _check(records: Sequence[Mapping[str, Any]]) -> None:
         _ = [record[name] for name in ("claim", "title", "verdict", "needs", "add", "caveat")]
         for one in record["parts"]:
             _ = [one[name] for name in ("statement", "mean", "low", "high", "n", "unit", "holds")]
+
+
+def said_claims(folder: Path) -> bool:
+    """Whether the lines of a run's stages say that its claims were tested. Damaged lines say nothing."""
+    try:
+        return "claims" in read_object(folder / "stages.json", "")
+    except TsaeError:
+        return False
+
+
+def claims_in(folder: Path) -> Claims | None:
+    """The claims of a run's folder; None where it has none.
+
+    Raises:
+        TsaeError: where they are damaged, or were there and are not any more.
+    """
+    found = Claims.load(folder)
+    if found is None and said_claims(folder):
+        fix = f"Test them again: tsae claims {folder}."
+        raise TsaeError("is missing, though this run's claims were tested", where=folder / FILE, fix=fix)
+    return found

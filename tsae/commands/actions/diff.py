@@ -15,7 +15,7 @@ from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
-from tsae.claims.run_claims import Claims
+from tsae.claims.run_claims import Claims, claims_in
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
 from tsae.diff.controls.baselines import baselines
@@ -25,7 +25,6 @@ from tsae.diff.families import find_families
 from tsae.errors import TsaeError
 from tsae.features.annotations import find_annotator
 from tsae.features.logits import logit_effects
-from tsae.pipeline import claims_in
 from tsae.report.printed.explanations import explanation_text
 from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
 from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
