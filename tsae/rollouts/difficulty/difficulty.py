@@ -123,7 +123,8 @@ def difficulty(
     rates = pd.concat(parts, ignore_index=True)
     rates["band"] = used.band(rates.pass_rate.to_numpy())
     rates["sure"] = used.band(rates.low.to_numpy()) == used.band(rates.high.to_numpy())
-    sides = (frame.outcome == "success").groupby([frame.policy, frame.problem_id, frame.band], sort=False)
+    half = _halves(rollouts)[frame.index]
+    sides = (frame.outcome == "success").groupby([frame.policy, frame.problem_id, frame.band, half], sort=False)
     banded = pd.DataFrame({"n": sides.size(), "successes": sides.sum()}).reset_index()
     ways = paths(rollouts, series)
     migration = [
@@ -149,3 +150,17 @@ def difficulty(
             "versions": versions(),
         },
     )
+
+
+def _halves(rollouts: Rollouts) -> pd.Series:
+    """Half of every trajectory whose band was measured on responses of the other half; 0 for all others.
+
+    The halves are those of `tsae.rollouts.bands.find_bands`.
+    """
+    frame, bands = rollouts.frame, rollouts.info.get("bands") or {}
+    if not bands.get("cross_fitted"):
+        return pd.Series(0, index=frame.index, name="half")
+    measured = bands["reference"]
+    of = ["problem_id"] if measured is None else ["problem_id", "policy"]
+    half = frame.groupby(of, sort=False).cumcount() % 2
+    return half.where(measured is None or frame.policy == measured, 0).rename("half")

@@ -48,7 +48,9 @@ def pass_at_k(
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.
-        banded: the same, with a column band, of the trajectories that are in their problem's band.
+        banded: the same, with a column band, of the trajectories that are in their problem's band. A problem may have
+            several rows, one a half: its pass@k is their mean. Where each half chose the other's band, responses of
+            both halves must not be drawn together: halves that agree are rarely all right or all wrong in the middle.
         reference: the policy that others are compared with, problem by problem.
         k: by default powers of two up to the median number of responses to a problem.
         confidence: of the intervals.
@@ -66,7 +68,9 @@ def pass_at_k(
             mine = rates if name == "all" else banded[banded.band == name]
             inside = (
                 mine.assign(value=estimate(mine.n.to_numpy(), mine.successes.to_numpy(), size))
-                .pivot(index="problem_id", columns="policy", values="value")
+                .groupby(["problem_id", "policy"])
+                .value.mean()
+                .unstack()
                 .reindex(columns=policies)
                 .sort_index()
             )
@@ -76,7 +80,8 @@ def pass_at_k(
                     continue
                 low, high = mean_interval(values, confidence)
                 row = {"policy": policy, "band": name, "k": size, "pass_at_k": values.mean(), "low": low, "high": high}
-                row |= {"n_problems": len(values), "n_left_out": int((mine.policy == policy).sum()) - len(values)}
+                asked = mine.problem_id[mine.policy == policy].nunique()
+                row |= {"n_problems": len(values), "n_left_out": asked - len(values)}
                 paired = (inside[policy] - inside[reference]).dropna().to_numpy()
                 row["n_paired"] = 0 if policy == reference else len(paired)
                 if row["n_paired"]:
