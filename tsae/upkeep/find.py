@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tsae.errors import TsaeError
 from tsae.pipeline import STAMPS, read_stamp
-from tsae.upkeep.kinds import FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
+from tsae.upkeep.kinds import CLAIMS, FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
 
 _STAGES: dict[str, Kind] = {
     "activations": next(kind for kind in FOLDERS if kind.name == "store"),
@@ -17,6 +17,7 @@ _STAGES: dict[str, Kind] = {
     "evaluation": next(kind for kind in FOLDERS if kind.name == "evaluation"),
     "features": next(kind for kind in FOLDERS if kind.name == "features"),
     "diff": next(kind for kind in FOLDERS if kind.name == "diff"),
+    "claims.json": CLAIMS,
     "report.html": PAGE,
 }
 """Of a whole run."""
@@ -108,7 +109,8 @@ def _missing(path: Path) -> Iterator[Artefact]:
         expected = {stamp.name: STAMP, **dict.fromkeys(_ROLLOUTS[stamp.name], ROLLOUTS), **_STAGES}
         expected |= dict.fromkeys(_tests(stamp), next(kind for kind in FOLDERS if kind.name == "causal test"))
         for name, kind in expected.items():
-            if not (run / name).exists():
+            # A file in the place of a folder, or a folder in that of a file, is not the stage.
+            if not ((run / name).is_dir() if kind.marks else (run / name).is_file()):
                 yield Artefact(run / name, kind, run)
 
 
