@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tsae
 from tsae.activations.config import CaptureConfig
@@ -68,6 +68,16 @@ class Before(NamedTuple):
     """Folder for the codes of every shard (`tsae.encode`); it may be missing."""
 
 
+class Say(Protocol):
+    """Tells of a finished stage: its name, and one line on what it did."""
+
+    def __call__(self, stage: str, line: str, *, made: bool = False) -> None: ...
+
+
+def _silent(stage: str, line: str, *, made: bool = False) -> None:
+    pass
+
+
 class Stages:
     """Prints one line for each stage, marks stages that an earlier call finished, and keeps the lines in a file."""
 
@@ -76,8 +86,9 @@ class Stages:
         self.before = read_object(file, "Remove it: it only holds what was printed.") if file.is_file() else {}
         self.lines: dict[str, str] = dict(self.before)
 
-    def say(self, stage: str, line: str) -> None:
-        done = " [from disk]" if stage in self.before else ""
+    def say(self, stage: str, line: str, *, made: bool = False) -> None:
+        """Print the line of a stage. `made`: now, though an earlier call may have made it too."""
+        done = " [from disk]" if stage in self.before and not made else ""
         # Names come from the log and from folders: they must not control the terminal.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
         self.lines[stage] = line
@@ -102,7 +113,7 @@ def analyse(
     check: StepCheck | None = None,
     before: Before | None = None,
     title: str | None = None,
-    say: Callable[[str, str], None] = lambda stage, line: None,
+    say: Say | None = None,
     progress: bool = True,
 ) -> tuple[FeatureDiff, Evaluation]:
     """Capture, train, evaluate, encode, diff and report, all below one folder.
@@ -126,12 +137,13 @@ def analyse(
         check: says which steps of a response are right, for claims on steps (`tsae.claims_of`).
         before: an earlier analysis, of which this one takes what it can.
         title: title of the report.
-        say: called with the name of each finished stage and one line on what it did.
+        say: called with the name of each finished stage and one line on what it did; `Stages.say` is one.
         progress: show bars.
 
     Returns:
         The diff, with the features as its source, and the evaluation on held-out problems.
     """
+    say = say or _silent
     sae = published if published is not None or before is None else before.sae
     earlier, kept = (None, None) if before is None else (before.activations, before.codes)
     folder, sites = to / "activations", sites if sae is None else (sae.site,)
@@ -229,14 +241,16 @@ def analyse(
             (made if tested.planned else "no feature moved: there is nothing to test")
             + f"; {tested.why}" * bool(tested.why),
         )
-    claims = Claims.load(to) if report.is_file() else None
+    written = report.is_file()
+    claims = Claims.load(to, diff) if written else None
+    asked = claims is None
     if claims is None:
         claims = claims_of(to, check=check)
         claims.save(to)
-    say("claims", expected(diff, claims).sentences[0])
-    if not report.is_file():
+    say("claims", expected(diff, claims).sentences[0], made=asked)
+    if not written:
         diff.to_html(report, title=title, attribution=attribution, claims=claims)
-    say("report", str(report))
+    say("report", str(report), made=not written)
     return diff, evaluation
 
 

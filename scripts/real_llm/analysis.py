@@ -120,7 +120,7 @@ def analyse_ends(
         attribute=attribute,
         test=ablations,
         title="What easy, medium and hard word problems did to SmolLM2-135M",
-        say=lambda stage, line: print(f"{stage}: {line}", flush=True),
+        say=lambda stage, line, **_: print(f"{stage}: {line}", flush=True),
         progress=False,
     )
     tests = [Intervention.load(file.parent) for file in sorted((to / "causal").glob("*/causal.json"))]

@@ -122,6 +122,17 @@ def test_ten_kills_at_random_points_of_a_longer_capture(series_folder: Path, fin
         shutil.rmtree(folder)
 
 
+def test_a_finished_capture_is_not_called_so_where_a_shard_is_damaged(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    flip(folder / "base" / "00001.h5")
+    with pytest.raises(TsaeError, match=r"base/00001\.h5: .*bytes have changed.*tsae store check"):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    shutil.copy(whole / "base" / "00001.h5", folder / "base")
+    assert contents(capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False).path) == contents(whole)
+
+
 def test_a_resumed_capture_misses_a_lost_shard(
     series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ import tsae
 from support.cli import run
 from support.damage import flip
 from support.runs import BANDS, answers, checkpoint, write_run
-from tsae.base.seal import read_sealed
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.upkeep.kinds import CLAIMS, kind_of_file
+from tsae.upkeep.verify import verify
 
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
 LOWER = {band: [max(0, k - (i % 5 > 0)) for i, k in enumerate(LEVEL[band])] for band in BANDS}
@@ -89,3 +92,66 @@ def test_damage_is_seen_by_verify(folder: Path) -> None:
     flip(file, file.stat().st_size // 2)
     with pytest.raises(tsae.TsaeError):
         CLAIMS.check(file)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda file: flip(file, file.stat().st_size // 2),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "empty": lambda file: file.write_bytes(b""),
+    "folder": lambda file: (file.unlink(), file.mkdir()),
+    "link": lambda file: (file.unlink(), file.symlink_to(file.parent / "nowhere")),
+}
+
+
+def other_run(file: Path) -> None:
+    """The claims of a run with other responses."""
+    records = answers("base", LEVEL) + answers("run-10", LEVEL)
+    other = write_run(file.parent.with_name("other"), records, [checkpoint("run-10", "run", trained_on="hard")])
+    tsae.claims_of(other).save(file.parent)
+
+
+@pytest.mark.parametrize("how", [*DAMAGES, "other"])
+def test_damaged_claims_are_refused_and_named(how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("claims", folder)
+    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+    file = folder / "claims.json"
+    DAMAGES.get(how, other_run)(file)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run("report", "--diff", folder / "diff", "--to", folder / "page.html")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "claims.json" in said
+    assert "tsae claims RUN" in said
+    assert not (folder / "page.html").exists()
+    found = {finding.artefact.path.name: finding for finding in verify([folder], progress=False)}
+    assert found["claims.json"].state == {"other": "outdated", "link": "missing"}.get(how, "damaged")
+
+
+def test_claims_of_another_sae_are_refused(folder: Path) -> None:
+    found = tsae.claims_of(folder)
+    replace(found, info={**found.info, "sae": "of another"}).save(folder)
+    diff = tsae.FeatureDiff.load(folder / "diff")
+    diff.info["sae"] = {"weights": "mine"}
+    with pytest.raises(tsae.TsaeError, match="weights of the SAE"):
+        tsae.Claims.load(folder, diff)
+
+
+def test_claims_take_no_folders_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "claims.json").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        run("claims", folder)
+    assert ended.value.code == 2
+    assert "claims.json" in capsys.readouterr().err
+
+
+def test_a_run_without_its_claims_is_said_to_lack_them(folder: Path) -> None:
+    """But not one of before there were claims."""
+    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+
+    def found() -> dict[str, str]:
+        return {finding.artefact.path.name: finding.state for finding in verify([folder], progress=False)}
+
+    assert "claims.json" not in found()
+    (folder / "stages.json").write_text(json.dumps({"claims": "Of 22 claims …"}))
+    assert found()["claims.json"] == "missing"

@@ -49,7 +49,8 @@ def write_run(
     rollouts = Rollouts.from_records(records, facts)
     rollouts.write(folder / "rollouts" / "rollouts.parquet")
     diff = make()
-    diff.info.update(rollouts=rollouts.fingerprint, readers=[reader("base", None), *checkpoints], steps=list(steps))
+    of = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint}
+    diff.info.update(**of, readers=[reader("base", None), *checkpoints], steps=list(steps))
     diff.save(folder / "diff")
     if log is not None:
         Rollouts.from_records(log).write(folder / "rollouts" / "log.parquet")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import read_object, reading, write_json, writing
 from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
@@ -27,6 +28,7 @@ from tsae.claims.judging import Judgement, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.claims.log_claims import LOGGED
 from tsae.claims.success_claims import SUCCESS
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 
 FILE = "claims.json"
@@ -38,6 +40,7 @@ ONE_RUN = (
     "One training run: problems are the unit, so this says what this run did, not what such training does. Other seeds "
     "may differ."
 )
+_NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
 _AGAIN = "Test them again: tsae claims RUN."
 
 
@@ -48,7 +51,7 @@ class Claims(Tables):
     records: tuple[dict[str, Any], ...]
     """One a claim, as `Judgement.record` gives it."""
     info: dict[str, Any] = field(default_factory=dict)
-    """rollouts: fingerprint of what the readers answered; versions."""
+    """rollouts, labels: fingerprints of what the readers answered; sae: that of the weights, where known; versions."""
 
     def table(self) -> pd.DataFrame:
         """One row a claim and part: claim, title, verdict, statement, mean, low, high, n, unit, holds, needs, add and
@@ -90,14 +93,20 @@ class Claims(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write claims.json into the run's folder, with its checksum."""
-        return write_json(Path(folder) / FILE, with_checksum(self.as_dict()))
+        file = Path(folder) / FILE
+        with writing(file, "Remove what lies in its place, or make its folder one that you may write to."):
+            return write_json(file, with_checksum(self.as_dict()))
 
     @classmethod
-    def load(cls, folder: str | Path) -> Claims | None:
+    def load(cls, folder: str | Path, diff: FeatureDiff | None = None) -> Claims | None:
         """What `save` wrote; None where there is nothing.
 
+        Args:
+            folder: of the run.
+            diff: that the claims are shown beside.
+
         Raises:
-            TsaeError: where it is damaged.
+            TsaeError: where it is damaged, or of other rollouts or another SAE than the diff.
         """
         file = Path(folder) / FILE
         if not os.path.lexists(file):
@@ -106,7 +115,13 @@ class Claims(Tables):
         with reading(file, _AGAIN):
             records = tuple(found.pop("claims"))
             _check(records)
-        return cls(records, {name: value for name, value in found.items() if name != "note"})
+        info = {name: value for name, value in found.items() if name != "note"}
+        if diff is not None:
+            for name, value in _inputs(diff).items():
+                if info.get(name, value) != value:
+                    what = f"is of other {_NAMES[name]} ({info[name]}) than the diff beside it ({value})"
+                    raise TsaeError(what, where=file, fix=_AGAIN)
+        return cls(records, info)
 
 
 def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | None = None) -> Claims:
@@ -126,7 +141,17 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
         )
     evidence = Evidence(Path(run), check)
     records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
-    return Claims(records, {"rollouts": evidence.answers.fingerprint, "versions": versions()})
+    inputs = {"rollouts": evidence.answers.fingerprint, "labels": evidence.answers.labels_fingerprint}
+    with suppress(Missing):
+        inputs = {**_inputs(evidence.diff), **inputs}
+    return Claims(records, {**inputs, "versions": versions()})
+
+
+def _inputs(diff: FeatureDiff) -> dict[str, str]:
+    """Fingerprints of what a diff rests on, by the names that claims.json has for them."""
+    weights = (diff.info.get("sae") or {}).get("weights")
+    found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _judged(key: str, run: Evidence) -> Judgement:
@@ -154,13 +179,13 @@ def said_claims(folder: Path) -> bool:
         return False
 
 
-def claims_in(folder: Path) -> Claims | None:
-    """The claims of a run's folder; None where it has none.
+def claims_in(folder: Path, diff: FeatureDiff) -> Claims | None:
+    """The claims of a run's folder, to be shown beside its diff; None where it has none.
 
     Raises:
-        TsaeError: where they are damaged, or were there and are not any more.
+        TsaeError: where they are damaged or of something else, or were there and are not any more.
     """
-    found = Claims.load(folder)
+    found = Claims.load(folder, diff)
     if found is None and said_claims(folder):
         fix = f"Test them again: tsae claims {folder}."
         raise TsaeError("is missing, though this run's claims were tested", where=folder / FILE, fix=fix)

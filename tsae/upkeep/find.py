@@ -108,11 +108,11 @@ def _missing(path: Path) -> Iterator[Artefact]:
             continue
         expected = {stamp.name: STAMP, **dict.fromkeys(_ROLLOUTS[stamp.name], ROLLOUTS), **_STAGES}
         expected |= dict.fromkeys(_tests(stamp), next(kind for kind in FOLDERS if kind.name == "causal test"))
-        if said_claims(run):
+        if said_claims(run) or os.path.lexists(run / "claims.json"):
             expected["claims.json"] = CLAIMS
         for name, kind in expected.items():
-            # A folder in a file's place is found here, too, and is damage.
-            if not ((run / name).is_file() if kind in (STAMP, ROLLOUTS, PAGE, CLAIMS) else (run / name).exists()):
+            # A file in the place of a folder, or a folder in that of a file, is not the stage.
+            if not ((run / name).is_dir() if kind.marks else (run / name).is_file()):
                 yield Artefact(run / name, kind, run)
 
 

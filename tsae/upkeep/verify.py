@@ -43,6 +43,7 @@ _STAGES = {
     "SAE": ("activations",),
     "features": ("activations", "sae", "../sae"),
     "diff": ("features",),
+    "claims": ("rollouts.parquet", "rollouts/rollouts.parquet", "sae"),
     "causal test": ("../features", "../sae"),
 }
 """Inputs of a stage, beside it in the folder of a run."""
@@ -223,6 +224,10 @@ def _rests_on(artefact: Artefact) -> dict[str, str]:
             inputs = read_object(path / "run.json", AGAIN)["inputs"]
             named = {"rollouts": "rollouts", "labels": "labels", "sae": _SAE}
             return {name: str(inputs[key]) for key, name in named.items() if key in inputs}
+        if kind == "claims":
+            info = read_object(path, AGAIN)
+            named = {"rollouts": "rollouts", "labels": "labels", "sae": _SAE}
+            return {name: info[key] for key, name in named.items() if key in info}
         if kind == "causal test":
             info = read_object(path / "causal.json", AGAIN)
             return {"rollouts": info["features_encoded_with"], _SAE: info["sae"]["weights"]}

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,7 @@ from tsae.activations.shards.manifest import (
     record_file,
     write_manifest,
 )
+from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
@@ -50,7 +52,7 @@ from tsae.base.files import reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
-from tsae.base.remote.mirror import Uploads, local, published, removed, there
+from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.series import CheckpointSeries
@@ -59,6 +61,9 @@ from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_THREADS = 4
+"""Shards that are compared with their checksums at once."""
 
 
 def capture(
@@ -78,7 +83,8 @@ def capture(
         series: the readers.
         rollouts: what they read; a copy goes into the store.
         sites: TransformerLens names; by default the output of the middle block.
-        to: folder of the store. An interrupted capture is completed; a finished one is opened.
+        to: folder of the store. An interrupted capture is completed; a finished one is compared with its checksums,
+            and opened.
         config: defaults of `CaptureConfig`.
         server: that computes for one of the readers, with the backend "vllm".
         earlier: folder of a finished store of the same config. Shards of it that hold what one of these is to hold, the
@@ -193,6 +199,7 @@ def _capture(
     if manifest["complete"]:
         if not (to / "run.json").is_file():
             _write_run(to, config, rollouts, series)
+        _check_shards(to, manifest, part)
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
@@ -223,6 +230,27 @@ def _capture(
             record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
+
+
+def _check_shards(to: Path, manifest: dict[str, Any], part: Part) -> None:
+    """Compare the shards of a finished store with their checksums, those of a part; each file once in a process.
+
+    Of a store at a URL only those that are on this machine: the others are compared when they are fetched.
+
+    Raises:
+        TsaeError: where one is damaged or missing; of several, the first.
+    """
+    shards = [(reader["id"], record) for reader in manifest["readers"] for record in reader["shards"]]
+    away = shown(to) != str(to)
+
+    def check(shard: tuple[str, dict[str, Any]]) -> None:
+        file = inside(to, shard[1]["file"])
+        if not away or file.is_file():
+            open_shard(file, manifest, *shard)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(check, shards[part.index :: part.n]):
+            pass
 
 
 def _recorded(to: Path) -> bool:

@@ -165,7 +165,7 @@ def run_report(options: Report) -> None:
         diff = _labelled(diff, options.diff.parent / "explanations")
     folder = options.attribution or options.diff.parent / "attribution"
     attribution = Attribution.load(folder) if options.attribution is not None else _attribution_in(folder)
-    claims = claims_in(options.diff.parent)
+    claims = claims_in(options.diff.parent, diff)
     say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution, claims=claims))
 
 
@@ -190,7 +190,7 @@ def run_serve(options: Serve) -> None:
         for test in sorted(file.parent for file in (folder / "causal").glob("*/causal.json")):
             diff = tsae.Intervention.load(test).mark(diff)
         labelled = _labelled(diff, folder / "explanations")
-        return labelled, _attribution_in(folder / "attribution"), claims_in(folder)
+        return labelled, _attribution_in(folder / "attribution"), claims_in(folder, diff)
 
     with server(ServedRun(read, folder / "diff" / "diff.json", options.title), options.port) as found:
         print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
