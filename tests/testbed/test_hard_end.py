@@ -1,5 +1,6 @@
 """The hard end of the cure, tried again: its arms against plain loops, and its table against the records."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tsae.rollouts.problems import Problem
 from tsae.testbed import series
 from tsae.testbed.tokenizer import TOKEN_IDS
 
+ROOT = Path(__file__).parents[2]
 CHAIN = Problem("chain:3+5*2", "3+5*2?", "6")
 SHORT = Problem("chain:3+5", "3+5?", "8")
 
@@ -73,6 +75,20 @@ def test_choices_are_made_on_other_problems() -> None:
         assert not {p.prompt for p in test[level]} & {p.prompt for p in development[level]}
         assert len(development[level]) > 0.9 * len(test[level])
     assert not set(hard_end.SEEDS) & set(hard_end.DEVELOPMENT)
+
+
+def test_the_page_has_the_numbers_of_the_records() -> None:
+    page = (ROOT / "docs" / "remedies.md").read_text(encoding="utf-8")
+    for line in hard_end.tabulate(hard_end.records_of(hard_end.STORED)).splitlines():
+        assert line in page
+
+
+def test_every_record_names_its_settings() -> None:
+    for record in hard_end.records_of(hard_end.STORED):
+        assert record["steps"] == 80
+        settings = json.loads(json.dumps(hard_end.asdict(hard_end.ARMS[record["arm"]])))
+        assert settings == record["settings"]
+        assert record["levels"]["hard"]["responses"] >= 900
 
 
 @pytest.mark.slow
