@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -119,6 +119,8 @@ def run_arm(
     after: Callable[[int, PreTrainedModel, Batch], None],
     credit: TokenCredit | None = None,
     generate: ProblemSource = generate_problems,
+    draws: Draws | None = None,
+    learning_rate: float = LEARNING_RATE,
 ) -> None:
     """Train a model in place.
 
@@ -130,12 +132,14 @@ def run_arm(
         after: called after every step with its number (the first is 1), the model and the batch.
         credit: of an arm with `Arm.credit`.
         generate: gives the problems of a kind, of another task than chains.
+        draws: the problems of every step, where the arm does not say them.
+        learning_rate: of Adam.
     """
     model.requires_grad_(True)
     parameters = list(model.parameters())
-    optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    optimiser = torch.optim.Adam(parameters, lr=learning_rate)
     generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
-    drawn = _Draws(arm, seed, generate)
+    drawn = draws or _Draws(arm, seed, generate)
     for number in range(1, arm.steps + 1):
         asked = drawn.next()
         batch = answer(model, asked, generator, arm.reward, chance)
@@ -194,19 +198,20 @@ def token_advantages(arm: Arm, batch: Batch, credit: TokenCredit | None) -> list
     advantages = group_advantages(batch.rewards, group, kind)
     if arm.advantages == "no lone":
         advantages[np.bincount(group, weights=batch.rewards)[group] == 1] = 0.0
-    spread = [np.full(len(ids), value) for ids, value in zip(batch.responses, advantages, strict=True)]
+    if credit is None:
+        spread = [np.full(len(ids), value) for ids, value in zip(batch.responses, advantages, strict=True)]
+    else:
+        rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in batch.problems]
+        shaped = credit(rows, as_trl(batch, advantages), SAMPLES).numpy()
+        spread = [shaped[i, : len(ids)].astype(float) for i, ids in enumerate(batch.responses)]
     if arm.tokens != "all":
         limit = np.quantile(np.concatenate(batch.entropy), 1 - _TOP)
         for values, entropy in zip(spread, batch.entropy, strict=True):
             values[(entropy < limit) if arm.tokens == "top" else (entropy >= limit)] = 0.0
-    if credit is None:
-        return spread
-    rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in batch.problems]
-    shaped = credit(rows, _as_trl(batch, advantages), SAMPLES).numpy()
-    return [shaped[i, : len(ids)].astype(float) for i, ids in enumerate(batch.responses)]
+    return spread
 
 
-def _as_trl(batch: Batch, advantages: np.ndarray) -> dict[str, torch.Tensor]:
+def as_trl(batch: Batch, advantages: np.ndarray) -> dict[str, torch.Tensor]:
     """The batch as TRL's trainer holds it: prompts padded on the left, responses on the right."""
     prompts = [prompt_ids(problem) for problem in batch.problems]
     pad, wide, long = TOKEN_IDS[PAD], max(map(len, prompts)), max(map(len, batch.responses))
@@ -285,8 +290,20 @@ def _own(batch: Batch, i: int) -> slice:
     return slice(begin - 1, begin - 1 + len(batch.responses[i]))
 
 
-class _Draws:
+class Draws(Protocol):
     """The problems of every step."""
+
+    def next(self) -> list[Problem]:
+        """Those of the next step."""
+        ...
+
+    def learn(self, batch: Batch) -> None:
+        """Take in the responses to them."""
+        ...
+
+
+class _Draws:
+    """What an arm says."""
 
     def __init__(self, arm: Arm, seed: int, generate: ProblemSource) -> None:
         self.arm, self.rng, self.curriculum = arm, random.Random(seed), None

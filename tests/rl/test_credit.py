@@ -17,7 +17,7 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit import Credit
-from tsae.rl.credit_fitting import ResponseTokens, _split, fit_credit
+from tsae.rl.credit_fitting import ResponseTokens, _split, credit_from_tokens, fit_credit
 from tsae.rl.exporting import write_credit
 from tsae.rl.shaping import plausibility, rebalanced, shape_advantages, token_weights
 
@@ -304,3 +304,16 @@ def test_credit_is_written_as_its_functions_have_it(tmp_path: Path, capsys: pyte
 def test_settings_that_make_no_sense_are_refused(make: Any, message: str) -> None:
     with pytest.raises(TsaeError, match=message):
         make()
+
+
+def test_credit_from_tokens_in_memory_is_that_of_the_table() -> None:
+    table = world()
+    reader = table.readers[0]
+    tokens = ResponseTokens.of(table, table.rows(reader=reader, policy=reader))
+    fitted = fit_credit(table, CreditConfig())
+    found = credit_from_tokens(tokens, fitted.info["sae"], CreditConfig(reader=reader))
+    assert found.info == fitted.info
+    for name in ("feature", "pair_keys", "pair_values", "token"):
+        torch.testing.assert_close(getattr(found, name), getattr(fitted, name))
+    with pytest.raises(TsaeError, match="FeatureTable"):
+        credit_from_tokens(tokens, fitted.info["sae"], CreditConfig(estimator="effects"))

@@ -63,20 +63,47 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
             fix="Encode rollouts that the reference sampled, read by the reference.",
         )
     tokens = ResponseTokens.of(features, rows)
+    sae = {name: features.info["sae"][name] for name in ("weights", "site", "d_model", "d_sae")}
     learning, testing = _split(tokens.frame, config, reader)
-    parts = {"n_learned": learning, "n_held_out": testing}
-    info = {
-        "sae": {name: features.info["sae"][name] for name in ("weights", "site", "d_model", "d_sae")},
-        "reader": reader,
-        **{name: int(tokens.frame.code[part].nunique()) for name, part in parts.items()},
-        "significant": True,
-        "note": "",
-    }
+    info = _info(tokens, learning, testing, sae, reader)
     if config.estimator == "effects":
         credit = _effects(features, rows, tokens, learning, config, info)
     else:
         credit = _regressed(tokens, learning, config, info)
     return _judged(credit, tokens, learning, testing) if credit.significant else credit
+
+
+def credit_from_tokens(tokens: ResponseTokens, sae: dict[str, Any], config: CreditConfig | None = None) -> Credit:
+    """As `fit_credit`, from tokens in memory: credit that is learned again while a policy is trained.
+
+    Args:
+        tokens: with codes of any reader.
+        sae: its fingerprint ("weights"), site, d_model and d_sae.
+        config: defaults of `CreditConfig`; not "effects", which needs a FeatureTable.
+
+    Raises:
+        TsaeError: for "effects", or where too few problems have both successes and failures.
+    """
+    config = config or CreditConfig()
+    if config.estimator == "effects":
+        raise TsaeError('"effects" needs a FeatureTable', where="CreditConfig", fix="Use action or value.")
+    reader = config.reader or "policy"
+    learning, testing = _split(tokens.frame, config, reader)
+    credit = _regressed(tokens, learning, config, _info(tokens, learning, testing, sae, reader))
+    return _judged(credit, tokens, learning, testing)
+
+
+def _info(
+    tokens: ResponseTokens, learning: np.ndarray, testing: np.ndarray, sae: dict[str, Any], reader: str
+) -> dict[str, Any]:
+    parts = {"n_learned": learning, "n_held_out": testing}
+    return {
+        "sae": sae,
+        "reader": reader,
+        **{name: int(tokens.frame.code[part].nunique()) for name, part in parts.items()},
+        "significant": True,
+        "note": "",
+    }
 
 
 @dataclass(frozen=True)
