@@ -221,6 +221,28 @@ def test_every_claim_has_a_prediction() -> None:
     assert list(predictions) == list(CLAIMS)
 
 
+def test_the_page_shows_the_records_of_every_dictionary() -> None:
+    records = _shipped()
+    assert tuple(records.by_arm["features"][0]["dictionaries"]) == claims_features.DICTIONARIES
+    page = check_claims.DOC.read_text(encoding="utf-8")
+    begins, ends = check_claims.DICTIONARIES_BEGIN, check_claims.DICTIONARIES_END
+    assert page.partition(begins)[2].partition(ends)[0].strip() == check_claims.dictionary_table(records).strip()
+
+
+@pytest.mark.parametrize("key", ["e", "f", "g"])
+def test_every_dictionary_gives_the_verdict_of_the_t_sae(key: str) -> None:
+    """Of correlation alone; as the page says, by a crosscoder's shared codes too."""
+    record = _shipped().by_arm["features"][0]
+    cells = {name: cell["shifts"] for name, cell in record["dictionaries"].items()}
+    cells["shared codes"] = record["dictionaries"][claims_features.CROSSCODER]["shared"]
+    judged = {
+        name: JUDGES[key](Records.of([{**record, "dictionaries": {"T-SAE": {"shifts": shifts}}}])).verdict
+        for name, shifts in cells.items()
+    }
+    assert len(judged) == 8
+    assert len(set(judged.values())) == 1, judged
+
+
 def test_readers_have_their_own_amounts_of_a_shared_feature() -> None:
     """Along the longer row: the reader's part of the reconstruction and its error."""
     config = SAEConfig(d_sae=2, k=1, groups=(1.0,), temporal_weight=0.0)
