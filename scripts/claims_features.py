@@ -11,7 +11,8 @@ features-0.json:
    A seed's shift is the mean over problems of run − base, in the deviation of the base's scores. Its outcome effect is
    the mean over problems of successes − failures, among the run's own trajectories.
 4. With the T-SAE, a family's sixteen most active features are ablated while the run answers, beside random features of
-   the same firing rate and size.
+   the same firing rate and size. With "difference" its direction is ablated, beside principal components and random
+   directions.
 
 Dictionaries: the T-SAE; a Matryoshka SAE (no temporal loss); a BatchTopK SAE (one group, too); principal components and
 random directions, both signs of each, with thresholds for the same number of active features; and "difference": the
@@ -121,7 +122,11 @@ def main() -> None:
             "shifts": shifts(features, family, series),
         }
         if name == "T-SAE":
-            found[name]["ablations"] = ablations(series, sae, features, family, options, to)
+            found[name]["ablations"] = ablations(series, sae, features, family, options)
+        if name == "difference":
+            sae, family = with_controls(store)
+            features = tsae.encode(sae, store, to=to / f"codes-{name}-controls")
+            found[name]["ablations"] = ablations(series, sae, features, family, options)
         print(name, found[name]["features"], flush=True)
     if CROSSCODER in wanted:
         found[CROSSCODER] = through_crosscoders(store, to, options.tokens, series)
@@ -172,22 +177,38 @@ def dictionaries(
     }
     if set(wanted) <= {*CONFIGS, CROSSCODER}:
         return found
+    directions, x = directions_of(store)
+    found |= {name: from_directions(rows, x, 1 if name == "difference" else K) for name, rows in directions.items()}
+    return {name: sae for name, sae in found.items() if name in wanted}
+
+
+def directions_of(store: tsae.ActivationStore) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(n, d_model) unit directions by dictionary, and the base's states that they are of."""
     x, code, names = base_states(store)
     centred = x - x.mean(0)
     components = torch.linalg.eigh(centred.T @ centred).eigenvectors.T
     random = torch.nn.functional.normalize(
         torch.randn(D_SAE // 2, x.shape[1], generator=torch.Generator().manual_seed(SEED)), dim=-1
     )
-    found["PCA"] = from_directions(torch.cat([components, -components]), x, K)
-    found["random"] = from_directions(torch.cat([random, -random]), x, K)
     means = torch.stack(
         [
             centred[np.isin(code, [names.index(c) for c in classes if c in names])].mean(0)
             for classes in FAMILIES.values()
         ]
     )
-    found["difference"] = from_directions(torch.nn.functional.normalize(means, dim=-1), x, 1)
-    return {name: sae for name, sae in found.items() if name in wanted}
+    return {
+        "PCA": torch.cat([components, -components]),
+        "random": torch.cat([random, -random]),
+        "difference": torch.nn.functional.normalize(means, dim=-1),
+    }, x
+
+
+def with_controls(store: tsae.ActivationStore) -> tuple[tsae.TemporalSAE, np.ndarray]:
+    """A dictionary of the differences, and of principal components and random directions to compare them with; and the
+    family of each of its features."""
+    directions, x = directions_of(store)
+    sae = from_directions(torch.cat([directions[name] for name in ("difference", "PCA", "random")]), x, K)
+    return sae, np.array([*FAMILIES, *[NO_FAMILY] * (sae.config.d_sae - len(FAMILIES))], dtype=object)
 
 
 def base_states(store: tsae.ActivationStore) -> tuple[torch.Tensor, np.ndarray, list[str]]:
@@ -380,7 +401,6 @@ def ablations(
     features: FeatureTable,
     family: np.ndarray,
     options: argparse.Namespace,
-    to: Path,
 ) -> dict[str, list[float]]:
     """By run, seed by seed: how much more than random features the ablation lowers what it should."""
     found: dict[str, list[float]] = {}

@@ -243,6 +243,17 @@ def test_every_dictionary_gives_the_verdict_of_the_t_sae(key: str) -> None:
     assert len(set(judged.values())) == 1, judged
 
 
+@pytest.mark.parametrize("key", ["e", "f", "g"])
+def test_the_page_shows_what_ablations_do(key: str) -> None:
+    record = _shipped().by_arm["features"][0]
+    row = next(
+        line for line in check_claims.DOC.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {key}: ")
+    )
+    for place, name in ((2, "T-SAE"), (3, "difference")):
+        of = Records.of([{**record, "dictionaries": {"T-SAE": record["dictionaries"][name]}}])
+        assert row.split(" | ")[place - 1] == check_claims.shown(JUDGES[key](of).parts[-1])
+
+
 def test_readers_have_their_own_amounts_of_a_shared_feature() -> None:
     """Along the longer row: the reader's part of the reconstruction and its error."""
     config = SAEConfig(d_sae=2, k=1, groups=(1.0,), temporal_weight=0.0)
