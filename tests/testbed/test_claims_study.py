@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import check_claims
+import claims_features
 import claims_study
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from organism.arms import Arm, Batch, answer, expert_similarity, run_arm, token_
 from organism.claims import JUDGES, Records, half_time, judge
 from organism.mixed import prompt_ids
 
+from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
+from tsae.sae.config import SAEConfig
+from tsae.sae.crosscoder.crosscoder import Crosscoder
 from tsae.testbed import series
 from tsae.testbed.chains import generate_problems
 from tsae.testbed.tokenizer import TOKEN_IDS
@@ -215,3 +219,65 @@ def test_missing_records_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_every_claim_has_a_prediction() -> None:
     predictions = json.loads(check_claims.PREDICTIONS.read_text(encoding="utf-8"))
     assert list(predictions) == list(CLAIMS)
+
+
+def test_the_page_shows_the_records_of_every_dictionary() -> None:
+    records = _shipped()
+    assert tuple(records.by_arm["features"][0]["dictionaries"]) == claims_features.DICTIONARIES
+    page = check_claims.DOC.read_text(encoding="utf-8")
+    begins, ends = check_claims.DICTIONARIES_BEGIN, check_claims.DICTIONARIES_END
+    assert page.partition(begins)[2].partition(ends)[0].strip() == check_claims.dictionary_table(records).strip()
+
+
+@pytest.mark.parametrize("key", ["e", "f", "g"])
+def test_every_dictionary_gives_the_verdict_of_the_t_sae(key: str) -> None:
+    """Of correlation alone; as the page says, by a crosscoder's shared codes too."""
+    record = _shipped().by_arm["features"][0]
+    cells = {name: cell["shifts"] for name, cell in record["dictionaries"].items()}
+    cells["shared codes"] = record["dictionaries"][claims_features.CROSSCODER]["shared"]
+    judged = {
+        name: JUDGES[key](Records.of([{**record, "dictionaries": {"T-SAE": {"shifts": shifts}}}])).verdict
+        for name, shifts in cells.items()
+    }
+    assert len(judged) == 8
+    assert len(set(judged.values())) == 1, judged
+
+
+@pytest.mark.parametrize("key", ["e", "f", "g"])
+def test_the_page_shows_what_ablations_do(key: str) -> None:
+    record = _shipped().by_arm["features"][0]
+    row = next(
+        line for line in check_claims.DOC.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {key}: ")
+    )
+    for place, name in ((2, "T-SAE"), (3, "difference")):
+        of = Records.of([{**record, "dictionaries": {"T-SAE": record["dictionaries"][name]}}])
+        assert row.split(" | ")[place - 1] == check_claims.shown(JUDGES[key](of).parts[-1])
+
+
+def test_readers_have_their_own_amounts_of_a_shared_feature() -> None:
+    """Along the longer row: the reader's part of the reconstruction and its error."""
+    config = SAEConfig(d_sae=2, k=1, groups=(1.0,), temporal_weight=0.0)
+    crosscoder = Crosscoder(4, config, site=claims_features.SITE)
+    with torch.no_grad():
+        crosscoder.W_dec.copy_(torch.tensor([[0.5, 0.0, 1.0, 0.0], [0.0, 2.0, 0.0, 2.0]]))
+        crosscoder.b_dec.fill_(1.0)
+    x = 1 + torch.tensor([[0.8, 0.0, 2.0, 0.3], [0.0, 3.0, 0.0, 1.0]])
+    base, other = claims_features.amounts(crosscoder, torch.tensor([[2.0, 0.0], [0.0, 1.0]]), x)
+    torch.testing.assert_close(base, torch.tensor([[0.8, 0.0], [0.0, 1.5]]))
+    torch.testing.assert_close(other, torch.tensor([[2.0, 0.0], [0.0, 0.5]]))
+
+
+def test_effects_of_hand_worked_readings() -> None:
+    """Two problems; the base answers each twice, the run twice, and the run reads the base's responses."""
+    readings = claims_features.Readings(
+        values=np.array([[0.0], [2], [2], [4], [1], [3], [3], [5], [6], [2], [5], [5]]),
+        by_reader={("base", "base"): np.arange(4), ("run", "base"): np.arange(4, 8), ("run", "run"): np.arange(8, 12)},
+        problem=np.tile([0, 0, 1, 1], 3),
+        band=np.array(["easy"] * 12, dtype=object),
+        outcome=np.array(["success", "failure"] * 6, dtype=object),
+    )
+    run = Checkpoint("run", "somewhere", run="run", step=1, trained_on="easy")
+    found = claims_features.effects(readings, np.array(["deliberation"], dtype=object), [run])
+    unit = np.std([0, 2, 2, 4], ddof=1)
+    expected = {"shift": [2.5 / unit], "outcome": [2 / unit], "same_texts": [1 / unit]}
+    assert found == {"easy": {"deliberation": {key: pytest.approx(values) for key, values in expected.items()}}}
