@@ -42,6 +42,10 @@ ARMS: dict[str, HardArm] = {
     "choices": HardArm(rule="credit", choices=True),
     "relearned": HardArm(rule="relearned", plausible=True),
     "path": HardArm(rule="path"),
+    "slips": HardArm(rule="slips"),
+    "slips, hard only": HardArm(adaptive=False, rule="slips"),
+    "slips, shuffled": HardArm(rule="slips", shuffled=True),
+    "oracle, draws": HardArm(rule="oracle"),
     "fast plain": HardArm(adaptive=False, learning_rate=FAST),
     "fast oracle": HardArm(adaptive=False, rule="oracle", learning_rate=FAST),
     "fast draws": HardArm(learning_rate=FAST),
@@ -106,7 +110,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def record_file(options: argparse.Namespace, name: str, seed: int) -> Path:
     """Such as fast-credit-0.json, or dev-credit-100.json."""
     kind = "dev-" if options.development else ""
-    return Path(options.out / f"{kind}{name.replace(' ', '-')}-{seed}.json")
+    return Path(options.out / f"{kind}{name.replace(',', '').replace(' ', '-')}-{seed}.json")
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ All draw hard chains and their backward reformulations by the current pass rate 
 - *credit*: token weights from the base's features, on chains of at most 9 operations (`tsae.rl.credit`).
 - *relearned*: every 10 steps credit is learned again, on the last 20 batches and on features of the policy as it is, so
   that it applies where the policy succeeds now and then. Successes that look like failures earn less.
+- *slips*: the oracle's rule with features in place of the annotation. The first token with a score as low as successes
+  rarely have is the slip. A success is credited up to it, and a failure is blamed for it alone, at all lengths.
 - *path*: on problems that are mostly failed, a success counts only if its gradient goes along the path: the mean
   gradient, over the last steps, of problems that are mostly solved.
 
@@ -60,6 +62,8 @@ KEPT, AGAIN = 20, 10
 """Batches that credit is learned again from, and steps between."""
 SOLVED, FAILED = 0.5, 0.25
 """Pass rates from which a problem shows the path, and below which its successes are doubted."""
+RARE = 0.05
+"""Share of successes on mostly solved problems whose lowest score is a slip."""
 _MEMORY = 0.8
 """Share of the path that is kept at each step."""
 
@@ -70,7 +74,7 @@ class HardArm:
 
     adaptive: bool = True
     """Draws by the pass rate; else fresh hard chains."""
-    rule: Literal["", "oracle", "credit", "relearned", "path"] = ""
+    rule: Literal["", "oracle", "credit", "relearned", "slips", "path"] = ""
     """Who earns what."""
     plausible: bool = False
     """Successes that look like failures earn less."""
@@ -99,7 +103,7 @@ def train(arm: HardArm, seed: int, steps: int, reference: Path) -> tuple[PreTrai
         told["right"].append(round(float(batch.right.mean()), 3))
         if isinstance(rule, Relearned):
             rule.learn(number, batch)
-        if isinstance(rule, Relearned | AlongPath):
+        if isinstance(rule, Relearned | AlongPath | FirstSlip):
             for name, value in rule.tells.items():
                 told[name].append(value)
 
@@ -120,6 +124,8 @@ def rule_of(arm: HardArm, seed: int, reference: Path, model: PreTrainedModel) ->
     credit = Credit.load(reference / "credit")
     if arm.shuffled:
         credit = credit.shuffled(seed)
+    if arm.rule == "slips":
+        return FirstSlip(series().base, reference / "sae", credit)
     shaping = ShapingConfig(strength=2.0, plausibility=arm.plausible)
     known: dict[str, Any] = {"applies": lambda row: n_ops_of(row["prompt"]) <= LONGEST}
     if arm.rule == "credit":
@@ -141,6 +147,39 @@ class Reformulated:
 
     def learn(self, batch: Batch) -> None:
         self.curriculum.update([problem.id for problem in batch.problems], batch.right.astype(float).tolist())
+
+
+class FirstSlip(FeatureCredit):
+    """The oracle's rule (`run_remedies.oracle`), with the first token whose score is too low in place of the first wrong
+    one.
+
+    Too low is what `RARE` of the successes reach on problems that the policy mostly solves: of the last `KEPT` steps that
+    have some. Nothing but scores and rewards decides it. Until it is known, advantages stay as they are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lowest: list[torch.Tensor] = []
+        self.tells: dict[str, Any] = {}
+
+    def __call__(self, rows: Sequence[dict[str, Any]], batch: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
+        advantages, mask = batch["advantages"], batch["completion_mask"].bool()
+        scores = self.scores(batch).masked_fill(~mask, torch.inf)
+        rate = (advantages > 0).float().view(-1, group_size).mean(1).repeat_interleave(group_size)
+        sure = (advantages > 0) & (rate >= SOLVED)
+        if sure.any():
+            self.lowest = [*self.lowest, scores[sure].amin(1)][-KEPT:]
+        if not self.lowest:
+            return advantages.unsqueeze(1) * mask
+        limit = torch.cat(self.lowest).quantile(RARE)
+        slip = scores < limit
+        before = (slip.cumsum(1) == 0) & mask
+        first = slip & (slip.cumsum(1) == 1)
+        self.tells = {
+            "slips": [round(float(slip[some].any(1).float().mean()), 3) for some in (advantages > 0, advantages < 0)]
+        }
+        weights = torch.where((advantages > 0).unsqueeze(1), before, first)
+        return advantages.unsqueeze(1) * weights
 
 
 class Relearned(FeatureCredit):

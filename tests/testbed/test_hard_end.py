@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from organism.arms import SAMPLES, Arm, Batch, as_trl, token_advantages
-from organism.hard_end import AlongPath, problem_sets
+from organism.hard_end import AlongPath, FirstSlip, problem_sets
 from organism.mixed import prompt_ids
 
 from tsae.rollouts.problems import Problem
@@ -101,3 +101,27 @@ def test_a_quick_run_goes_through_and_resumes(tmp_path: Path, monkeypatch: pytes
     assert hard_end.main([*options, "--gather", str(tmp_path / "all" / "runs.jsonl")]) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == results
     assert len(hard_end.records_of(tmp_path / "all" / "runs.jsonl")) == 4
+
+
+class _Scored(FirstSlip):
+    """With given scores."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.given, self.lowest, self.tells = scores, [], {}
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.given
+
+
+def test_a_slip_ends_credit_and_takes_all_blame() -> None:
+    """Two problems of four responses of three tokens; on the first, which is mostly solved, the limit is learned."""
+    advantages = torch.tensor([0.5, 0.5, 0.5, -1.5, 2.0, -0.7, -0.7, -0.6])
+    mask = torch.ones(8, 3, dtype=torch.long)
+    mask[3, 2] = 0
+    scores = torch.tensor(
+        [[0, -1, 0], [0, -2, 0], [-1, 0, 0], [0, -5, -9], [0, -4, 0], [-3, -6, 0], [0, 0, -1], [0, 0, -9.0]]
+    )
+    found = _Scored(scores)([{}] * 8, {"advantages": advantages, "completion_mask": mask}, 4)
+    # Successes' lowest scores are -1, -2, -1: the limit is their 5th percentile, -1.9.
+    weights = [[1, 1, 1], [1, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
+    torch.testing.assert_close(found, advantages[:, None] * torch.tensor(weights))
