@@ -150,11 +150,10 @@ class Reformulated:
 
 
 class FirstSlip(FeatureCredit):
-    """The oracle's rule (`run_remedies.oracle`), with the first token whose score is too low in place of the first wrong
-    one.
+    """The oracle's rule (`run_remedies.oracle`). In place of the first wrong token, the first whose score is too low.
 
-    Too low is what `RARE` of the successes reach on problems that the policy mostly solves: of the last `KEPT` steps that
-    have some. Nothing but scores and rewards decides it. Until it is known, advantages stay as they are.
+    Too low is what `RARE` of the successes reach on problems that the policy mostly solves: of the last `KEPT` steps
+    that have some. Nothing but scores and rewards decides it. Until it is known, advantages stay as they are.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
