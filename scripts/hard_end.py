@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from organism.hard_end import HardArm, evaluate, problem_sets, train
+from organism.hard_end import HardArm, evaluate, locate_slips, problem_sets, train
 from run_remedies import prepare
 
 from tsae.base.files import write_json, write_text
@@ -70,6 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(tabulate(records_of(STORED)))
             return 0
         prepare(options.out / "reference", quick=options.quick)
+        if options.where:
+            model, _ = train(ARMS["credit"], DEVELOPMENT[0], options.steps // 2, options.out / "reference")
+            write_json(STORED.with_name("slips.json"), locate_slips(model, options.out / "reference", 77))
+            return 0
         seeds = options.seeds or (DEVELOPMENT if options.development else SEEDS)
         for seed in seeds:
             for name in options.arms:
@@ -100,6 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--development", action="store_true", help="other seeds and other problems to evaluate on")
     parser.add_argument("--gather", type=Path, help="file to gather the records of all finished runs in")
     parser.add_argument("--stored", action="store_true", help="only print the table of the records in data/")
+    parser.add_argument("--where", action="store_true", help="write where slips are seen to data/, half-way of a run")
     parser.add_argument("--quick", action="store_true", help="a smoke run: 2 steps, nothing is learned")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -52,8 +52,9 @@ from tsae.rl.shaping import rebalanced
 from tsae.rl.trl import FeatureCredit
 from tsae.rollouts.problems import Problem
 from tsae.testbed import series
-from tsae.testbed.annotate import describe_response
+from tsae.testbed.annotate import annotate, describe_response
 from tsae.testbed.chains import generate_problems
+from tsae.testbed.tokenizer import VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -275,6 +276,46 @@ class AlongPath:
         gain = (log * mask[:, start:] * advantages[some, None]).sum()
         found = torch.autograd.grad(gain, [p for p in self.model.parameters() if p.requires_grad])
         return torch.cat([part.flatten() for part in found])
+
+
+def locate_slips(model: PreTrainedModel, reference: Path, seed: int) -> dict[str, dict[str, int]]:
+    """Where *slips* sees the slip of a failure, and where the annotation has its first wrong token, by length.
+
+    Args:
+        model: writes the responses: 40 problems a length, 16 responses each.
+        reference: folder with SAE and credit; the limit is that of the model's successes on 5 to 8 operations.
+        seed: of problems and sampling.
+
+    Returns:
+        by length: failures; of these "there", "before", "after" and "none" (no slip is seen); and how many first wrong
+        tokens are operators.
+    """
+    rule = FirstSlip(series().base, reference / "sae", Credit.load(reference / "credit"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def look(ops: int, n: int) -> tuple[Batch, torch.Tensor]:
+        batch = answer(model, generate_problems((ops, ops), n, seed), generator)
+        held = as_trl(batch, np.zeros(len(batch.rewards)))
+        return batch, rule.scores(held).masked_fill(~held["completion_mask"].bool(), torch.inf)
+
+    sure = [scores[torch.from_numpy(batch.right)].amin(1) for batch, scores in (look(ops, 20) for ops in (5, 6, 7, 8))]
+    limit = torch.cat(sure).quantile(RARE)
+    found = {}
+    for ops in (9, 10, 11, 12):
+        batch, scores = look(ops, 40)
+        counts = dict.fromkeys(("failures", "there", "before", "after", "none", "operators"), 0)
+        for i in np.flatnonzero(~batch.right):
+            roles = annotate(batch.problems[i].prompt, [VOCABULARY[token] for token in batch.responses[i]])
+            wrong = next((place for place, label in enumerate(roles) if label.correct is False), None)
+            if wrong is None:
+                continue
+            slips = (scores[i] < limit).nonzero()[:, 0].tolist()
+            where = "none" if not slips else "there" if slips[0] == wrong else "before" if slips[0] < wrong else "after"
+            counts["failures"] += 1
+            counts[where] += 1
+            counts["operators"] += roles[wrong].role == "operator"
+        found[str(ops)] = counts
+    return found
 
 
 def evaluate(model: PreTrainedModel, problems: dict[str, list[Problem]], samples: int, seed: int) -> dict[str, Any]:
