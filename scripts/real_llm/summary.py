@@ -197,6 +197,7 @@ def made_where(found: Mapping[str, Any]) -> str:
     for facts in found["problems"].values():
         counts[facts["band"]][facts["held_out"]] += 1
     bands = "; ".join(f"{band} {trained} and {held}" for band, (trained, held) in counts.items())
+    fifth = " Runs named fifth: medium problems, the loss on the fifth of the tokens with the highest entropy."
     minutes = f"{min(runs, default=0) / 60:.0f} to {max(runs, default=0) / 60:.0f}"
     return (
         f"Computed on {made['machine']}, {made['date']}: SmolLM2-135M-Instruct in bfloat16; "
@@ -205,7 +206,8 @@ def made_where(found: Mapping[str, Any]) -> str:
         f"{recipe['samples']} responses of at most {recipe['max_new_tokens']} tokens, LoRA of rank {recipe['rank']}, "
         f"learning rate {recipe['lr']:g}; {study['k']} responses to a problem for its band, "
         f"{study['answers']} of every policy to a held-out one. "
-        f"Problems to train on and held out: {bands}. "
+        f"Problems to train on and held out: {bands}."
+        f"{fifth if any(name.startswith('fifth') for name in found['logs']) else ''} "
         f"The cores were shared with other work: a run took {minutes} minutes on the wall, everything "
         f"{sum(seconds.values()) / 60:.0f}. "
         "This page is made from shipped records; only intervals and verdicts are computed for it."

@@ -47,6 +47,10 @@ def judged(
 
     monkeypatch.setattr(process, "run", run)
     monkeypatch.setattr(damage, "GIVEN", ())  # else results of changed checkpoints may differ
+    whole = [
+        stage for stage in stages.READERS if stage.compared == "*"
+    ]  # others do not answer for what is written here
+    monkeypatch.setattr(damage, "READERS", whole)
     options = torture.Torture(seed=6, only=kind)  # type: ignore[arg-type]
     return {torture.attempt(number, options, made, made.parent / "room")[2].split(":")[0] for number in range(12)}
 

@@ -40,6 +40,8 @@ def test_verdicts() -> None:
     yes, no = Part("x", (0.3, 0.4), "training seeds", -1), Part("y", (-0.3, -0.31), "training seeds")
     assert Judgement(CLAIM, (yes, yes)).verdict == "reproduced"
     assert Judgement(CLAIM, (yes, no)).verdict == "partly"
+    assert Judgement(CLAIM, (yes, yes), whole=False).verdict == "partly"
+    assert Judgement(CLAIM, (no, no), whole=False).verdict == "not reproduced"
     assert Judgement(CLAIM, (no, no)).verdict == "not reproduced"
     assert untestable(CLAIM, "a second run", "Train one.").verdict == "cannot be tested"
 

@@ -216,7 +216,7 @@ def test_lone_successes(tmp_path: Path) -> None:
                 ("#1", [2] * 3) if row["problem_id"] == "p2" else ("1+1=2;#2", [2] * 9)
             )
     found = record(write_run(tmp_path / "mixed", answers("base", LEVEL), RUN, mixed), "c")
-    assert found["verdict"] == "reproduced"
+    assert found["verdict"] == "partly"  # all that is tested holds; whether it harms is not tested
     assert [part["statement"] for part in found["parts"]] == [
         "Lone successes answer directly more often than other successes.",
         "Lone successes are more often shorter than the rest of their group.",
@@ -373,7 +373,7 @@ def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -
     assert "module:function" in record(tmp_path, "q")["add"]
 
 
-@pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "reproduced"), (1.0, "not reproduced")])
+@pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "partly"), (1.0, "not reproduced")])
 def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL), RUN)
     ids = [f"p{i}" for i in range(20)]

@@ -40,7 +40,7 @@ def sparser_when_hard(run: Evidence) -> Judgement:
     caveat = (
         f"Measured at {site}, at the last token of the prompt; the claim is on the last layer. Lengths may differ too."
     )
-    return Judgement(CLAIMS["o"], parts, caveat=f"{left}{caveat}")
+    return Judgement(CLAIMS["o"], parts, caveat=f"{left}{caveat}", whole=not left)
 
 
 def coherent_not_valid(run: Evidence) -> Judgement:
@@ -73,7 +73,9 @@ def errors_breed_errors(run: Evidence) -> Judgement:
     values = (rates[True] - rates[False]).groupby("problem_id").mean().to_numpy()
     statement = "After an error of its own the base errs more, at the same step of the same problem."
     caveat = "Responses may differ in more than the error: only putting errors into the context tells."
-    return Judgement(CLAIMS["q"], (part(statement, values, f"`{SAMPLE}` with more responses"),), caveat=caveat)
+    return Judgement(
+        CLAIMS["q"], (part(statement, values, f"`{SAMPLE}` with more responses"),), caveat=caveat, whole=False
+    )
 
 
 def pruning_easy(run: Evidence) -> Judgement:
@@ -91,6 +93,7 @@ def pruning_easy(run: Evidence) -> Judgement:
         CLAIMS["v"],
         (part(statement, values, f"a log with more easy problems, and {again}"),),
         caveat="Simulated. A run has one amount of data, and the claim is on two: a fall would agree with little data.",
+        whole=False,
     )
 
 

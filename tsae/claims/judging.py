@@ -85,14 +85,16 @@ class Judgement:
     """How to add it."""
     caveat: str = ""
     """What a reader has to know beside the verdict."""
+    whole: bool = True
+    """False where a part of the claim was not tested: it is reproduced partly at best."""
 
     @property
     def verdict(self) -> Verdict:
-        """Reproduced if all parts hold, partly if some do, not reproduced if none does."""
+        """Reproduced if all parts hold and no part is missing, partly if some hold, not reproduced if none does."""
         if not self.parts:
             return "cannot be tested"
         held = [part.holds is True for part in self.parts]
-        return "reproduced" if all(held) else "partly" if any(held) else "not reproduced"
+        return "reproduced" if all(held) and self.whole else "partly" if any(held) else "not reproduced"
 
     def record(self) -> dict[str, Any]:
         """The same, ready for JSON."""

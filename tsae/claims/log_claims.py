@@ -71,6 +71,7 @@ def lone_successes(run: Evidence) -> Judgement:
         parts,
         caveat=f"{left}Whether this does the damage needs trainings without lone successes, or without dividing by the "
         "deviation (TRL: scale_rewards=False).",
+        whole=False,
     )
 
 
@@ -101,7 +102,8 @@ def behaviour_first(run: Evidence) -> Judgement:
     if not found:
         raise reasons[0]
     caveats += [f"Left out for lack of {reason.needs}. " for reason in reasons]
-    return Judgement(CLAIMS["d"], tuple(found), caveat="".join(dict.fromkeys(caveats)).strip())
+    told = "".join(dict.fromkeys(caveats)).strip()
+    return Judgement(CLAIMS["d"], tuple(found), caveat=told, whole=not told)
 
 
 def one_format_wins(run: Evidence) -> Judgement:

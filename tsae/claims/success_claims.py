@@ -73,7 +73,7 @@ def hard_harms(run: Evidence) -> Judgement:
         for band in ("easy", "medium")
     ]  # fmt: skip
     parts, left = those_that_can(makers)
-    return Judgement(CLAIMS["b"], parts, caveat=left.strip())
+    return Judgement(CLAIMS["b"], parts, caveat=left.strip(), whole=not left)
 
 
 def difficulty_drifts(run: Evidence) -> Judgement:
@@ -96,7 +96,7 @@ def difficulty_drifts(run: Evidence) -> Judgement:
             _drift(f"Between the base and {c}", *(_counts(frame[frame.policy == who]) for who in (base, c)))
             for c in run.diff.final_checkpoints
         ]
-    return Judgement(CLAIMS["k"], tuple(parts), caveat=caveat)
+    return Judgement(CLAIMS["k"], tuple(parts), caveat=caveat, whole=False)
 
 
 def base_overtakes(run: Evidence) -> Judgement:
