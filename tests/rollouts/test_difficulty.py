@@ -512,8 +512,12 @@ def test_configs_are_checked() -> None:
         difficulty(graded({"base": {"a": (1, 1)}}), reference="other")
 
 
-def test_pass_at_k_in_bands_of_the_same_responses_is_unbiased() -> None:
-    """Every outcome of four fair coins equally often: pass@2 is .75 in each band. Draws from both halves give .67."""
+@pytest.mark.parametrize("before", [False, True])
+def test_pass_at_k_in_bands_of_the_same_responses_is_unbiased(before: bool) -> None:
+    """Every outcome of four fair coins equally often: pass@2 is .75 in each band. Draws from both halves give .67.
+
+    With bands `before`, no policy is named that they were measured on.
+    """
     records = [
         {"problem_id": f"p{copy}-{number}", "policy": "base", "prompt_ids": [1], "response_ids": [2],
          "outcome": "success" if right else "failure", "reward": float(right)}
@@ -521,5 +525,9 @@ def test_pass_at_k_in_bands_of_the_same_responses_is_unbiased() -> None:
         for number, coins in enumerate(itertools.product((False, True), repeat=4))
         for right in coins
     ]  # fmt: skip
-    found = difficulty(Rollouts.from_records(records), DifficultyConfig(k=(2,), n_draws=100)).pass_at_k
+    rollouts = Rollouts.from_records(records)
+    if before:
+        rollouts = rollouts.with_bands(None)
+        assert rollouts.info["bands"]["reference"] is None
+    found = difficulty(rollouts, DifficultyConfig(k=(2,), n_draws=100)).pass_at_k
     assert found.set_index("band").pass_at_k[list(BANDS)].to_numpy() == pytest.approx([0.75] * 3, abs=0.03)

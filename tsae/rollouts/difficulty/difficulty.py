@@ -162,5 +162,5 @@ def _halves(rollouts: Rollouts) -> pd.Series:
         return pd.Series(0, index=frame.index, name="half")
     measured = bands["reference"]
     of = ["problem_id"] if measured is None else ["problem_id", "policy"]
-    half = frame.groupby(of, sort=False).cumcount() % 2
-    return half.where(measured is None or frame.policy == measured, 0).rename("half")
+    half = (frame.groupby(of, sort=False).cumcount() % 2).rename("half")
+    return half if measured is None else half.where(frame.policy == measured, 0)
