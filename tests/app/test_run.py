@@ -326,6 +326,8 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     page = (out / "report.html").read_text()
     assert "sufficient: share that they move" in page
     assert "necessary: ablated in the donor" in page
+    assert {test["n_of_features"] for test in modes.values()} == {4}
+    assert "are the fairer" in page
     assert "<code>--causal</code>" not in page
     with pytest.raises(TsaeError, match="holds something else"):
         analyze_run(config, progress=False)

@@ -299,6 +299,24 @@ def test_clamping_and_steering_go_by_the_typical_activation_of_responses(
         assert accuracy["features"] == right, (mode, amount)
 
 
+@pytest.mark.parametrize(("table", "shared"), [(False, 1), (True, 2)])
+def test_problems_on_which_features_were_found_are_counted(
+    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, table: bool, shared: int
+) -> None:
+    """Texts: one is known by another id, and another has a known id. Rollouts: two of the features' own problems."""
+    config = InterventionConfig(mode="ablate", tokens="all", n_random=2, sampling=replace(SAMPLING, n_samples=1))
+    own = decided_features.rollouts
+    asked: Any = [replace(PROBLEMS[0], id="x"), replace(PROBLEMS[1], prompt="5+5?")]
+    if table:
+        asked = own.select(own.frame.problem_id.isin(["p1", "p3"]).to_numpy())
+    made = intervene(
+        decided.base, coordinates(), decided_features, [DECIDES], config, problems=asked, exclude=[OTHER, ENDS],
+        progress=False,
+    )  # fmt: skip
+    assert (made.info["n_problems"], made.info["n_of_features"]) == (2, shared)
+    assert made.record()["n_of_features"] == shared
+
+
 def test_bands_come_with_the_problems_of_a_table(found: Intervention) -> None:
     assert set(found.outcomes.band) == {"all", "easy", "hard"}
     rows = found.table(band="easy", behaviour="accuracy", condition="features")

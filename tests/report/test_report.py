@@ -223,6 +223,20 @@ def test_nothing_was_tested() -> None:
     assert "No behaviours were measured." in page.text
 
 
+@pytest.mark.parametrize(("known", "said"), [((0, 12), True), ((0, None), False)])
+def test_tests_on_the_problems_that_chose_the_features_are_said(known: tuple[int | None, ...], said: bool) -> None:
+    """As those of `tsae run --causal`; not of problems of their own, nor where an older test does not say."""
+    tested = [
+        {"checkpoint": "up-run", "features": [0], "mode": "ablate", "amount": 1.0, "tokens": "all", "n_problems": 30,
+         "summaries": {}, "changes": [], **({} if n is None else {"n_of_features": n})}
+        for n in known
+    ]  # fmt: skip
+    made = make((), runs=False)
+    page = rendered(replace(made, info={**made.info, "causally_tested": tested}))
+    assert ("are the fairer" in page) is said
+    assert page.count("(the features were found on ") == sum(bool(n) for n in known)
+
+
 def test_without_an_annotator_the_picture_shows_features() -> None:
     tokens = [f"' {word}' ' of'" for word in "abcdef"]
     made = make(features=describe(tokens, annotated=False))

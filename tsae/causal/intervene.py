@@ -171,7 +171,7 @@ def intervene(
             "random": [list(ids) for ids in sets],
             "matching": _matching(chosen, sets, scales),
             "features_encoded_with": features.rollouts.fingerprint,
-            "same_problems": problems is None,
+            "n_of_features": _n_shared(parts[0], features.rollouts),
             "versions": versions(),
         },
     )
@@ -242,6 +242,12 @@ def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tu
         )
     banded = given.frame[given.frame.band.notna()]
     return given.problems(), dict(zip(banded.problem_id, banded.band, strict=True))
+
+
+def _n_shared(drawn: Rollouts, known: Rollouts) -> int:
+    """Problems that were answered and that the features' rollouts have too, by the token ids of their prompts."""
+    prompts = {problem.ids for problem in known.problems()}
+    return sum(problem.ids in prompts for problem in drawn.problems())
 
 
 def _load(

@@ -146,7 +146,8 @@ class Intervention(Tables):
     """Every response; the policy is the condition."""
     info: dict[str, Any] = field(default_factory=dict)
     """checkpoint, features, config, sae, fve, no_op_identical, random sets and how well they match, and rows: problems,
-    and of the condition features trajectories and response tokens (every condition has as many trajectories)."""
+    and of the condition features trajectories and response tokens (every condition has as many trajectories).
+    n_problems, and n_of_features: those of them that the features' rollouts have too."""
 
     def table(self, **keys: str | Sequence[str]) -> pd.DataFrame:
         """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
@@ -255,8 +256,8 @@ class Intervention(Tables):
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """Facts for reports: checkpoint, features, mode, amount, tokens, a sentence for every behaviour,
-        and the changes over all problems that these sentences name."""
+        """Facts for reports: checkpoint, features, mode, amount, tokens, numbers of problems, a sentence for every
+        behaviour, and the changes over all problems that these sentences name."""
         config = self.info["config"]
         shown = self.outcomes[
             (self.outcomes.band == "all")
@@ -273,6 +274,7 @@ class Intervention(Tables):
             "amount": config["amount"],
             "tokens": config["tokens"],
             "n_problems": self.info["n_problems"],
+            "n_of_features": self.info.get("n_of_features"),
             "rows": self.info["rows"],
             "summaries": {name: self.summary(name) for name in self.measured},
             "changes": shown[columns].to_dict("records"),
