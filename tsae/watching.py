@@ -335,8 +335,8 @@ class _Watch:
                 where=self.to,
                 fix="Give the options that it was begun with, or another folder with --to.",
             )
-        base = state.series.base
-        captured, found = read_manifest(self.to / "activations")["readers"][0]["weights"], weights_fingerprint(base)
+        base, captured = state.series.base, read_manifest(self.to / "activations")["readers"][0]["weights"]
+        found = weights_fingerprint(base, like=captured)
         if captured != found:
             raise TsaeError(
                 f"is another base than before: its weights have the hash {found}, and those that were compared with "

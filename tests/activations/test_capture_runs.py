@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.builders import SHARED, make_rollouts, save_perturbed, save_series
+from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed, save_series
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
 from tsae.activations.config import CaptureConfig
+from tsae.activations.reader import opening
 from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
@@ -32,6 +34,7 @@ from tsae.activations.shards.manifest import read_manifest, write_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.base.part import Part
+from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -141,6 +144,37 @@ def test_a_resumed_capture_misses_a_lost_shard(
     (folder / "base" / "00002.h5").unlink()
     with pytest.raises(TsaeError, match=r"the shard base/00002\.h5 of the manifest is missing.*tsae store check"):
         capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+
+
+def test_a_capture_is_not_resumed_with_weights_that_changed_in_the_middle(rollouts: Rollouts, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", d_model=256)
+    series = CheckpointSeries.load(model)
+    folder = capture(series, rollouts, SITES[:1], to=tmp_path / "acts", config=CONFIG, progress=False).path
+    edit(folder, lambda m: m.update(complete=False))
+    flip_middle(model / "model.safetensors")
+    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
+        capture(series, rollouts, SITES[:1], to=folder, config=CONFIG, progress=False)
+
+
+def test_a_store_with_fingerprints_of_an_earlier_version_is_gone_on_with(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old: Any = {"to": tmp_path / "acts", "config": CONFIG, "progress": False}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(opening, "weights_fingerprint", partial(weights_fingerprint, like="0" * 16))
+        folder = capture(series, rollouts, SITES, **old).path
+    before, weights = contents(folder), [reader["weights"] for reader in read_manifest(folder)["readers"]]
+    assert not any(":" in found for found in weights)
+    edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
+    shutil.rmtree(folder / "easy-10")
+    capture(series, rollouts, SITES, **old)
+    assert contents(folder) == before
+    flip(folder / "base" / "00002.h5")
+    assert [repair.same for repair in repair_store(folder, series, check_store(folder), progress=False)] == [True]
+    other = save_perturbed(Path(series.base.path), tmp_path / "other", seed=9)
+    moved = replace(series, checkpoints=(replace(series.base, path=str(other)), *list(series)[1:]))
+    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
+        capture(moved, rollouts, SITES, **old)
 
 
 def test_a_capture_does_not_write_through_a_link(
@@ -585,7 +619,7 @@ def test_other_weights_do_not_repair(damaged: Path, series_folder: Path, llama: 
     shutil.rmtree(tmp_path / "series" / "base")
     save_perturbed(llama, tmp_path / "series" / "base", seed=3)
     before = contents(damaged)
-    with pytest.raises(TsaeError, match=r"not the weights that were captured as base \(hash \w+, expected \w+\)"):
+    with pytest.raises(TsaeError, match=r"not the weights that were captured as base \(hash sha256:\w+, expected sha"):
         repair_store(damaged, CheckpointSeries.load(tmp_path / "series"), check_store(damaged), progress=False)
     lone = save_series(tmp_path / "series", [{"id": "base", "path": "base"}])
     with pytest.raises(TsaeError, match="no checkpoint 'easy-10'"):

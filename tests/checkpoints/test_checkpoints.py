@@ -17,6 +17,7 @@ from support.builders import (
     MIXTURES,
     N_LAYERS,
     SHARED,
+    flip_middle,
     save_model,
     save_perturbed,
     save_series,
@@ -444,6 +445,17 @@ def test_fingerprints_tell_weights_and_tokenizers_apart(llama: Path, tmp_path: P
     assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(load_tokenizer(checkpoint(llama)))
     tokenizer.add_tokens(["x"])
     assert tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(make_tokenizer())
+
+
+def test_every_byte_of_the_weights_counts_in_their_fingerprint(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", d_model=256)
+    before, earlier = weights_fingerprint(checkpoint(folder)), weights_fingerprint(checkpoint(folder), like="0" * 16)
+    flip_middle(folder / "model.safetensors")
+    assert weights_fingerprint(checkpoint(folder)) != before
+    # What earlier versions wrote down is of the ends alone, and can still be compared with.
+    assert weights_fingerprint(checkpoint(folder), like=earlier) == earlier
+    assert (":" in before, ":" in earlier) == (True, False)
+    assert weights_fingerprint(checkpoint(folder), like=before) == weights_fingerprint(checkpoint(folder))
 
 
 BASE = {"id": "base", "path": "base", "run": None}

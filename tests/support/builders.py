@@ -122,6 +122,14 @@ def save_perturbed(source: Path, folder: Path, *, amount: float = 0.05, seed: in
     return folder
 
 
+def flip_middle(file: Path) -> None:
+    """Change one byte in the middle of a file of more than 2 MiB."""
+    content = bytearray(file.read_bytes())
+    assert len(content) > 2 << 20
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny") -> Path:
     (folder / "series.json").write_text(json.dumps({"name": name, "checkpoints": records}), encoding="utf-8")
     return folder

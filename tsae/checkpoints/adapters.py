@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
-    ends_of_files,
+    digests_of_files,
     first_line,
     folder_of,
     is_adapter,
@@ -136,5 +136,5 @@ def _same_model(named: str, base: CheckpointRecord) -> bool:
             return True
         if not here.is_dir() or is_gguf(base.path) or is_adapter(here):
             return False
-        return ends_of_files(weight_files(here)) == ends_of_files(weight_files(folder_of(base)))
+        return digests_of_files(weight_files(here)) == digests_of_files(weight_files(folder_of(base)))
     return here.name == ours.name or f"models--{named.replace('/', '--')}" in ours.parts

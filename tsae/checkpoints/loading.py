@@ -14,6 +14,7 @@ from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
+    digests_of_files,
     ends_of_files,
     first_line,
     folder_of,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_WHOLE = "sha256:"
+"""Begins the fingerprint of weights that were read from end to end."""
 
 
 class ModelLoader:
@@ -190,20 +193,26 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(entries).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def weights_fingerprint(checkpoint: CheckpointRecord) -> str:
-    """Hash of a checkpoint's weight files: names, sizes, first and last MiB of each; and of its noise.
+def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> str:
+    """Hash of a checkpoint's weight files: names, sizes, and every byte; and of its noise.
 
     For an adapter, its configuration and its base count too.
+
+    Args:
+        checkpoint: whose weights.
+        like: a fingerprint that the result will be compared with. One of an earlier version, without "sha256:", is of
+            the first and last MiB of each file, and so is the result then.
     """
+    whole = not isinstance(like, str) or like.startswith(_WHOLE)
     folder = folder_of(checkpoint)
     digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())
     files = [folder] if is_gguf(folder) else weight_files(folder)
     if is_adapter(folder):
         files = [*files, folder / ADAPTER_CONFIG]
-        digest.update(weights_fingerprint(base_of(checkpoint)).encode())
-    for name, first, last in ends_of_files(files):
-        digest.update(name.encode() + first + last)
-    return digest.hexdigest()[:16]
+        digest.update(weights_fingerprint(base_of(checkpoint), like).encode())
+    for name, content in digests_of_files(files) if whole else ends_of_files(files):
+        digest.update(name.encode() + content)
+    return (_WHOLE if whole else "") + digest.hexdigest()[:16]
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tsae.base.seal import digest
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError
@@ -23,6 +25,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _DOWNLOADS = ("*.json", "model*.safetensors", ADAPTER_WEIGHTS, "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # Trainers leave these beside the weights. They are pickles too, but not the weights that a user asks for.
 _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth)")
+_THREADS = 4
+"""Files that are read at once; the lock of the interpreter is free meanwhile."""
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -130,18 +134,22 @@ def quantisation(folder: Path) -> str | None:
     return method if bits is None else f"{method}, {bits} bits"
 
 
-def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes, bytes]]:
-    """(name and size, first MiB, last MiB) of every file: training changes every tensor, so both ends change with it.
+def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
+    """(name and size, SHA-256) of every file. A process reads a file again only if its size or times have changed."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = list(pool.map(digest, files))
+    return [(_name_and_size(file), found.encode()) for file, found in zip(files, digests, strict=True)]
 
-    Reading 140 GB to name a checkpoint would cost more than capturing from it.
-    """
+
+def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
+    """(name and size, first and last MiB) of every file, which earlier versions compared instead of the whole."""
     found = []
     for file in files:
         size = file.stat().st_size
         with file.open("rb") as stream:
             first = stream.read(1 << 20)
             stream.seek(max(0, size - (1 << 20)))
-            found.append((f"{file.name}:{size}:", first, stream.read(1 << 20)))
+            found.append((_name_and_size(file), first + stream.read(1 << 20)))
     return found
 
 
@@ -162,6 +170,10 @@ def refuse_own_code(error: BaseException, folder: Path) -> None:
             where=folder,
             fix="Give a model that transformers itself can load, or save this one in such a form.",
         ) from error
+
+
+def _name_and_size(file: Path) -> str:
+    return f"{file.name}:{file.stat().st_size}:"
 
 
 def _indexed(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_THREADS = 4
+"""Checkpoints whose files are read at once, to name their weights."""
 
 
 class Base(NamedTuple):
@@ -81,9 +85,12 @@ def open_base(
         "tokenizer": tokenizer_fingerprint(tokenizers[0]),
         "special_ids": sorted(set(tokenizers[0].all_special_ids)),
     }
+    weights_fingerprint(series.base)  # Once, before all adapters ask for it.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        weights = list(pool.map(weights_fingerprint, series))
     readers = [
-        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": weights_fingerprint(checkpoint)}
-        for checkpoint in series
+        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": found}
+        for checkpoint, found in zip(series, weights, strict=True)
     ]
     return Base(model, loader, sites, plan_readers([c.id for c in series], rollouts, config), facts, readers)
 

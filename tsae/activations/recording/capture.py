@@ -55,6 +55,7 @@ from tsae.base.provenance import write_run
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
+from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -194,7 +195,7 @@ def _capture(
         "readers": readers,
     }
     del base  # So that the model can be freed when the base has read.
-    _begin(to, manifest, rollouts, part)
+    _begin(to, manifest, rollouts, part, series)
     manifest = read_manifest(to)
     if manifest["complete"]:
         if not (to / "run.json").is_file():
@@ -298,7 +299,7 @@ def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: Chec
     published(write_run(to, "capture", config, inputs))
 
 
-def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> None:
+def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, series: CheckpointSeries) -> None:
     """Write the manifest of a new capture, or check that the folder holds the same one."""
     manifest = to / "manifest.json"
     if not manifest.is_file():
@@ -307,7 +308,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
         write_first(manifest, with_checksum(wanted))  # where another part was first, its manifest is compared
     found = read_manifest(to)
-    _check_same_capture(found, wanted, to)
+    _check_same_capture(found, _named_alike(found, wanted, series), to)
     for reader in found["readers"]:
         for shard in reader["shards"]:
             if not there(inside(to, shard["file"])):
@@ -327,6 +328,16 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)
+
+
+def _named_alike(found: dict[str, Any], wanted: dict[str, Any], series: CheckpointSeries) -> dict[str, Any]:
+    """The manifest that is wanted, with fingerprints of weights of the version that the found one has."""
+    named = {reader.get("id"): reader.get("weights") for reader in found["readers"]}
+    readers = [
+        {**reader, "weights": weights_fingerprint(series[reader["id"]], like=named.get(reader["id"]))}
+        for reader in wanted["readers"]
+    ]
+    return {**wanted, "readers": readers}
 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:

@@ -55,7 +55,8 @@ def repair_store(
     readers = {reader["id"]: reader for reader in manifest["readers"]}
     damaged = list(dict.fromkeys(damage.reader for damage in damages))
     for id in damaged:
-        found, expected = weights_fingerprint(series[id]), readers[id]["weights"]
+        expected = readers[id]["weights"]
+        found = weights_fingerprint(series[id], like=expected)
         if found != expected:
             raise TsaeError(
                 f"these are not the weights that were captured as {id} (hash {found}, expected {expected})",

@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tsae.base.files import reading, write_json, writing
+from tsae.base.files import read_object, reading, write_json, writing
 from tsae.base.part import check_same_work, digest_of
 from tsae.base.seal import read_sealed, with_checksum
+
+_OF = "sampling.json"
 
 
 class Request(NamedTuple):
@@ -59,6 +61,16 @@ def cut_batches(lengths: Sequence[int], n_samples: int, batch_size: int) -> list
     return [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
 
 
+def weights_before(folder: Path, policy: str) -> object:
+    """The fingerprint of the weights that batches of a policy were begun with; None where there are none.
+
+    Raises:
+        TsaeError: where sampling.json is damaged.
+    """
+    file = folder / policy / _OF
+    return read_object(file, f"Remove {file.parent}.").get("weights") if file.is_file() else None
+
+
 class Batches:
     """The finished batches of one policy.
 
@@ -76,7 +88,7 @@ class Batches:
         self._of = digest_of(identity)
         self._path = None if folder is None else folder / policy
         if self._path is not None:
-            check_same_work(self._path / "sampling.json", identity, "responses of another sampling")
+            check_same_work(self._path / _OF, identity, "responses of another sampling")
 
     def __contains__(self, number: int) -> bool:
         return number in self._held if self._path is None else self._file(number).is_file()

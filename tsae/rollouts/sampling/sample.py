@@ -23,7 +23,7 @@ from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.responses.thinking import Spans
 from tsae.rollouts.responses.token_parts import COLUMN
 from tsae.rollouts.sampling.agreement import agreement
-from tsae.rollouts.sampling.batches import Batches, Request, Response, cut_batches
+from tsae.rollouts.sampling.batches import Batches, Request, Response, cut_batches, weights_before
 from tsae.rollouts.sampling.generate import Around, Generator, check_lengths
 from tsae.rollouts.sampling.server import Server
 from tsae.rollouts.schema import outcome_name
@@ -128,7 +128,7 @@ class _Sampling:
             for p in problems
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
-        identity = {} if pieces is None else self._identity()
+        identity = {} if pieces is None else self._identity(weights_before(Path(pieces), checkpoint.id))
         self.done = Batches(None if pieces is None else Path(pieces), checkpoint.id, identity)
 
     def run(
@@ -234,12 +234,16 @@ class _Sampling:
             }
         return Rollouts.from_records(records, info)
 
-    def _identity(self) -> dict[str, Any]:
-        """What responses depend on."""
+    def _identity(self, before: object) -> dict[str, Any]:
+        """What responses depend on.
+
+        Args:
+            before: the fingerprint of the weights that it will be compared with.
+        """
         asked = json.dumps([asdict(problem) for problem in self.problems], sort_keys=True)
         return {
             "problems": hashlib.sha256(asked.encode()).hexdigest(),
-            "weights": weights_fingerprint(self.checkpoint),
+            "weights": weights_fingerprint(self.checkpoint, like=before),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "config": asdict(self.config),
             "server": None if self.server is None else self.server.model or "the only model",

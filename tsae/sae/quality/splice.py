@@ -91,7 +91,7 @@ def loss_recovered(
         TsaeError: where the checkpoint is not the one that the store was captured with, or no tokens count.
     """
     expected = store.reader_info(checkpoint.id).get("weights")
-    if expected is not None and expected != weights_fingerprint(checkpoint):
+    if expected is not None and expected != weights_fingerprint(checkpoint, like=expected):
         raise TsaeError(
             f"its weights are not those that reader {checkpoint.id} had when {store.path} was captured",
             where=checkpoint.path,
