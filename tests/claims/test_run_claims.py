@@ -60,6 +60,25 @@ def test_inverted_u_between_runs_on_bands(tmp_path: Path) -> None:
     assert {(part["n"], part["unit"]) for part in found["parts"]} == {(30, "problems")}
 
 
+def test_every_run_on_a_band_counts_and_a_band_without_one_is_said(tmp_path: Path) -> None:
+    """Two seeds on medium problems, of which one gains nothing; no run on hard ones."""
+    gains = {"medium-0": 0, "medium-1": 2, "easy-0": 1}
+    records = answers("base", LEVEL)
+    for name, gain in gains.items():
+        records += answers(name, raised(dict.fromkeys(BANDS, gain)))
+    runs = [checkpoint(name, name, trained_on=name[:-2]) for name in gains]
+    found = record(write_run(tmp_path / "both", records, runs), "a")
+    assert {part["statement"]: part["holds"] for part in found["parts"]} == {
+        "medium-0 (medium) gained more than easy-0 (easy).": False,
+        "medium-1 (medium) gained more than easy-0 (easy).": True,
+    }
+    assert found["verdict"] == "partly"
+    found = record(write_run(tmp_path / "one", records, runs[1:]), "a")
+    assert held(found) == [True]
+    assert found["verdict"] == "partly"
+    assert found["caveat"] == "No run was trained on hard problems alone."
+
+
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
