@@ -238,7 +238,7 @@ def test_lone_successes(tmp_path: Path) -> None:
     assert found["verdict"] == "partly"  # all that is tested holds; whether it harms is not tested
     assert [part["statement"] for part in found["parts"]] == [
         "Lone successes answer directly more often than other successes.",
-        "Lone successes are more often shorter than the rest of their group.",
+        "Lone successes are shorter than the median of their group more often than other successes.",
     ]
     assert "scale_rewards=False" in found["caveat"]
     found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
@@ -398,9 +398,10 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
     ids = [f"p{i}" for i in range(20)]
     bands = ["easy" if i < 12 else "hard" for i in range(20)]
     base = make_attribution()
-    facts = pd.concat(
-        [base.facts.iloc[:1].assign(problem_id=id, band=band) for id, band in zip(ids, bands, strict=True)]
-    )
+    facts = pd.concat(  # of a problem whose halves disagree, one half has no band
+        [base.facts.iloc[:1].assign(problem_id=id, band=of) for id, band in zip(ids, bands, strict=True)
+         for of in (None, band)]
+    )  # fmt: skip
     problems = pd.DataFrame(
         {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
          "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}
