@@ -353,6 +353,46 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     assert contents(out) == before
 
 
+@pytest.mark.slow  # starts sixteen processes
+def test_eight_processes_on_one_folder(tiny: RunConfig, finished: tuple[Path, list[str], Any], tmp_path: Path) -> None:
+    """One writes; the others are told who does. Then a run, its readers and those that write into it, all at once."""
+    out = tmp_path / "out"
+    run = ["run", tiny.path, "--base", tiny.base, "--to", out, "--tokens", tiny.tokens, "--d-sae", tiny.d_sae,
+           "--k", tiny.k, "--training-tokens", tiny.training_tokens,
+           "--diff.n-bootstrap", 100, "--diff.n-permutations", 100]  # fmt: skip
+
+    def at_once(*commands: list[Any]) -> list[tuple[int, str]]:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tsae", *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                text=True, cwd=tmp_path,
+            )
+            for words in commands
+        ]  # fmt: skip
+        said = [process.communicate()[1] for process in started]
+        return [(process.returncode, words) for process, words in zip(started, said, strict=True)]
+
+    ended = at_once(*[run] * 8)
+    codes = [code for code, _ in ended]
+    assert codes.count(0) >= 1
+    assert set(codes) <= {0, 2}
+    told = [said for code, said in ended if code]
+    assert all("is being written by process" in said and "Traceback" not in said for said in told)
+    assert contents(out) == contents(finished[0])
+
+    report = ["report", "--diff", out / "diff", "--features", out / "features", "--to"]
+    ended = at_once(
+        run, ["claims", out], ["claims", out], ["verify", out], ["store", "check", out / "activations"],
+        [*report, tmp_path / "one.html"], [*report, tmp_path / "two.html"],
+        ["diff", "--features", out / "features", "--to", tmp_path / "diff", "--n-bootstrap", 100,
+         "--n-permutations", 100],
+    )  # fmt: skip
+    assert [(code, said) for code, said in ended if code and "is being written by process" not in said] == []
+    assert contents(out) == contents(finished[0])
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+    assert all(one.ok for one in verify([out], progress=False))
+
+
 @pytest.mark.slow
 def test_claims_that_are_gone_are_missed_and_made_again(
     finished: tuple[Path, list[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
