@@ -60,6 +60,25 @@ def test_inverted_u_between_runs_on_bands(tmp_path: Path) -> None:
     assert {(part["n"], part["unit"]) for part in found["parts"]} == {(30, "problems")}
 
 
+def test_every_run_on_a_band_counts_and_a_band_without_one_is_said(tmp_path: Path) -> None:
+    """Two seeds on medium problems, of which one gains nothing; no run on hard ones."""
+    gains = {"medium-0": 0, "medium-1": 2, "easy-0": 1}
+    records = answers("base", LEVEL)
+    for name, gain in gains.items():
+        records += answers(name, raised(dict.fromkeys(BANDS, gain)))
+    runs = [checkpoint(name, name, trained_on=name[:-2]) for name in gains]
+    found = record(write_run(tmp_path / "both", records, runs), "a")
+    assert {part["statement"]: part["holds"] for part in found["parts"]} == {
+        "medium-0 (medium) gained more than easy-0 (easy).": False,
+        "medium-1 (medium) gained more than easy-0 (easy).": True,
+    }
+    assert found["verdict"] == "partly"
+    found = record(write_run(tmp_path / "one", records, runs[1:]), "a")
+    assert held(found) == [True]
+    assert found["verdict"] == "partly"
+    assert found["caveat"] == "No run was trained on hard problems alone."
+
+
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
@@ -219,7 +238,7 @@ def test_lone_successes(tmp_path: Path) -> None:
     assert found["verdict"] == "partly"  # all that is tested holds; whether it harms is not tested
     assert [part["statement"] for part in found["parts"]] == [
         "Lone successes answer directly more often than other successes.",
-        "Lone successes are more often shorter than the rest of their group.",
+        "Lone successes are shorter than the median of their group more often than other successes.",
     ]
     assert "scale_rewards=False" in found["caveat"]
     found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
@@ -379,9 +398,10 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
     ids = [f"p{i}" for i in range(20)]
     bands = ["easy" if i < 12 else "hard" for i in range(20)]
     base = make_attribution()
-    facts = pd.concat(
-        [base.facts.iloc[:1].assign(problem_id=id, band=band) for id, band in zip(ids, bands, strict=True)]
-    )
+    facts = pd.concat(  # of a problem whose halves disagree, one half has no band
+        [base.facts.iloc[:1].assign(problem_id=id, band=of) for id, band in zip(ids, bands, strict=True)
+         for of in (None, band)]
+    )  # fmt: skip
     problems = pd.DataFrame(
         {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
          "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}

@@ -70,4 +70,5 @@ def test_in_a_terminal_and_a_notebook() -> None:
     assert "3 problems  as claimed" in text
     card = claims()._repr_html_()
     assert "Inverted U" in card
+    assert "Mind &lt;" in card  # why a claim whose parts all hold may be reproduced partly
     assert MARKUP not in card

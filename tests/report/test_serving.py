@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 
 from support.diffs import MARKUP, make, source
 from support.pages import rendered
-from tsae.commands.actions.diff import run_serve
+from tsae.base.files import write_text
+from tsae.commands.actions.diff import files_of_page, run_serve
 from tsae.commands.options.diff import Serve
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -35,11 +37,13 @@ class Served:
     """A server of what `following` ends with: a diff, or an error in reading it."""
 
     def __init__(self, diff: FeatureDiff, file: Path) -> None:
-        self.file, self.following = file, [diff]
+        self.file, self.following, self.reads = file, [diff], 0
+        file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
-        self.run = ServedRun(self.read, file, "first")
+        self.run = ServedRun(self.read, lambda: files_of_page(file.parent.parent), "first")
 
     def read(self) -> Any:
+        self.reads += 1
         if isinstance(self.following[-1], Exception):
             raise self.following[-1]
         return self.following[-1], None, None
@@ -47,7 +51,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def both(diff: FeatureDiff, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Served]]:
-    served = Served(diff, tmp_path_factory.mktemp("served") / "diff.json")
+    served = Served(diff, tmp_path_factory.mktemp("served") / "diff" / "diff.json")
     with server(served.run, 0) as found:
         threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found, served
@@ -144,6 +148,20 @@ def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served
     assert json.loads(ask(found, "/examples/0")[1]) == []  # this one has no features
 
 
+def test_what_comes_changes_or_goes_later_is_shown(tmp_path: Path) -> None:
+    """Labels, an attribution, claims and a causal test; an unchanged folder is not read again."""
+    served = Served(make((), runs=False), tmp_path / "diff" / "diff.json")
+    pieces = ("explanations/explanations.json", "attribution/attribution.json", "claims.json", "causal/one/causal.json")
+    changes: list[Callable[[], Any]] = [partial(write_text, tmp_path / piece, "{}") for piece in pieces]
+    changes += [partial(write_text, tmp_path / pieces[-1], "{ }"), (tmp_path / pieces[-1]).unlink]
+    for n, change in enumerate(changes, 1):
+        served.run.page()
+        assert served.reads == n
+        change()
+        served.run.page()
+        assert served.reads == n + 1
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -153,7 +171,7 @@ def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path) -
     from playwright.sync_api import expect, sync_playwright
 
     said: list[str] = []
-    with server(Served(diff, tmp_path / "diff.json").run, 0) as found, sync_playwright() as playwright:
+    with server(Served(diff, tmp_path / "diff" / "diff.json").run, 0) as found, sync_playwright() as playwright:
         threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
         page.on("console", lambda message: said.append(message.text))

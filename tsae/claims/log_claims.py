@@ -57,7 +57,7 @@ def lone_successes(run: Evidence) -> Judgement:
     said = {
         "direct_answer": "Lone successes answer directly more often than other successes.",
         "skipped_steps": "Lone successes skip more steps than other successes.",
-        "shorter": "Lone successes are more often shorter than the rest of their group.",
+        "shorter": "Lone successes are shorter than the median of their group more often than other successes.",
     }
     parts, left = those_that_can(
         [

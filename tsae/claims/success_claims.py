@@ -28,15 +28,19 @@ _BOTH = f"`{SAMPLE}`, which lets the base and every checkpoint answer the same p
 def inverted_u(run: Evidence) -> Judgement:
     """a: paired by problem between runs that were trained on bands; in one run, gain by the band of the problem."""
     claim = CLAIMS["a"]
-    trained = {band: c for c in run.diff.final_checkpoints if (band := run.trained_on(c)) is not None}
+    on = {c: band for c in run.diff.final_checkpoints if (band := run.trained_on(c)) is not None}
+    trained = set(on.values())
     if "medium" in trained and len(trained) > 1:
-        gain = {band: run.success(c) for band, c in trained.items()}
+        gain = {c: run.success(c) for c in on}
         parts = [
-            within(f"{trained['medium']} (medium) gained more than {c} ({band}).", gain["medium"], gain[band], _BOTH)
-            for band, c in trained.items()
-            if band != "medium"
+            within(f"{c} (medium) gained more than {other} ({band}).", gain[c], gain[other], _BOTH)
+            for c in on
+            for other, band in on.items()
+            if on[c] == "medium" and band != "medium"
         ]
-        return Judgement(claim, tuple(parts))
+        lacking = next((band for band in BANDS if band not in trained), None)
+        told = f"No run was trained on {lacking} problems alone." if lacking else ""
+        return Judgement(claim, tuple(parts), caveat=told, whole=not lacking)
     run.need_bands(*BANDS)
     try:
         shares = run.training_bands

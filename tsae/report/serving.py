@@ -1,7 +1,8 @@
 """The report of a run from a local server, for runs whose examples do not fit into one file.
 
 The page is the report without its examples. The card of a feature asks for them when it is opened, so that every active
-feature has some, and the page stays small. The page is written anew when its diff has changed, as `tsae watch` does.
+feature has some, and the page stays small. The page is written anew when a file that it rests on has
+changed, such as the diff under `tsae watch`, or came or went, such as labels, causal tests, an attribution or claims.
 
 The server listens on this machine alone (127.0.0.1) and answers two addresses, / and /examples/FEATURE. It reads no
 other path, so no file can be asked for. It refuses requests by another host's name and from other pages, so that no web
@@ -13,7 +14,8 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -44,27 +46,32 @@ class ServedRun:
 
     Args:
         read: reads the diff, with its features, and the attribution and the claims if there are any.
-        file: that changes whenever the diff does.
+        files: lists the files of which one changes, comes or goes whenever what is read does. They need not exist.
         title: of the page.
     """
 
     def __init__(
         self,
         read: Callable[[], tuple[FeatureDiff, Attribution | None, Claims | None]],
-        file: Path,
+        files: Callable[[], Iterable[Path]],
         title: str | None = None,
     ) -> None:
-        self._read, self._file, self._title = read, file, title
+        self._read, self._files, self._title = read, files, title
         self._lock = Lock()
-        self._seen: tuple[int, int] | None = None
+        self._seen: Mapping[Path, tuple[int, int]] = {}
         self._load()
 
-    def _stamp(self) -> tuple[int, int]:
-        found = self._file.stat()
-        return found.st_mtime_ns, found.st_size
+    def _stamps(self) -> dict[Path, tuple[int, int]]:
+        """Time and size of the files that are there."""
+        found = {}
+        for file in self._files():
+            with suppress(OSError):
+                facts = file.stat()
+                found[file] = facts.st_mtime_ns, facts.st_size
+        return found
 
     def _load(self) -> None:
-        seen = self._stamp()
+        seen = self._stamps()
         diff, attribution, claims = self._read()
         page = "".join(render(diff, self._title, attribution, claims, served=True)).encode("utf-8", "replace")
         source, strings = diff.source, diff.info.get("token_strings", {})
@@ -72,10 +79,10 @@ class ServedRun:
         self._page, self._seen = page, seen
 
     def page(self) -> bytes:
-        """HTML of the diff as it is now; while it is being written, as it was before."""
+        """HTML of the run as it is now; while it is being written, as it was before."""
         with self._lock:
             try:
-                if self._stamp() != self._seen:
+                if self._stamps() != self._seen:
                     self._load()
             except (TsaeError, OSError):
                 pass

@@ -15,6 +15,7 @@ from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, write_sealed
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
+from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_in
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
@@ -178,6 +179,18 @@ def _attribution_in(folder: Path) -> Attribution | None:
     return Attribution.load(folder) if (folder / "attribution.json").is_file() else None
 
 
+def files_of_page(folder: Path) -> list[Path]:
+    """What the page of a run rests on: of each piece the file that is written last. Some may be missing."""
+    names = (
+        "diff/diff.json",
+        "features/run.json",
+        f"explanations/{EXPLANATIONS}",
+        "attribution/attribution.json",
+        CLAIMS,
+    )
+    return [*(folder / name for name in names), *(folder / "causal").glob("*/causal.json")]
+
+
 def run_serve(options: Serve) -> None:
     folder = options.run
     for name in ("diff/diff.json", "features/run.json"):
@@ -192,7 +205,7 @@ def run_serve(options: Serve) -> None:
         labelled = _labelled(diff, folder / "explanations")
         return labelled, _attribution_in(folder / "attribution"), claims_in(folder, diff)
 
-    with server(ServedRun(read, folder / "diff" / "diff.json", options.title), options.port) as found:
+    with server(ServedRun(read, lambda: files_of_page(folder), options.title), options.port) as found:
         print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
         with suppress(KeyboardInterrupt):
             found.serve_forever()

@@ -10,7 +10,7 @@ from tsae.report.story.claims import HEADING, counted, told_claims
 
 
 def claims_card(claims: Claims) -> str:
-    """A table of the effects behind the verdicts, and one of what is missing for the others."""
+    """Tables of the effects behind the verdicts, of what was not tested of these, and of what the others lack."""
     told = told_claims(claims)
     tested = [
         {"claim": f"{one.key}  {one.title}", "verdict": one.verdict, "statement": part.statement, "effect": part.effect,
@@ -21,5 +21,9 @@ def claims_card(claims: Claims) -> str:
     others = [
         {"claim": f"{one.key}  {one.title}", "cannot be tested on this run": one.missing} for one in told if one.missing
     ]
-    tables = [("effects, with 95 % intervals", pd.DataFrame(tested)), ("cannot be tested", pd.DataFrame(others))]
+    minded = [
+        {"claim": f"{one.key}  {one.title}", "what to mind": one.caveat} for one in told if one.parts and one.caveat
+    ]
+    tables = [("effects, with 95 % intervals", pd.DataFrame(tested)), ("what to mind", pd.DataFrame(minded))]
+    tables.append(("cannot be tested", pd.DataFrame(others)))
     return card(HEADING, {"found": counted(claims)}, *(t for t in tables if len(t[1])), note=ONE_RUN)
