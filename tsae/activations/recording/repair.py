@@ -55,7 +55,7 @@ def repair_store(
     readers = {reader["id"]: reader for reader in manifest["readers"]}
     damaged = list(dict.fromkeys(damage.reader for damage in damages))
     for id in damaged:
-        expected = readers[id]["weights"]
+        expected = readers[id].get("weights")
         found = weights_fingerprint(series[id], like=expected)
         if found != expected:
             raise TsaeError(
