@@ -87,7 +87,7 @@ class Stages:
         self.lines: dict[str, str] = dict(self.before)
 
     def say(self, stage: str, line: str, *, made: bool = False) -> None:
-        """Print the line of a stage. `made`: now, though an earlier call may have made it too."""
+        """Print the line of a stage. With `made` this call has made it, even if an earlier one had made it too."""
         done = " [from disk]" if stage in self.before and not made else ""
         # Names come from the log and from folders: they must not control the terminal.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")

@@ -142,7 +142,7 @@ def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
 
 
 def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
-    """(name and size, first and last MiB) of every file, which earlier versions compared instead of the whole."""
+    """(name and size, first and last MiB) of every file. Earlier versions compared only these."""
     found = []
     for file in files:
         size = file.stat().st_size

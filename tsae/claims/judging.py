@@ -90,7 +90,7 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """Reproduced if all parts hold and no part is missing, partly if some hold, not reproduced if none does."""
+        """Reproduced if all parts were tested and hold, partly if only some hold, not reproduced if none does."""
         if not self.parts:
             return "cannot be tested"
         held = [part.holds is True for part in self.parts]

@@ -148,7 +148,7 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
 
 
 def _inputs(diff: FeatureDiff) -> dict[str, str]:
-    """Fingerprints of what a diff rests on, by the names that claims.json has for them."""
+    """Fingerprints of the inputs of a diff, under their names in claims.json."""
     weights = (diff.info.get("sae") or {}).get("weights")
     found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
     return {name: str(value) for name, value in found.items() if value is not None}
@@ -180,7 +180,7 @@ def said_claims(folder: Path) -> bool:
 
 
 def claims_in(folder: Path, diff: FeatureDiff) -> Claims | None:
-    """The claims of a run's folder, to be shown beside its diff; None where it has none.
+    """Load the claims that are shown beside the diff of a run. None if the run has none.
 
     Raises:
         TsaeError: where they are damaged or of something else, or were there and are not any more.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _THREADS = 4
-"""Checkpoints whose files are read at once, to name their weights."""
+"""Checkpoints that are hashed at the same time."""
 
 
 class Base(NamedTuple):
