@@ -28,6 +28,21 @@ with sole_writer(sys.argv[1], None if sys.argv[2] == "whole" else Part.of(sys.ar
     sys.stdin.read()
 """
 
+_AGAIN_AND_AGAIN = """
+import os, sys, time
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.errors import TsaeError
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    try:
+        with sole_writer(sys.argv[1]):
+            os.mkdir(sys.argv[1])  # Fails where two are here.
+            os.rmdir(sys.argv[1])
+            print("written")
+    except TsaeError as error:
+        print(error)
+"""
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +68,21 @@ def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
     with sole_writer(to):
         assert [path.name for path in to.parent.iterdir()] == [".features.lock"]
     assert list(to.parent.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_one_that_takes_it_or_gives_it_back_at_this_moment_is_named_too(tmp_path: Path) -> None:
+    """Eight processes take it again and again: never two at once, and whoever has to wait is told for whom."""
+    to = tmp_path / "features"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", _AGAIN_AND_AGAIN, str(to)], stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    told = [line for writer in writers for line in writer.communicate()[0].splitlines()]
+    assert all(writer.returncode == 0 for writer in writers)
+    assert "written" in told
+    assert [line for line in told if line != "written" and "is being written by process" not in line] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_writer_is_no_obstacle(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -28,6 +29,7 @@ from tsae.errors import TsaeError
 
 _PATIENCE_S = 1.0
 """How long a process waits before it says for whom."""
+_PAUSE_S = 0.01
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What file systems without locks answer; filelock itself knows another answer."""
 _held: dict[tuple[int, int, Path], int] = {}
@@ -101,34 +103,44 @@ def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
     """
     lock: BaseFileLock = FileLock(file)
     patience = _PATIENCE_S if patient else 0.0
-    try:
+    give_up = time.monotonic() + _PATIENCE_S
+    owner = ""
+    while not owner:
         try:
             lock.acquire(timeout=patience)
+            break
+        except Timeout:
+            # Whoever takes it, or gives it back, at this moment is not in the file.
+            owner = _owner(file) or ("" if time.monotonic() < give_up else _unknown(file))
+            time.sleep(_PAUSE_S)
         except OSError as error:
-            if isinstance(error, Timeout) or error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS or isinstance(lock, SoftFileLock):
                 raise
             lock = SoftFileLock(file)
-            lock.acquire(timeout=patience)
-    except Timeout:
+    if owner:
         if not patient:
             raise TsaeError(
-                f"is being written by {_owner(file)}",
+                f"is being written by {owner}",
                 where=to,
                 fix="Wait until it has ended, or stop it; the same command then goes on from what is on disk.",
-            ) from None
-        print(f"waiting: {to} is being written by {_owner(file)}", file=sys.stderr)
+            )
+        print(f"waiting: {to} is being written by {owner}", file=sys.stderr)
         lock.acquire()
     if not isinstance(lock, SoftFileLock):  # which has written its own
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        owner = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "command": sys.argv[:2]}
-        file.write_text(json.dumps(owner))
+        ours = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "command": sys.argv[:2]}
+        file.write_text(json.dumps(ours))
     return lock
 
 
 def _owner(file: Path) -> str:
-    """Who holds a lock, in words."""
+    """Who holds a lock, in words; empty where it does not say."""
     try:
         found = parse_json(file.read_text())
         return f"process {int(found['process'])} on {found['host']!s:.80}, since {found['since']!s:.40}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"another process (if it has died, remove {file.name})"
+        return ""
+
+
+def _unknown(file: Path) -> str:
+    return f"another process (if it has died, remove {file.name})"
