@@ -412,6 +412,37 @@ def test_a_completed_manifest_whose_records_were_not_removed(
         ActivationStore(folder)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_parts_that_write_the_same_record_at_the_same_moment(
+    series: CheckpointSeries,
+    rollouts: Rollouts,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: bool,
+) -> None:
+    """The second part does all its work just before the first one's run.json takes its place."""
+    folder, replace_file, seen = tmp_path / "acts", os.replace, []
+
+    def read(index: int) -> None:
+        part = Part(index, 2)
+        capture_part(series, rollouts, SITES, to=folder, part=part, config=CONFIG, progress=False)
+
+    def late(source: Any, target: Any) -> None:
+        if str(target) == str(folder / "run.json") and not seen:
+            seen.append(target)
+            read(1)
+        replace_file(source, target)
+
+    read(1)
+    if finished:
+        read(0)
+    monkeypatch.setattr(os, "replace", late)
+    read(0)
+    assert seen
+    assert contents(folder) == contents(whole)
+
+
 def test_parts_on_the_command_line(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,16 +30,19 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
-    """Write run.json: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal.
+def run_content(stage: str, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What run.json holds: the stage, its config, the hashes of its inputs, and versions. No times: reruns are equal.
 
     Passwords and keys in it are hidden (`tsae.errors.without_secrets`).
     """
-    content = public(plain({"stage": stage, "config": config, "inputs": inputs, "versions": versions()}))
-    content = with_checksum(content)
+    return with_checksum(public(plain({"stage": stage, "config": config, "inputs": inputs, "versions": versions()})))
+
+
+def write_run(folder: str | Path, stage: str, config: Any, inputs: dict[str, Any]) -> Path:
+    """Write run.json (`run_content`) into the folder of a stage's results, and seal the folder if it has a seal."""
     file = Path(folder) / "run.json"
     with replacing(file) as partial:
-        write_json(partial, content)
+        write_json(partial, run_content(stage, config, inputs))
         if (Path(folder) / SEAL).is_file():
             # The seal comes first. Otherwise a kill in between could leave a finished folder without a seal.
             seal(folder, coming={file.name: partial})

@@ -51,7 +51,7 @@ from tsae.base.distributed import join
 from tsae.base.files import reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
-from tsae.base.provenance import write_run
+from tsae.base.provenance import run_content
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
@@ -199,7 +199,7 @@ def _capture(
     manifest = read_manifest(to)
     if manifest["complete"]:
         if not (to / "run.json").is_file():
-            _write_run(to, config, rollouts, series)
+            _write_run(to, config, rollouts, series, part)
         _check_shards(to, manifest, part)
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
@@ -284,7 +284,7 @@ def _complete(
     missing = [piece.file for piece in pieces if piece.file not in recorded]
     if missing or manifest["complete"]:
         return missing
-    _write_run(to, config, rollouts, series)
+    _write_run(to, config, rollouts, series, part)
     os.replace(write_manifest(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
     published(to / "manifest.json")
     for file in recorded:
@@ -293,10 +293,16 @@ def _complete(
     return []
 
 
-def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries) -> None:
+def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part) -> None:
     labels = rollouts.labels_fingerprint
     inputs = {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name}
-    published(write_run(to, "capture", config, inputs))
+    _put(part, to / "run.json", run_content("capture", config, inputs))
+    published(to / "run.json")
+
+
+def _put(part: Part, file: Path, content: dict[str, Any]) -> None:
+    """Write JSON whole or not at all, also where other parts write the same file at this moment."""
+    os.replace(write_json(part.own(file), content), file)
 
 
 def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, series: CheckpointSeries) -> None:
@@ -324,7 +330,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
         run = read_sealed(written, "Remove it, and capture again; no model is read again.")
         with reading(written, "Remove it, and capture again; no model is read again."):
             inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
-        write_json(written, with_checksum({**run, "inputs": inputs}))
+        _put(part, written, with_checksum({**run, "inputs": inputs}))
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)
