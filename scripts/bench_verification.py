@@ -3,7 +3,8 @@
     python scripts/bench_verification.py --to runs/verification
 
 Samples the shipped arithmetic checkpoints, and runs every stage on them. Every stage reads what it reads for the first
-time, as a process of its own does. Measured is the CPU time of all threads, in the functions that compute checksums and
+time, as a process of its own does. Encoding is measured a second time at the width of a small language model, on random
+activations. Measured is the CPU time of all threads, in the functions that compute checksums and
 in the whole stage.
 """
 
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench_scale import Bench, make_sae, make_store
 
 import tsae
 from tsae.activations.shards import writer
@@ -45,7 +48,7 @@ def _measured(name: str, stage: Callable[[], Any], rows: dict[str, Any]) -> Any:
     found = stage()
     total = time.process_time() - start
     rows[name] = {"cpu_s": round(total, 3), "checksums_s": round(_spent[0], 4), "share": round(_spent[0] / total, 5)}
-    print(f"{name:<8} {total:7.2f} s CPU, of which checksums {_spent[0]:.4f} s = {_spent[0] / total:.2%}")
+    print(f"{name:<11} {total:7.2f} s CPU, of which checksums {_spent[0]:.4f} s = {_spent[0] / total:.2%}")
     return found
 
 
@@ -88,6 +91,11 @@ def main() -> None:
         ),
         rows,
     )
+    wide = Bench(problems=32, d_model=576, d_sae=4608)
+    make_store(to / "wide" / "acts", wide, wide.samples)
+    make_sae(to / "wide" / "sae", to / "wide" / "acts", wide)
+    folders = [to / "wide" / name for name in ("sae", "acts", "features")]
+    _measured("encode wide", lambda: tsae.encode(folders[0], folders[1], to=folders[2], progress=False), rows)
     size = sum(file.stat().st_size for file in (to / "acts").rglob("*.h5"))
     print(f"store of {size / 1e6:.0f} MB")
     worst = max(row["share"] for row in rows.values())

@@ -39,7 +39,7 @@ def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, 
     file = folder / SEAL
     known = _read(file) if file.is_file() else {}
     found = {name: told for name, told in known.items() if (folder / name).is_file()}
-    found |= {name: sha256(folder / name) for name in names if (folder / name).is_file()}
+    found |= {name: digest(folder / name) for name in names if (folder / name).is_file()}
     found |= {name: sha256(path) for name, path in (coming or {}).items()}
     write_json(file, {"sha256": dict(sorted(found.items()))})
 
