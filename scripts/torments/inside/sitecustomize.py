@@ -25,14 +25,19 @@ _MOMENTS = {"os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "os.t
 def _limit(what: str) -> None:
     kind, _, number = what.partition("-")
     if kind == "size":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_FSIZE, int(number))
     elif kind == "files":
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + int(number), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        _lower(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + int(number))
     elif kind == "memory":
         with open("/proc/self/statm") as stream:
             used = int(stream.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + int(number), resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_AS, used + int(number))
+
+
+def _lower(limited: int, number: int) -> None:
+    """Set a limit, but none above the one that the process was given: not everybody may raise that."""
+    most = resource.getrlimit(limited)[1]
+    resource.setrlimit(limited, (number if most == resource.RLIM_INFINITY else min(number, most), most))
 
 
 def begin(torment: str) -> None:
