@@ -41,7 +41,9 @@ from tsae.pipeline import Before
 from tsae.run import Grown, analyze_run, analyze_state
 
 SHIPPED = tsae.testbed.series_path()
-FEW: dict[str, Any] = {"tokens": 8_000, "d_sae": 32, "k": 4, "training_tokens": 20_000}
+FEW: dict[str, Any] = {"d_sae": 32, "k": 4, "training_tokens": 20_000}
+_TOKENS = 8_000
+"""That a training of ten minutes is analysed on; of a longer one more, as its problems are asked more often."""
 DIFF: dict[str, Any] = {"n_bootstrap": 100, "n_permutations": 100, "noise_draws": 0}
 _ROWS = 64
 _EVERY = 4  # steps from checkpoint to checkpoint
@@ -144,8 +146,9 @@ def _soak(options: Options, folder: Path) -> dict[str, Any]:
     run.mkdir(parents=True)
     trainer = Trainer(run, options)
     trainer.start()
+    few = {**FEW, "tokens": int(_TOKENS * max(1, options.minutes / 10))}
     command = [sys.executable, "-m", "tsae", "watch", str(run), "--base", str(folder / "base"), "--to", str(out)]
-    for name, value in FEW.items():
+    for name, value in few.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     for name, value in DIFF.items():
         command += [f"--diff.{name.replace('_', '-')}", str(value)]
@@ -169,7 +172,7 @@ def _soak(options: Options, folder: Path) -> dict[str, Any]:
         diff=tsae.DiffConfig(**DIFF),
         attribute=False,
         importing=replace(RunConfig(run).importing, format="trl") if options.seed % 2 else RunConfig(run).importing,
-        **FEW,
+        **few,
     )
     found = json.loads((out / "run.json").read_text())
     log = config.log or run / "completions"

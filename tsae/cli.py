@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from tsae.base.disk.made_by import record_command
+from tsae.base.disk.made_by import record_command, under_way
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
 from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
@@ -131,11 +131,13 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     room = type(options).__module__.rpartition(".")[2]
     to = output(options)
     part = getattr(options, "part", None)
+    recorded = part is None and first_process() and bool(words) and to is not None and shown(to) == str(to)
     with nullcontext() if to is None else sole_writer(to, None if part is None else Part.of(part)):
-        action(room, f"run_{type(options).__name__.lower()}")(options)
+        with under_way(to, without_spread(words)) if to is not None and recorded else nullcontext():
+            action(room, f"run_{type(options).__name__.lower()}")(options)
         if to is not None:
             published(to)
-            if part is None and first_process() and words and shown(to) == str(to):
+            if recorded:
                 record_command(to, without_spread(words))
 
 

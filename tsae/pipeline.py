@@ -183,7 +183,8 @@ def analyse(
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
     )
 
-    if (to / "features" / "run.json").is_file():
+    # With pieces it was killed at its very end, which the encoding does again.
+    if (to / "features" / "run.json").is_file() and not (to / "features" / "pieces").is_dir():
         with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
             features = tsae.FeatureTable.load(to / "features")
     else:
@@ -302,7 +303,7 @@ def _encode_steps(
     series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
 ) -> FeatureTable:
     """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
-    if (to / "features" / "run.json").is_file():
+    if (to / "features" / "run.json").is_file() and not (to / "features" / "pieces").is_dir():
         return tsae.FeatureTable.load(to / "features")
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
     store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
 import shutil
 import subprocess
 import time
@@ -25,7 +26,7 @@ _TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% endif %}"
 )
-_NAMING = ("run.json", "stages.json")
+_NAMING = ("run.json", ".run.json.copy", "stages.json")
 """Results that say where the base lies."""
 _ONCE = ("influence", "analysis", "drift")
 """Artefacts of the first run alone: no command reads them beside others."""
@@ -95,7 +96,7 @@ def clear(folder: Path) -> None:
 
 def difference(found: Path, expected: Path, *, extra: bool = False, pattern: str = "*") -> str:
     """Which results differ from those of the undamaged artefacts, if any do. With `extra` more may lie beside them."""
-    one, two = results(found), results(expected)
+    one, two = results(found, expected.parent), results(expected, expected.parent)
     names = sorted(name for name in {*([] if extra else one), *two} if one.get(name) != two.get(name))
     names = [name for name in names if fnmatch(name, pattern)]
     return f"silently different: {', '.join(names[:4])}" if names else ""
@@ -199,14 +200,21 @@ def clear_words(folder: Path) -> None:
         shutil.rmtree(said)
 
 
-def results(folder: Path) -> dict[str, str]:
-    """Checksums of what a command wrote, by name. The folder that run.json and stages.json name counts as one."""
+def results(folder: Path, made: Path) -> dict[str, str]:
+    """Checksums of what a command wrote, by name.
+
+    In files that say where the base lies, the folder of the artefacts counts as that of the case, and the checksum,
+    which depends on it, is left out.
+    """
+
+    def content(path: Path) -> str:
+        text = path.read_bytes()
+        for here in (folder.parent, made):
+            text = text.replace(str(here).encode(), b"@")
+        return str(re.sub(rb'"checksum": "[0-9a-f]{64}"', b"", text))
+
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    here = str(folder.parent).encode()
-    return {
-        name: str(path.read_bytes().replace(here, b"@")) if path.name in _NAMING else sha256(path)
-        for name, path in files.items()
-    }
+    return {name: content(path) if path.name in _NAMING else sha256(path) for name, path in files.items()}
 
 
 def unusual_end(ended: subprocess.CompletedProcess[str]) -> str:

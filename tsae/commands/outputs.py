@@ -107,14 +107,30 @@ def _holds(kind: str) -> Callable[[bytes, Path], bool]:
     """Whether a Parquet file is of this kind; rollouts have none."""
 
     def known(begin: bytes, path: Path) -> bool:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        found = _facts(begin, path)
+        return found is None or found.get("kind") == kind
 
-        try:
-            found = (pq.read_schema(path).metadata or {}).get(b"tsae") if begin.startswith(b"PAR1") else None
-            return found is not None and parse_json(found).get("kind", ROLLOUTS) == kind
-        except (OSError, ValueError, AttributeError, pa.ArrowException):
-            return True  # a damaged one of ours, or the beginning of one
+    return known
+
+
+def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
+    """What a Parquet file of tsae says of itself; empty for other files, None where it is damaged or unfinished."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        told = (pq.read_schema(path).metadata or {}).get(b"tsae") if begin.startswith(b"PAR1") else None
+        return {} if told is None else {"kind": ROLLOUTS, **parse_json(told)}
+    except (OSError, ValueError, TypeError, pa.ArrowException):
+        return None
+
+
+def _of_log(imported: bool) -> Callable[[bytes, Path], bool]:
+    """Whether a Parquet file holds rollouts that were imported from a log, or that were not."""
+
+    def known(begin: bytes, path: Path) -> bool:
+        found = _facts(begin, path)
+        return found is None or (found.get("kind") == ROLLOUTS and ("log" in found) == imported)
 
     return known
 
@@ -130,6 +146,8 @@ FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Reformulate": ("problems", _is_problems),
     "Weights": ("token weights of tsae", _holds("token weights")),
     "Statistics": ("token statistics of tsae", _holds("token statistics")),
-    **dict.fromkeys(("Sample", "Import", "Bands", "Behaviours"), ("rollouts of tsae", _holds(ROLLOUTS))),
+    "Sample": ("sampled rollouts of tsae", _of_log(False)),
+    "Import": ("imported rollouts of tsae", _of_log(True)),
+    **dict.fromkeys(("Bands", "Behaviours"), ("rollouts of tsae", _holds(ROLLOUTS))),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""

@@ -38,8 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -159,7 +160,7 @@ class Credit:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "credit.json").unlink(missing_ok=True)
         names = ("feature", "pair_keys", "pair_values", "token")
-        save_file({name: getattr(self, name).contiguous() for name in names}, folder / "credit.safetensors")
+        write_tensors(folder / "credit.safetensors", {name: getattr(self, name) for name in names})
         content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
         write_sealed(folder, "credit.json", {**content, "info": self.info}, ["credit.safetensors"])
         return folder

@@ -12,6 +12,8 @@ from tsae.errors import TsaeError
 InitialBias = Literal["geometric_median", "mean", "zero"]
 Precision = Literal["float32", "bfloat16"]
 
+_MOST_TOKENS = 100_000_000_000  # far more than any published SAE was trained on
+
 
 @dataclass(frozen=True)
 class SAEConfig:
@@ -189,6 +191,7 @@ class TrainingConfig:
             tool not in ("wandb", "trackio", "tensorboard") or not named,
             f"log_to={self.log_to!r} is none of wandb:PROJECT, trackio:PROJECT, tensorboard:FOLDER",
         )
+        _refuse(self, self.tokens > _MOST_TOKENS, f"tokens={self.tokens:,} are more than {_MOST_TOKENS:,}")
         rate = self.learning_rate
         _refuse(self, rate is not None and not 0 < rate < 10, f"learning_rate={rate} is not between 0 and 10")
         _refuse(self, not self.max_norm > 0, f"max_norm={self.max_norm} is not positive")

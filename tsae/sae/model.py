@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tsae.activations.source import Source
+from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.untrusted import parse_json
@@ -156,9 +157,7 @@ class TemporalSAE(torch.nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "training.json", self.training_info)
         config = {"format": FORMAT, "d_model": self.d_model, "site": self.site, "sae": asdict(self.config)}
-        partial = folder / "sae.safetensors.tmp"
-        save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, partial)
-        partial.replace(folder / "sae.safetensors")
+        write_tensors(folder / "sae.safetensors", self.state_dict())
         write_sealed(folder, "config.json", config, ("training.json", "sae.safetensors"))
         return folder
 

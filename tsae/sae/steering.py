@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import reading, replacing
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.forward.hooks import attach, check_sites, decoder_blocks
@@ -68,10 +68,8 @@ class SteeringVector:
 
     def save(self, file: str | Path) -> Path:
         """Write a safetensors file with the tensor ``vector``; site and info are its metadata."""
-        with replacing(file) as partial:
-            metadata = {"site": self.site, "info": json.dumps(self.info), "format": "pt"}
-            save_file({"vector": self.vector.contiguous()}, partial, metadata=metadata)
-        return Path(file)
+        metadata = {"site": self.site, "info": json.dumps(self.info), "format": "pt"}
+        return write_tensors(file, {"vector": self.vector}, metadata)
 
     @classmethod
     def load(cls, file: str | Path) -> SteeringVector:

@@ -201,6 +201,7 @@ def _capture(
         if not (to / "run.json").is_file():
             _write_run(to, config, rollouts, series, part)
         _check_shards(to, manifest, part)
+        _remove_records(to, manifest)  # which a kill just after the end left
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
@@ -287,10 +288,17 @@ def _complete(
     _write_run(to, config, rollouts, series, part)
     os.replace(write_manifest(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
     published(to / "manifest.json")
-    for file in recorded:
-        # Another part may do the same at this moment.
-        removed(inside(to, record_file(file)))
+    _remove_records(to, manifest)
     return []
+
+
+def _remove_records(to: Path, manifest: dict[str, Any]) -> None:
+    """Remove the records of shards, which the manifest has taken in. Another part may do the same at this moment."""
+    for reader in manifest["readers"]:
+        for shard in reader["shards"]:
+            record = inside(to, record_file(shard["file"]))
+            if there(record):
+                removed(record)
 
 
 def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part) -> None:

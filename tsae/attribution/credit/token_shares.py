@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
+from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import reading
 from tsae.base.seal import check_seal, seal
 from tsae.checkpoints.forward.hooks import positions
@@ -38,10 +38,8 @@ class Directions:
     def keep(self, step: int, vectors: torch.Tensor) -> None:
         """Write those of a step, (n_targets, P)."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self._file(step).with_suffix(".tmp")
-        save_file({"vectors": vectors.to(torch.bfloat16).contiguous()}, partial)
-        seal(self.folder, coming={self._file(step).name: partial})
-        partial.replace(self._file(step))
+        with tensors_replacing(self._file(step), {"vectors": vectors.to(torch.bfloat16)}) as partial:
+            seal(self.folder, coming={self._file(step).name: partial})
 
     def read(self, step: int, target: int) -> torch.Tensor:
         """(P,) float32 of a target.

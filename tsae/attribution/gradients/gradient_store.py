@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import gradients_and_spread
 from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import reading, write_json
 from tsae.base.progress import progress_bar
 from tsae.base.seal import check_seal, need_seal, read_sealed, seal, with_checksum
@@ -212,11 +213,9 @@ def _build_step(
         "pulls": torch.tensor([weighted[row] for row in rows.tolist()], dtype=torch.float32),
         "spread": spread,
     }
-    partial = _file(to, step).with_suffix(".tmp")
-    save_file(tensors, partial)
-    # The seal first: a kill in between leaves no file without one.
-    seal(to, coming={_file(to, step).name: partial})
-    partial.replace(_file(to, step))
+    with tensors_replacing(_file(to, step), tensors) as partial:
+        # The seal first: a kill in between leaves no file without one.
+        seal(to, coming={_file(to, step).name: partial})
 
 
 def _file(folder: Path, step: int) -> Path:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import reading, write_json
 from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
 from tsae.errors import TsaeError
@@ -57,12 +58,10 @@ class RecordingFolder:
 
     def keep_weights(self, trained: TrainedWeights, step: int) -> None:
         """Write the present weights."""
-        partial = self.path / "weights.tmp"
-        save_file({name: p.detach().cpu().contiguous() for name, p in trained.parameters.items()}, partial)
         name = f"weights-{step:06d}.safetensors"
-        # The seal first: a kill in between leaves no weights without one.
-        seal(self.path, coming={name: partial})
-        partial.replace(self.path / name)
+        with tensors_replacing(self.path / name, trained.parameters) as partial:
+            # The seal first: a kill in between leaves no weights without one.
+            seal(self.path, coming={name: partial})
 
     def add(self, step: int, facts: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> None:
         """Append the samples of a step.

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +92,30 @@ class MadeBy:
             if taking and word:
                 found.append(self.where / word)
         return found
+
+
+_under_way: ContextVar[tuple[Path, tuple[str, ...]] | None] = ContextVar("_under_way", default=None)
+"""The command that is being run: what it writes, and its words."""
+
+
+@contextmanager
+def under_way(output: Path, words: Sequence[str]) -> Iterator[None]:
+    """Say which command writes an output in the block, for `record_early`."""
+    token = _under_way.set((output, tuple(words)))
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+def record_early(output: Path) -> None:
+    """Write down the command that is being run, if it writes this output, just before the output takes its place.
+
+    So a kill in between leaves no output of which nobody knows that the same command may replace it.
+    """
+    command = _under_way.get()
+    if command is not None and command[0] == output:
+        record_command(*command)
 
 
 def record_command(output: Path, words: Sequence[str]) -> None:

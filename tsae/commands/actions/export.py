@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 import tsae
-from tsae.base.disk.made_by import made_by
+from tsae.base.disk.made_by import made_by, record_early
 from tsae.base.files import new_folder
 from tsae.checkpoints.forward.site_names import site_names
 from tsae.commands.common import say_wrote
@@ -29,6 +29,7 @@ def run_export(options: Export) -> None:
     before = made_by(options.to)
     with new_folder(options.to, replace=before is not None and before.words[:1] == ("export",)) as folder:
         told = _written(options, sae, features, folder)
+        record_early(options.to)
     say_wrote(options.to, told)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
 
+from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -87,8 +87,6 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, torch.
     """Write both files whole or not at all; the config comes last, so that a half-written folder is not read."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).unlink(missing_ok=True)
-    partial = folder / (WEIGHTS_FILE + ".tmp")
-    save_file(weights, partial)
-    partial.replace(folder / WEIGHTS_FILE)
+    write_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config)
     return folder

@@ -43,7 +43,8 @@ class Spool:
         self._writer = pq.ParquetWriter(file, _SPOOLED, compression="lz4")
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take one row."""
+        """Take one row. Lone surrogates, which no file can hold, become their code points (``\\ud800``)."""
+        record = {name: _whole(value) if isinstance(value, str) else value for name, value in record.items()}
         others = {name: value for name, value in record.items() if name.startswith(("reward/", "extra/"))}
         has_parts = record[COLUMN] is not None
         if others.keys() - self._rewards.keys() - self._extras.keys() or (has_parts and not self._parts_known):
@@ -75,6 +76,10 @@ class Spool:
             check_parts(table, "rollouts")
             self._writer.write_table(table)
         self._pending, self._tokens = [], 0
+
+
+def _whole(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class Spools:
