@@ -58,6 +58,11 @@ def rollouts(tmp_path: Path) -> Path:
             "no file with token weights of tsae",
         ),
         ("rollouts bands --rollouts other.parquet --to statistics.parquet", "no file with rollouts of tsae"),
+        ("rollouts import folder --to rollouts.parquet", "no file with imported rollouts of tsae"),
+        (
+            "rollouts sample --series folder --problems problems.jsonl --verifier a:b --to imported.parquet",
+            "no file with sampled rollouts of tsae",
+        ),
     ],
 )
 def test_what_others_wrote_is_left_alone(
@@ -72,6 +77,7 @@ def test_what_others_wrote_is_left_alone(
     pd.DataFrame({"a": [1]}).to_parquet(folder / "other.parquet")
     table = pa.table({"a": [1]})
     write_table(folder / "statistics.parquet", table.schema, [table], {"kind": "token statistics"})
+    write_table(folder / "imported.parquet", table.schema, [table], {"log": {"format": "trl"}})
     (folder / "mine.json").write_text('{"mine": 1}')
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as stopped:

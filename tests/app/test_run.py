@@ -31,6 +31,8 @@ import tsae
 from support.builders import make_rollouts
 from support.checkpoints import cached
 from support.pages import rendered
+from tsae.activations.shards.manifest import record_file
+from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.causal.config import CausalConfig
@@ -39,6 +41,8 @@ from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.errors import TsaeError
+from tsae.features.encode import encode
+from tsae.features.pieces import Pieces
 from tsae.report.story.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.config import ImportConfig
@@ -47,6 +51,7 @@ from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
 from tsae.run import analyze_run, choose_sae, find_series
+from tsae.sae.model import TemporalSAE
 from tsae.upkeep.verify import verify
 
 SHIPPED = tsae.testbed.series_path()
@@ -452,6 +457,27 @@ def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], ti
             analyze_run(replace(tiny, to=tmp_path / "out"), progress=False, say=stop)
         assert all(line.endswith("[from disk]") for line in lines[: number - 1])
     assert contents(tmp_path / "out") == contents(finished[0])
+
+
+def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+) -> None:
+    """The store and the features are complete; their records and pieces are not removed yet."""
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    pieces, kept = tmp_path / "kept", ActivationStore(out / "activations")
+    sae = TemporalSAE.load(out / "sae")
+
+    def stopped(self: Pieces) -> None:
+        shutil.copytree(self.path, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pieces, "remove", stopped)
+        encode(sae, kept, to=tmp_path / "features", progress=False)
+    shutil.copytree(pieces, out / "features" / "pieces")
+    shard = kept.manifest["readers"][0]["shards"][0]["file"]
+    (out / "activations" / record_file(shard)).write_text("{}")
+    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    assert contents(out) == contents(finished[0])
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tsae.base import seal as module
+from tsae.base.files import write_json
 from tsae.base.provenance import write_run
-from tsae.base.seal import SEAL, check_seal, seal
+from tsae.base.seal import SEAL, check_seal, read_sealed, seal, with_checksum
 from tsae.errors import TsaeError
 
 
@@ -97,3 +98,8 @@ def test_a_file_is_read_once_as_long_as_it_stays(folder: Path, monkeypatch: pyte
 def test_folders_of_earlier_versions_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_text("anything")
     check_seal(tmp_path, "")
+
+
+def test_lone_surrogates_survive_in_json(tmp_path: Path) -> None:
+    content = {"a": "\\\ud800\u00fc", "b\udfff": [1]}
+    assert read_sealed(write_json(tmp_path / "a.json", with_checksum(content)), "") == content

@@ -234,6 +234,25 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_killed_before_its_command_is_known_may_be_made_again(
+    sae: TemporalSAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sae.save(tmp_path / "sae")
+    command = ["export", "--sae", str(tmp_path / "sae"), "--to", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+
+        def killed(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("tsae.commands.actions.export.say_wrote", killed)
+        with pytest.raises(SystemExit):
+            main(command)
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written
+    main(command)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == written
+
+
 def test_the_command_exports_and_refuses_folders_with_something_in_them(
     features: FeatureTable, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -658,6 +658,8 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
         train(store, PLANTED, training=config, progress=False)
     with pytest.raises(TsaeError, match="no site 'nope'"):
         train(store, PLANTED, training=replace(config, site="nope"), progress=False)
+    with pytest.raises(TsaeError, match="tokens=1,000,000,000,000 are more than 100,000,000,000"):
+        replace(config, tokens=10**12)
     with pytest.raises(TsaeError, match="learning_rate=10 is not between 0 and 10"):
         replace(config, learning_rate=10)
     wild = replace(PLANTED, temporal_weight=1e300)

@@ -77,8 +77,8 @@ def write_bytes(path: str | Path, content: bytes) -> Path:
 
 
 def write_text(path: str | Path, content: str) -> Path:
-    """Write UTF-8 text whole or not at all."""
-    return write_bytes(path, content.encode())
+    """Write UTF-8 text whole or not at all. A lone surrogate, which UTF-8 cannot hold, is escaped as JSON does it."""
+    return write_bytes(path, content.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: str | Path, content: Any) -> Path:

@@ -39,6 +39,7 @@ COMPARED = ("step", "policy", "prompt_ids", "response_ids", "reward", "outcome",
 VALUES: dict[str, Any] = {
     "null": None,
     "text": "x",
+    "surrogate": "\ud800",
     "number": 1,
     "negative": -7,
     "empty list": [],

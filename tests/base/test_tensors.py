@@ -1,0 +1,60 @@
+"""Files of tensors are whole, and a killed process leaves nothing that the next one keeps."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tsae.base.disk.tensors import tensors_replacing, write_tensors
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from tsae.base.disk import tensors
+
+def half(tensors, file, metadata=None):
+    # As safetensors does: a random name in the folder of the file.
+    (Path(file).parent / ".tmpA1b2C3").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+tensors.save_file = half
+tensors.write_tensors(sys.argv[1], {"a": torch.ones(2)})
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "a.safetensors"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name for path in file.parent.rglob("*") if path.is_file()] == [".tmpA1b2C3"]
+    write_tensors(file, {"a": torch.ones(2)[:1], "b": torch.ones(4, 2).T}, {"site": "x"})
+    assert list(file.parent.rglob("*")) == [file]
+    found = load_file(file)
+    assert found["a"].tolist() == [1.0]
+    assert found["b"].shape == (2, 4)
+
+
+def test_an_error_leaves_the_file_before(tmp_path: Path) -> None:
+    file = write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
+
+    def failing() -> None:
+        with tensors_replacing(file, {"a": torch.zeros(2)}) as partial:
+            assert partial.is_file()
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        failing()
+    assert list(tmp_path.iterdir()) == [file]
+    assert load_file(file)["a"].tolist() == [1.0, 1.0]
+
+
+def test_a_temporary_file_of_an_earlier_version_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors.tmp").write_bytes(b"half")
+    file = write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
+    assert list(tmp_path.iterdir()) == [file]
