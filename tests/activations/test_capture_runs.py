@@ -407,9 +407,24 @@ def test_a_completed_manifest_whose_records_were_not_removed(
     (folder / "base" / "00000.json").write_text("{}")
     assert len(ActivationStore(folder).readers) == len(series)
     capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
     (folder / "manifest.json").write_text('{"format": "tsae-activ')
     with pytest.raises(TsaeError, match=r"manifest\.json: not a manifest \(JSONDecodeError"):
         ActivationStore(folder)
+
+
+def test_what_parts_left_that_were_killed_before_the_manifest_is_removed(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    folder.mkdir()
+    for left in (f"manifest.json.{'0a' * 16}.tmp", f"manifest.json.{'0b' * 16}"):
+        (folder / left).write_text('{"format": "tsae-activ')
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+    (folder / f"manifest.json.{'0c' * 16}.tmp").touch()  # killed just after the end
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,14 @@ def write_first(path: str | Path, content: Any) -> None:
     except OSError:
         os.replace(own, path)  # a file system without hard links
     own.unlink(missing_ok=True)
+
+
+def clear_first(path: str | Path) -> None:
+    """Remove what processes left that were killed in `write_first`, once none can be in it any more."""
+    path = Path(path)
+    for left in path.parent.glob(f"{path.name}.*"):
+        if re.fullmatch(r"[0-9a-f]{32}(\.tmp)?", left.name.removeprefix(f"{path.name}.")):
+            left.unlink(missing_ok=True)
 
 
 def sha256(path: str | Path) -> str:

@@ -48,7 +48,7 @@ from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
-from tsae.base.files import reading, write_first, write_json
+from tsae.base.files import clear_first, reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import run_content
@@ -201,7 +201,7 @@ def _capture(
         if not (to / "run.json").is_file():
             _write_run(to, config, rollouts, series, part)
         _check_shards(to, manifest, part)
-        _remove_records(to, manifest)  # which a kill just after the end left
+        _clear(to, manifest)  # a kill just after the end left it
         return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
@@ -288,12 +288,16 @@ def _complete(
     _write_run(to, config, rollouts, series, part)
     os.replace(write_manifest(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
     published(to / "manifest.json")
-    _remove_records(to, manifest)
+    _clear(to, manifest)
     return []
 
 
-def _remove_records(to: Path, manifest: dict[str, Any]) -> None:
-    """Remove the records of shards, which the manifest has taken in. Another part may do the same at this moment."""
+def _clear(to: Path, manifest: dict[str, Any]) -> None:
+    """Remove what a finished store does not need: records, which its manifest has taken in, and what killed parts left.
+
+    Another part may do the same at this moment. None can still begin.
+    """
+    clear_first(to / "manifest.json")
     for reader in manifest["readers"]:
         for shard in reader["shards"]:
             record = inside(to, record_file(shard["file"]))
