@@ -19,7 +19,8 @@ def tensors_replacing(
     """Write a safetensors file, and give its temporary name; it takes the place of `path` when the block ends well.
 
     safetensors itself writes under a random name in the same folder, and a process that is killed leaves that behind.
-    Here the folder is a temporary one beside `path`, which the next writer of the same file removes.
+    Here the folder is a temporary one beside `path`, which is removed before the block begins: so a kill leaves
+    something only where `path` is still to be written, and the next writer of it removes that.
 
     Args:
         path: missing folders are made.
@@ -27,17 +28,18 @@ def tensors_replacing(
         metadata: of the file.
     """
     path = Path(path)
-    room = path.with_name(f"{path.name}.tmp")
-    _clear(room)
+    partial, room = path.with_name(f"{path.name}.tmp"), path.with_name(f"{path.name}.writing.tmp")
+    _clear(partial, room)
     room.mkdir(parents=True)
     try:
-        partial = room / room.name  # no other stage takes a file of this name for a finished one
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(kept, partial, metadata=None if metadata is None else dict(metadata))
+        save_file(kept, room / partial.name, metadata=None if metadata is None else dict(metadata))
+        os.replace(room / partial.name, partial)
+        _clear(room)
         yield partial
         os.replace(partial, path)
     finally:
-        _clear(room)
+        _clear(partial, room)
 
 
 def write_tensors(
@@ -48,6 +50,7 @@ def write_tensors(
         return Path(path)
 
 
-def _clear(room: Path) -> None:
-    shutil.rmtree(room, ignore_errors=True)
-    room.unlink(missing_ok=True)  # a file that an earlier version left
+def _clear(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
