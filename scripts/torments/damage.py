@@ -166,11 +166,12 @@ def _again(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
 
 def _reading(folder: Path) -> list[tuple[str, ...]]:
     """A command that reads all of a folder, if it is an artefact."""
+    to = f"read-{folder.name}"
     known: dict[str, tuple[str, ...]] = {
         "manifest.json": ("store", "check", str(folder)),
-        "sae.safetensors": ("export", "--sae", str(folder), "--to", "read"),
-        "features.json": ("reinforcement", "--features", str(folder), "--n-permutations", "10", "--to", "read"),
-        "diff.json": ("report", "--diff", str(folder), "--to", "read.html"),
+        "sae.safetensors": ("export", "--sae", str(folder), "--to", to),
+        "features.json": ("reinforcement", "--features", str(folder), "--n-permutations", "10", "--to", to),
+        "diff.json": ("report", "--diff", str(folder), "--to", f"{to}.html"),
     }
     return [words for name, words in known.items() if (folder / name).is_file()]
 
