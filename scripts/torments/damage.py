@@ -86,7 +86,7 @@ def _change_json(file: Path, rng: np.random.Generator, names: tuple[str, ...]) -
         places = list(_places(content, names))
         holder, key = places[int(rng.integers(len(places)))]
     except (ValueError, RecursionError):
-        file.write_bytes(file.read_bytes()[:-1])
+        file.write_bytes(file.read_bytes()[:-2])  # more than the last newline
     else:
         holder[key] = _VALUES[int(rng.integers(len(_VALUES)))] if names == ("",) else f"9{holder[key]}"
         file.write_text(json.dumps(content, indent=2), encoding="utf-8")
