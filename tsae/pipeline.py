@@ -87,7 +87,7 @@ class Stages:
         self.lines: dict[str, str] = dict(self.before)
 
     def say(self, stage: str, line: str, *, made: bool = False) -> None:
-        """Print the line of a stage. With `made` this call has made it, even if an earlier one had made it too."""
+        """Print the line of a stage. With `made`, this call did the work: the line does not say "from disk"."""
         done = " [from disk]" if stage in self.before and not made else ""
         # Names come from the log and from folders: they must not control the terminal.
         self.print(f"{stage + ':':<13}{visible(line)}{done}")
@@ -183,8 +183,7 @@ def analyse(
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
     )
 
-    # With pieces it was killed at its very end, which the encoding does again.
-    if (to / "features" / "run.json").is_file() and not (to / "features" / "pieces").is_dir():
+    if _encoded(to / "features"):
         with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
             features = tsae.FeatureTable.load(to / "features")
     else:
@@ -299,11 +298,16 @@ def _attributed(
     return found, " ".join(statement(found).sentences)
 
 
+def _encoded(folder: Path) -> bool:
+    """Whether an encoding has ended. If its pieces are still there, it was killed before it removed them."""
+    return (folder / "run.json").is_file() and not (folder / "pieces").is_dir()
+
+
 def _encode_steps(
     series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
 ) -> FeatureTable:
     """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
-    if (to / "features" / "run.json").is_file() and not (to / "features" / "pieces").is_dir():
+    if _encoded(to / "features"):
         return tsae.FeatureTable.load(to / "features")
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
     store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)

@@ -78,7 +78,7 @@ def write_bytes(path: str | Path, content: bytes) -> Path:
 
 
 def write_text(path: str | Path, content: str) -> Path:
-    """Write UTF-8 text whole or not at all. A lone surrogate, which UTF-8 cannot hold, is escaped as JSON does it."""
+    """Write UTF-8 text whole or not at all. Lone surrogates are escaped as in JSON: UTF-8 cannot hold them."""
     return write_bytes(path, content.encode("utf-8", "backslashreplace"))
 
 

@@ -114,7 +114,7 @@ def _holds(kind: str) -> Callable[[bytes, Path], bool]:
 
 
 def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
-    """What a Parquet file of tsae says of itself; empty for other files, None where it is damaged or unfinished."""
+    """What a Parquet file says of itself: nothing if tsae did not write it, None if it is damaged or unfinished."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -126,7 +126,7 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
 
 
 def _of_log(imported: bool) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts that were imported from a log, or that were not."""
+    """Whether a Parquet file holds rollouts from a log (`imported`), or rollouts from elsewhere."""
 
     def known(begin: bytes, path: Path) -> bool:
         found = _facts(begin, path)

@@ -79,7 +79,7 @@ class ServedRun:
         self._page, self._seen = page, seen
 
     def page(self) -> bytes:
-        """HTML of the run as it is now; while it is being written, as it was before."""
+        """HTML of the run as it is now. While the run is being written, the page is the one before."""
         with self._lock:
             try:
                 if self._stamps() != self._seen:

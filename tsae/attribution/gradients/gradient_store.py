@@ -214,7 +214,7 @@ def _build_step(
         "spread": spread,
     }
     with tensors_replacing(_file(to, step), tensors) as partial:
-        # The seal first: a kill in between leaves no file without one.
+        # The seal is written first, so that a kill leaves no file without a checksum.
         seal(to, coming={_file(to, step).name: partial})
 
 

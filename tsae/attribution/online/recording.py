@@ -60,7 +60,7 @@ class RecordingFolder:
         """Write the present weights."""
         name = f"weights-{step:06d}.safetensors"
         with tensors_replacing(self.path / name, trained.parameters) as partial:
-            # The seal first: a kill in between leaves no weights without one.
+            # The seal is written first, so that a kill leaves no weights without a checksum.
             seal(self.path, coming={name: partial})
 
     def add(self, step: int, facts: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> None:

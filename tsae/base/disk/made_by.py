@@ -95,7 +95,7 @@ class MadeBy:
 
 
 _under_way: ContextVar[tuple[Path, tuple[str, ...]] | None] = ContextVar("_under_way", default=None)
-"""The command that is being run: what it writes, and its words."""
+"""The output of the command that is running, and the words of the command."""
 
 
 @contextmanager
@@ -109,9 +109,9 @@ def under_way(output: Path, words: Sequence[str]) -> Iterator[None]:
 
 
 def record_early(output: Path) -> None:
-    """Write down the command that is being run, if it writes this output, just before the output takes its place.
+    """Write down the running command just before its output takes its place.
 
-    So a kill in between leaves no output of which nobody knows that the same command may replace it.
+    After a kill the same command may then replace the output, because it is known to have written it.
     """
     command = _under_way.get()
     if command is not None and command[0] == output:

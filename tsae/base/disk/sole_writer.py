@@ -110,7 +110,7 @@ def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
             lock.acquire(timeout=patience)
             break
         except Timeout:
-            # Whoever takes it, or gives it back, at this moment is not in the file.
+            # While a process takes the lock or gives it back, the file does not name it.
             owner = _owner(file) or ("" if time.monotonic() < give_up else _unknown(file))
             time.sleep(_PAUSE_S)
         except OSError as error:
