@@ -29,6 +29,7 @@ from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public
 from tsae.features.annotations import Annotator
+from tsae.features.encode import encoded
 from tsae.features.feature_table import FeatureTable
 from tsae.features.logits import logit_effects
 from tsae.report.story.attribution import statement
@@ -183,7 +184,7 @@ def analyse(
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
     )
 
-    if _encoded(to / "features"):
+    if encoded(to / "features"):
         with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
             features = tsae.FeatureTable.load(to / "features")
     else:
@@ -298,16 +299,11 @@ def _attributed(
     return found, " ".join(statement(found).sentences)
 
 
-def _encoded(folder: Path) -> bool:
-    """Whether an encoding has ended. If its pieces are still there, it was killed before it removed them."""
-    return (folder / "run.json").is_file() and not (folder / "pieces").is_dir()
-
-
 def _encode_steps(
     series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
 ) -> FeatureTable:
     """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
-    if _encoded(to / "features"):
+    if encoded(to / "features"):
         return tsae.FeatureTable.load(to / "features")
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
     store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)

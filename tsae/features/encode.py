@@ -144,6 +144,11 @@ def encode_part(
     return sum(number not in pieces for number in range(n))
 
 
+def encoded(folder: Path) -> bool:
+    """Whether an encoding has ended. If its pieces are still there, it was killed before it removed them."""
+    return (folder / "run.json").is_file() and not (folder / "pieces").is_dir()
+
+
 def tokens_at_once(sae: TemporalSAE) -> int:
     """How many tokens are encoded together by default, on the SAE's device."""
     dense = _DENSE if sae.W_dec.device.type == "cpu" else _DENSE_ON_GPU
