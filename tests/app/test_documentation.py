@@ -199,6 +199,9 @@ def run_line(line: str, folder: Path, *, run: bool = True) -> None:
         }.items():
             if name in words and not (folder / name).exists():
                 shutil.copytree(folder / ours, folder / name)
+        if words[1:3] in (["rollouts", "import"], ["rollouts", "sample"]):
+            # Two ways to the same rollouts; neither replaces what the other made.
+            (folder / words[words.index("--to") + 1]).unlink(missing_ok=True)
         if ">" in words:
             run_redirected(words, folder)
         else:
