@@ -9,6 +9,7 @@ from typing import get_args
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
+from tsae.base.seeds import need_seed
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
@@ -42,8 +43,8 @@ class RunConfig:
     site: str | None = None
     """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
     tokens: int = 1_000_000
-    """Most tokens that each reader reads. From a longer log whole problems are drawn, as many from every band. The
-    store then holds about tokens · readers · d_model numbers."""
+    """Most tokens that each reader reads. From a longer log problems are drawn, as many from every band, with all their
+    responses or at least 16. The store then holds about tokens · readers · d_model numbers."""
     sae: Path | None = None
     """A published SAE in place of training one: a path, org/name or org/name/folder on the Hugging Face Hub, or
     saelens:RELEASE/ID. Its site is read; --site names it only if the files do not."""
@@ -89,6 +90,7 @@ class RunConfig:
     tests that did not fit in are made when the same command is given again."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "RunConfig")
         for name in ("path", "to", "log", "bands_from", "sae"):
             if getattr(self, name) is not None:  # Python code may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))
@@ -156,3 +158,6 @@ class DemoConfig:
     """Shape of the T-SAE."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
     """Its training."""
+
+    def __post_init__(self) -> None:
+        need_seed(self.seed, "DemoConfig")

@@ -835,8 +835,30 @@ def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
     assert max(few) - min(few) <= 1
     assert (draw_problems(outline, budget, 0, "log") == rows).all()
     assert (draw_problems(outline, budget, 1, "log") != rows).any()
-    with pytest.raises(TsaeError, match="log: one problem alone has"):
-        draw_problems(outline, 5, 0, "log")
+    with pytest.raises(TsaeError, match="log: the shortest response has"):
+        draw_problems(outline, 1, 0, "log")
+
+
+def test_a_problem_that_is_asked_again_and_again_does_not_take_the_whole_budget() -> None:
+    outline = make_rollouts(n_problems=40, n_samples=100).frame.assign(band=None)
+    length = (outline.prompt_length + outline.response_length).to_numpy()
+    budget = int(length.sum()) // 20  # Two problems with all their responses.
+    rows = draw_problems(outline, budget, 0, "log")
+    counts = outline[rows].problem_id.value_counts()
+    assert counts.min() == 16  # A 24th of the budget holds 8.
+    assert len(counts) in (12, 13, 14)
+    assert 0.9 * budget < length[rows].sum() <= budget
+    places = np.flatnonzero(rows) % 100
+    assert places.min() < 10  # from the beginning of training
+    assert places.max() > 90  # and its end
+    longer = pd.concat([outline, outline[outline.problem_id == "p003"]], ignore_index=True)
+    assert (draw_problems(longer, budget, 0, "log")[: len(outline)] == rows).mean() > 0.95
+    # One response longer than all that may be read is never drawn; the others of its problem are.
+    outline.loc[0, "response_length"] = 10**9
+    everything = draw_problems(outline, 10**8, 0, "log")
+    assert np.flatnonzero(~everything).tolist() == [0]
+    # Where even 16 responses of a problem are too many, some are read.
+    assert 0 < draw_problems(outline, 100, 0, "log").sum() < 16
 
 
 def test_bands_by_thirds_where_the_cutoffs_leave_too_few() -> None:

@@ -271,6 +271,9 @@ def test_other_checkpoints_and_another_sae_are_refused(
         noise_null(series, other, features, QUICK)
     with pytest.raises(TsaeError, match="no checkpoint 'easy-10'"):
         noise_null(of_paths(llama), sae, features, QUICK)
+    gone = tsae.CheckpointSeries((series.base, replace(series["easy-10"], path=str(llama.parent / "gone"))))
+    with pytest.raises(TsaeError, match="gone"):  # It does not become a note in a diff that is otherwise whole.
+        noise_null(gone, sae, features, QUICK, progress=False)
     renamed = tsae.CheckpointSeries((replace(series.base, id="start"), series["easy-10"]))
     with pytest.raises(TsaeError, match="has the base start, but the features were read by the base base"):
         noise_null(renamed, sae, features, QUICK)

@@ -270,6 +270,19 @@ def test_damaged_and_foreign_folders_are_refused(
         TrainingConfig(save_every_steps=0)
 
 
+def test_changed_metrics_of_a_finished_training_are_refused(
+    store: ActivationStore, whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "sae"))
+    metrics = folder / "metrics.jsonl"
+    content = metrics.read_bytes()
+    metrics.write_bytes(content.replace(b"1", b"2", 1))
+    with pytest.raises(TsaeError, match=r"metrics\.jsonl is damaged: its bytes have changed.*set resume="):
+        train(store, CONFIG, to=folder, training=SHORT, progress=False)
+    metrics.write_bytes(content)
+    train(store, CONFIG, to=folder, training=SHORT, progress=False)
+
+
 @pytest.mark.parametrize("limit", [0, 1000, 12_000])
 def test_a_full_disk_leaves_the_checkpoint_before(
     store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
+from tsae.base.seeds import need_seed
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
@@ -111,6 +112,7 @@ class InsertionConfig:
     """Of the halves of problems, the places and the tokens."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "InsertionConfig")
         for name in ("n_tokens", "n_contexts", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")

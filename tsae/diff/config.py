@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tsae.base.seeds import need_seed
 from tsae.errors import TsaeError
 
 FalseDiscoveries = Literal["bh", "by"]
@@ -55,6 +56,7 @@ class DiffConfig:
     """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "DiffConfig")
         checks = {
             f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be 100 to 10,000,000": (
                 min(self.n_bootstrap, self.n_permutations) >= 100
@@ -158,10 +160,11 @@ class ExplainConfig:
     """Seed of the choice of contexts and of the shuffled labels."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "ExplainConfig")
         for name in ("n", "strongest", "held_out", "per_request", "label_tokens", "verdict_tokens", "budget"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="ExplainConfig")
-        for name in ("random", "contrasting", "compared", "before", "after", "seed"):
+        for name in ("random", "contrasting", "compared", "before", "after"):
             if getattr(self, name) < 0:
                 raise TsaeError(f"{name}={getattr(self, name)} is negative", where="ExplainConfig")
         if self.held_out < 4 or not 0 <= self.min_score <= 1 or min(self.prices) < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tsae.base.seeds import need_seed
 from tsae.errors import TsaeError
 
 Estimator = Literal["action", "value", "effects"]
@@ -34,6 +35,7 @@ class CreditConfig:
     """Seed of the held-out problems and of permutations."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "CreditConfig")
         low, high = self.pass_rates
         if not 0 <= low < high <= 1:
             raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")
@@ -100,6 +102,7 @@ class CurriculumConfig:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "CurriculumConfig")
         if not 0 < self.forgetting <= 1 or min(self.prior) <= 0:
             raise TsaeError(
                 f"forgetting={self.forgetting} must be above 0 and at most 1, prior={self.prior} positive",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from tsae.base.seeds import need_seed
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class SamplingConfig:
     """Torch device: cpu, cuda, cuda:1, …"""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "SamplingConfig")
         for name in ("n_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
@@ -287,6 +289,7 @@ class DifficultyConfig:
     """Seed of the permutations."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "DifficultyConfig")
         if not 0 < self.confidence < 1:
             raise TsaeError(f"confidence={self.confidence} is not between 0 and 1", where="DifficultyConfig")
         if self.n_draws < 100:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tsae.activations.config import Axis, Partner
+from tsae.base.seeds import need_seed
 from tsae.errors import TsaeError
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
@@ -170,6 +171,8 @@ class TrainingConfig:
     """Where metrics also go: wandb:PROJECT (Weights & Biases), trackio:PROJECT or tensorboard:FOLDER."""
 
     def __post_init__(self) -> None:
+        need_seed(self.seed, "TrainingConfig")
+        need_seed(self.data_seed, "TrainingConfig", "data_seed")
         _check_choices(self)
         # JSON knows no tuples.
         object.__setattr__(self, "step_ends", tuple(self.step_ends))

@@ -79,7 +79,7 @@ def noise_null(
         a note for a checkpoint without an update, or whose weights cannot be set against the base's.
 
     Raises:
-        TsaeError: where the SAE is not that of the table, or the series lacks a checkpoint of it.
+        TsaeError: where the SAE is not that of the table, the series lacks a checkpoint of it, or one cannot be loaded.
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
@@ -102,11 +102,8 @@ def noise_null(
     own = Rows.of(features, config).own(features.readers[0])
     tables, info = [], {}
     for checkpoint in [series[reader] for reader in features.readers[1:]]:
-        try:
-            found, info[checkpoint.id] = _of_checkpoint(checkpoint, reading, features, own, config, share)
-            tables.append(found)
-        except TsaeError as error:
-            info[checkpoint.id] = {"note": str(error).rstrip(".")}
+        found, info[checkpoint.id] = _of_checkpoint(checkpoint, reading, features, own, config, share)
+        tables.append(found)
     together = [table for table in tables if len(table)]
     return NoiseNull(pd.concat(together, ignore_index=True) if together else _empty(), info)
 
@@ -146,7 +143,13 @@ def _of_checkpoint(
     config: DiffConfig,
     share: float,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    update = update_of(checkpoint)
+    try:
+        update = update_of(checkpoint)
+    except TsaeError as error:
+        for model in (checkpoint.base, checkpoint):  # One that cannot be loaded is refused.
+            if model is not None:
+                model.load_model()
+        return _empty(), {"note": str(error).rstrip(".")}
     norm = {"update_norm": update.relative}
     if not update.relative:
         return _empty(), {"note": NOTHING_TRAINED, **norm}

@@ -1,4 +1,4 @@
-"""Choose which problems of a log to read: band them, and draw whole problems up to a token budget.
+"""Choose which problems of a log to read: band them, and draw problems up to a token budget.
 
 Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`); a log may be much longer than what is drawn.
 """
@@ -22,6 +22,8 @@ from tsae.rollouts.table import Rollouts
 FEWEST = 8
 """Fewest problems of a band to find anything in it: seven signs that all agree have p = .016 at best, and a band has
 hundreds of features."""
+MANY = 16
+"""Responses of a problem that are enough to tell its successes from its failures; the size of a usual group."""
 
 
 def band_problems(
@@ -146,10 +148,15 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
 
 
 def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Path) -> np.ndarray:
-    """Draw whole problems at random up to a number of tokens, in turn from every band; all if the budget allows.
+    """Draw problems at random up to a number of tokens, in turn from every band; all if the budget allows.
 
-    A problem's place in the order follows from the seed and its id alone. So of a log that has grown by a tenth, about
-    nine in ten of the problems are those that were drawn before.
+    A drawn problem keeps all of its trajectories, unless they alone take more than a 24th of the tokens: then 24
+    problems, 8 a band, could not be read. Such a problem keeps those that fit into that share, drawn at random, or 16
+    if 16 are more.
+
+    The order of problems follows from the seed and their ids alone, and that of a problem's trajectories from the seed
+    and their place among the problem's. So of a log that has grown by a tenth, about nine in ten of what was drawn
+    before are drawn again.
 
     Args:
         outline: of `tsae.rollouts.parquet.read_outline`, with the band of every problem, or null.
@@ -159,16 +166,38 @@ def draw_problems(outline: pd.DataFrame, tokens: int, seed: int, where: str | Pa
 
     Returns:
         (n,) bool, which trajectories are drawn.
+
+    Raises:
+        TsaeError: if no response fits into the tokens.
     """
-    cost = (outline.prompt_length + outline.response_length).groupby(outline.problem_id).sum()
-    if cost.sum() <= tokens:
+    size = outline.prompt_length + outline.response_length
+    if size.sum() <= tokens:
         return np.ones(len(outline), dtype=bool)
+    allowed = _thinned(outline.problem_id, size, tokens, seed)
+    if not allowed.any():
+        what = f"the shortest response has {size.min():,} tokens with its prompt, more than the {tokens:,} to be read"
+        raise TsaeError(what, where=where, fix="Allow more (--tokens).")
+    cost = size[allowed].groupby(outline.problem_id[allowed]).sum()
     order = pd.Series([hash64(str(seed), id) for id in cost.index], index=cost.index).rank(method="first")
     band = problem_bands(outline).loc[cost.index].fillna("none")
     turn = order.groupby(band).rank()
     ranked = cost.loc[pd.DataFrame({"turn": turn, "order": order}).sort_values(["turn", "order"]).index]
     kept = ranked.index[(ranked.cumsum() <= tokens).to_numpy()]
-    if not len(kept):
-        what = f"one problem alone has {ranked.iloc[0]:,} tokens, more than the {tokens:,} that are to be read"
-        raise TsaeError(what, where=where, fix="Allow more (--tokens).")
-    return outline.problem_id.isin(kept).to_numpy()
+    return outline.problem_id.isin(kept).to_numpy() & allowed
+
+
+def _thinned(problem: pd.Series, size: pd.Series, tokens: int, seed: int) -> np.ndarray:
+    """(n,) bool: all trajectories of a problem up to its share of the tokens, and some at random of one beyond."""
+    share = tokens // (len(BANDS) * FEWEST)
+    total = size.groupby(problem).transform("sum")
+    allowed = (total <= share).to_numpy(copy=True)
+    beyond = np.flatnonzero(~allowed)
+    place = problem.groupby(problem).cumcount()
+    drawn = pd.DataFrame({"problem": problem, "size": size}).iloc[beyond]
+    drawn["order"] = [hash64(str(seed), problem.iloc[row], str(place.iloc[row])) for row in beyond]
+    drawn["row"] = beyond
+    drawn = drawn[drawn["size"] <= tokens].sort_values(["order"])
+    used, rank = drawn.groupby("problem")["size"].cumsum(), drawn.groupby("problem").cumcount()
+    fits = (used <= share) | ((rank < MANY) & (used <= tokens))
+    allowed[drawn["row"][fits]] = True
+    return allowed

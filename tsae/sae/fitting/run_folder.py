@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import reading, sha256, write_json
 from tsae.base.provenance import write_run
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -101,6 +101,7 @@ class RunFolder:
                     f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
                 )
         if self.finished:
+            check_seal(self.path, _ANEW, ["metrics.jsonl"])
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         else:
             self._cut_metrics(self.steps)
@@ -195,6 +196,7 @@ class RunFolder:
         """Write the SAE, then run.json, then remove the checkpoint."""
         with self._writing():
             model.save(self.path)
+            seal(self.path, ["metrics.jsonl"])
             for name in ("sae.safetensors", "config.json", "training.json", "metrics.jsonl"):
                 _flush(self.path / name)
             _flush(write_run(self.path, "train", {"sae": self.sae, "training": self.training}, self.inputs))
