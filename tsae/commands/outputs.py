@@ -39,6 +39,8 @@ def check_outputs(options: Any) -> None:
         _check_file("--to", to, *FILES[name])
     elif to is not None and os.path.exists(to) and not to.is_dir():
         raise TsaeError("is a file, and a folder is to be written", where=f"--to {to}", fix="Give another path.")
+    elif to is not None:
+        _check_folder(to, name)
     for option, path in written.items():
         if path is not None and path != Path("-"):
             _check_file(option, path, *_BESIDE[option[2:]])
@@ -63,6 +65,15 @@ def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path
             f"exists, and is no file with {what} that it could replace",
             where=f"{option} {path}",
             fix="Give another path, or remove this file.",
+        )
+
+
+def _check_folder(to: Path, name: str) -> None:
+    """Refuse a folder that holds the results of other commands, and none of this one."""
+    there = [mark for mark in dict.fromkeys(MARKS.values()) if (to / mark).is_file()]
+    if there and MARKS.get(name) not in there:
+        raise TsaeError(
+            f"holds the results of another command ({there[0]})", where=f"--to {to}", fix="Give another folder."
         )
 
 
@@ -151,3 +162,11 @@ FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     **dict.fromkeys(("Bands", "Behaviours"), ("rollouts of tsae", _holds(ROLLOUTS))),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
+MARKS = {
+    "Run": "stages.json", "Watch": "stages.json", "Demo": "demo.json", "Capture": "manifest.json",
+    "Train": "sae.safetensors", "Crosscoder": "sae.safetensors", "Encode": "features.json", "Diff": "diff.json",
+    "Attribute": "attribution.json", "Causal": "causal.json", "Influence": "influence.json",
+    "Explain": "explanations.json", "Reinforcement": "reinforcement.json", "Fit": "credit.json",
+    "Drift": "drift.parquet", "Difficulty": "rates.parquet",
+}  # fmt: skip
+"""Commands whose --to is a folder, and a file by which their results are known."""
