@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 import tsae
 from support.cli import SITE, run
@@ -19,7 +21,8 @@ from support.hub import TOKEN, Hub
 from tsae.base.files import write_json
 from tsae.base.seal import sealed_names, with_checksum
 from tsae.errors import TsaeError
-from tsae.report.hub.push import prepare
+from tsae.report.hub.push import prepare, upload
+from tsae.sae.quality.stability import Stability
 from tsae.upkeep.verify import verify
 
 # huggingface_hub gives its HTTP client a file as it should not.
@@ -185,3 +188,110 @@ def test_what_is_refused_leaves_nothing_behind(
     with pytest.raises(TsaeError, match="was not trained by tsae"):
         prepare("org/name", tsae.load_sae(analysis / "sae").to_saelens(tmp_path / "lens"), tmp_path / "x",
                 tsae.PushConfig(licence="mit"))  # fmt: skip
+
+
+def test_only_what_belongs_there_is_published(analysis: Path, tmp_path: Path) -> None:
+    """Strays stay, links are refused, and so is what another SAE made."""
+    config = tsae.PushConfig(licence="mit", dataset=True, space=True)
+    whole = shutil.copytree(analysis, tmp_path / "run")
+    secret = tmp_path / "id_rsa"
+    secret.write_text("PRIVATE")
+    (whole / "features" / "id_rsa").write_text("PRIVATE")
+    (whole / "features" / "notes.parquet").symlink_to(secret)
+    (whole / "diff" / "home").symlink_to(tmp_path)
+    prepare("org/name", whole, tmp_path / "files", config)
+    assert not [file for file in (tmp_path / "files").rglob("*") if file.is_symlink() or b"PRIVATE" in read(file)]
+    held = {part: sealed_names(whole / part) for part in ("features", "diff")}
+    for part, names in held.items():
+        there = sorted(file.name for file in (tmp_path / "files" / "dataset" / part).iterdir())
+        assert there == sorted([*names, "checksums.json"])
+    for name, said in (("report.html", "is a link"), ("diff/shifts.parquet", "is a link")):
+        linked = shutil.copytree(analysis, tmp_path / said / name.replace("/", "-"))
+        shutil.move(linked / name, tmp_path / "elsewhere")
+        (linked / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(TsaeError, match=f"{name}: {said}, and what it leads to is not published"):
+            prepare("org/name", linked, tmp_path / "x", config)
+        assert not (tmp_path / "x").exists()
+    other = tsae.load_sae(analysis / "sae")
+    other.W_dec.data[0] *= -1
+    shutil.rmtree(whole / "sae")
+    other.save(whole / "sae")
+    with pytest.raises(TsaeError, match="the evaluation is that of the SAE"):
+        prepare("org/name", whole, tmp_path / "x", config)
+    shutil.rmtree(whole / "evaluation")
+    with pytest.raises(TsaeError, match="holds the codes of the SAE"):
+        prepare("org/name", whole, tmp_path / "x", config)
+
+
+def read(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def test_what_is_only_its_owners_is_not_published(analysis: Path, tmp_path: Path) -> None:
+    sae = tsae.load_sae(analysis / "sae")
+    secret = "tensorboard:s3://AKIAIOSFODNN7EXAMPLE:verysecret@bucket/x"
+    for place, told in (("log", {"log_to": "tensorboard:/home/me/logs"}), ("key", {"log_to": secret})):
+        sae.training_info["training"] |= told
+        folder = sae.save(tmp_path / place)
+        cosine = np.full((1, 32), 0.9)
+        others = Stability(sae.fingerprint, ("/home/me/secret/seed1",), cosine, cosine > 0, 3)
+        others.save(folder)
+        prepare("org/name", folder, tmp_path / f"{place}-files", tsae.PushConfig(licence="mit"))
+        written = b"".join(contents(tmp_path / f"{place}-files").values())
+        assert b"/home/me" not in written
+        assert b"verysecret" not in written
+        assert b"seed1" in written
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("sae/training.json", lambda told: told["training"].update(tokens="4"), "cannot be read"),
+        ("sae/training.json", lambda told: told.update(store=[1]), "cannot be read"),
+        ("sae/training.json", lambda told: told.update(norms={"limit": 3.0}), "cannot be read"),
+        ("evaluation/evaluation.json", lambda told: told.update(fve="<b>"), "fve='<b>' is no number"),
+        ("evaluation/evaluation.json", lambda told: told.update(n_tokens=True), "n_tokens=True is no number"),
+        ("evaluation/evaluation.json", lambda told: told.update(alive=float("inf")), "alive=inf is not finite"),
+        ("evaluation/evaluation.json", lambda told: told.update(slices=[]), "it measures nothing"),
+        ("evaluation/evaluation.json", lambda told: told["slices"][0].pop("fve"), "it has no 'fve'"),
+        ("evaluation/evaluation.json", lambda told: told.update(more=1), "more is unknown"),
+        ("run.json", lambda told: told.update(series={"a": 1}), "cannot be read"),
+        ("run.json", lambda told: told.update(series=[[1]]), "cannot be read"),
+    ],
+)
+def test_strange_content_is_one_paragraph(analysis: Path, tmp_path: Path, name: str, change: Any, said: str) -> None:
+    whole = shutil.copytree(analysis, tmp_path / "run")
+    told = json.loads((whole / name).read_text())
+    told.pop("checksum", None)
+    change(told)
+    write_json(whole / name, told if "sae" in name else with_checksum(told))
+    (whole / name).parent.joinpath("checksums.json").unlink(missing_ok=True)
+    if "sae" in name:
+        config = json.loads((whole / "sae" / "config.json").read_text())
+        write_json(whole / "sae" / "config.json", {k: v for k, v in config.items() if k != "sealed"})
+    with pytest.raises(TsaeError, match=said):
+        prepare("org/name", whole, tmp_path / "x", tsae.PushConfig(licence="mit"))
+
+
+def test_names_that_break_out_of_the_card_are_refused(analysis: Path, tmp_path: Path) -> None:
+    for config in (
+        tsae.PushConfig(licence="mit\n<script>"),
+        tsae.PushConfig(licence="mit", base_model="org/x`\n![i](http://evil/x.png)"),
+    ):
+        with pytest.raises(TsaeError, match="is no name that the Hub knows"):
+            prepare("org/name", analysis, tmp_path / "x", config)
+    with pytest.raises(TsaeError, match="is no folder that can be made"):
+        prepare("org/name", analysis, "/", tsae.PushConfig(licence="mit"))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_paragraph(
+    analysis: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = prepare("org/name", analysis / "sae", tmp_path / "files", tsae.PushConfig(licence="mit"))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise HTTPError("Connection refused")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    with pytest.raises(TsaeError, match=r"cannot be pushed \(Connection refused\)"):
+        upload(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,26 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         stability(sae, [dictionary(random_rows(8, 4, 0), site="t")])
     with pytest.raises(TsaeError, match=r"holds no stability\.json"):
         Stability.load(tmp_path)
-    (tmp_path / "stability.json").write_text("{}")
+    whole = {"sae": "a", "others": ["b"], "cosine": [[0.5, None]], "same_group": [[1, 1]], "d_high": 1}
+    file = tmp_path / "stability.json"
+    file.write_text(json.dumps(whole))
+    assert Stability.load(tmp_path).summary()["cosine"] == 0.25
+    for change in (
+        {"cosine": [[0.5]]},
+        {"cosine": [[99, 0.5]]},
+        {"cosine": [0.5, 0.5], "same_group": [1, 1]},
+        {"cosine": []},
+        {"cosine": 0.5},
+        {"others": []},
+        {"others": 1},
+        {"others": ["b", "c"]},
+        {"d_high": 3},
+        {"d_high": None},
+    ):
+        file.write_text(json.dumps({**whole, **change}))
+        with pytest.raises(TsaeError, match="is damaged"):
+            Stability.load(tmp_path)
+    file.write_text("{}")
     with pytest.raises(TsaeError, match="is damaged"):
         Stability.load(tmp_path)
 

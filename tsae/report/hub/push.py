@@ -15,18 +15,21 @@ huggingface_hub does the talking, with its own token (HF_TOKEN, or hf auth login
 from __future__ import annotations
 
 import filecmp
+import math
+import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, reading, write_json, write_text, writing
-from tsae.base.seal import read_sealed, seal, with_checksum
+from tsae.base.seal import SEAL, check_seal, read_sealed, seal, sealed_names, with_checksum
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError, without_secrets
+from tsae.errors import TsaeError, public, without_secrets
 from tsae.features.feature_table import FeatureTable
 from tsae.report.hub.card import SAELENS_FOLDER, dataset_card, model_card, space_card
 from tsae.report.hub.config import PushConfig
@@ -36,6 +39,8 @@ from tsae.sae.quality.evaluation import Evaluation
 from tsae.sae.quality.stability import Stability
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_BASE = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+_LICENCE = re.compile(r"[\w.+-]{1,100}")
 _AGAIN = "Make it again."
 
 
@@ -76,7 +81,9 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         TsaeError: where no licence is given, the name is none of the Hub's, the SAE is not one of tsae's, something
             that was asked for is not there, or the folder holds something else.
     """
-    config, source, to = config or PushConfig(), Path(source), Path(to)
+    config, source, to = config or PushConfig(), Path(source), Path(os.path.abspath(to))
+    if not to.name:
+        raise TsaeError("is no folder that can be made", where=to, fix="Give another --to-folder.")
     if _NAME.fullmatch(repo) is None:
         raise TsaeError(f"{repo!r} is no name of a repository", where="push", fix="Give org/name.")
     if not config.licence:
@@ -85,6 +92,9 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
             where=source,
             fix="Choose one by its name on the Hub (--licence apache-2.0); --licence unknown says that there is none.",
         )
+    for name, value, known in (("licence", config.licence, _LICENCE), ("base_model", config.base_model, _BASE)):
+        if value is not None and known.fullmatch(value) is None:
+            raise TsaeError(f"{name}={value!r} is no name that the Hub knows", where="push", fix="Give another name.")
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
     partial = to.with_name(f".{to.name}.partial")
     with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
@@ -118,6 +128,7 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
         TsaeError: where there is no token, or the Hub refuses; it says what has been pushed by then.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     api, done = HfApi(), []
     for one in repositories:
@@ -130,13 +141,14 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
             done.append(
                 api.create_commit(one.name, added, commit_message="Push from tsae", repo_type=one.kind).commit_url
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, HTTPError, ValueError, RuntimeError, LookupError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
             raise TsaeError(
                 f"cannot be pushed ({without_secrets(why)}){kept}",
                 where=f"{one.kind} {one.name}",
-                fix="Log in with a token that may write there (hf auth login, or HF_TOKEN); then try again.",
+                fix="Log in with a token that may write there (hf auth login, or HF_TOKEN), and see that the Hub can be "
+                "reached; then try again.",
             ) from error
     return done
 
@@ -151,10 +163,20 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
     if isinstance(sae, ForeignSAE) or "sae_lens" in sae.training_info:
         raise TsaeError("was not trained by tsae; its makers have published it", where=source, fix="Name that instead.")
     evaluation = _evaluation(run, config)
-    if evaluation is not None:
-        # What `tsae.sae.quality.promise` holds it to, where others use it.
-        sae.training_info = {**sae.training_info, "promised": {"fve": evaluation.fve, "l0": evaluation.l0}}
+    if evaluation is not None and evaluation.sae not in (None, sae.fingerprint):
+        raise TsaeError(
+            f"the evaluation is that of the SAE {evaluation.sae}, not of {sae.fingerprint}", where=source, fix=_AGAIN
+        )
+    sae.training_info = _told(sae, evaluation)
     stability = Stability.beside(source, sae.fingerprint)
+    if stability is not None:
+        if stability.cosine.shape[1] != sae.config.d_sae:
+            raise TsaeError(
+                f"the stability is of {stability.cosine.shape[1]} latents, and the SAE has {sae.config.d_sae}",
+                where=source,
+                fix=_AGAIN,
+            )
+        stability = replace(stability, others=tuple(Path(other).name for other in stability.others))
     folder = to / "model"
     sae.save(folder)
     sae.to_saelens(folder / SAELENS_FOLDER)
@@ -171,20 +193,41 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
         )
     if config.space:
         others.append(f"The page of the analysis: [{repo}-report](https://huggingface.co/spaces/{repo}-report).")
-    card = model_card(
-        repo, sae, licence=str(config.licence), base_model=base_model, rollouts=_rollouts(run), evaluation=evaluation,
-        stability=stability, others=others,
-    )  # fmt: skip
+    rollouts = _rollouts(run)
+    with reading(source / "training.json", "Train it again."):
+        card = model_card(
+            repo, sae, licence=str(config.licence), base_model=base_model, rollouts=rollouts, evaluation=evaluation,
+            stability=stability, others=others,
+        )  # fmt: skip
     write_text(folder / "README.md", card)
     return Repository("model", repo, folder)
+
+
+def _told(sae: TemporalSAE, evaluation: Evaluation | None) -> dict[str, object]:
+    """What is known of a training, without what is only its owner's: keys, passwords, and where its log went."""
+    told = public(sae.training_info)
+    if isinstance(told.get("training"), dict):
+        told["training"]["log_to"] = None
+    if evaluation is not None:
+        # What `tsae.sae.quality.promise` holds it to, where others use it.
+        measured = {"fve": evaluation.fve, "l0": evaluation.l0}
+        told["promised"] = {name: value for name, value in measured.items() if math.isfinite(value)}
+    return dict(told)
 
 
 def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
     folder, name = to / "dataset", f"{repo}-features"
     # Loaded, so that nothing damaged is pushed.
-    FeatureDiff.load(source / "diff", features=FeatureTable.load(source / "features"))
+    features, sae = FeatureTable.load(source / "features"), TemporalSAE.load(source / "sae").fingerprint
+    FeatureDiff.load(source / "diff", features=features)
+    if features.info["sae"].get("weights") != sae:
+        raise TsaeError(
+            f"holds the codes of the SAE {features.info['sae'].get('weights')}, and {sae} is pushed",
+            where=source / "features",
+            fix="Encode again.",
+        )
     for part in ("features", "diff"):
-        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns(".*", "*.tmp"))
+        _copy_sealed(source / part, folder / part)
     tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))
     rollouts = Rollouts.read(folder / "features" / "rollouts.parquet")
     write_text(
@@ -193,12 +236,28 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     return Repository("dataset", name, folder)
 
 
+def _copy_sealed(source: Path, to: Path) -> None:
+    """Copy the files that a folder's seal names, and no others. A link could lead to what nobody meant to publish."""
+    check_seal(source, _AGAIN)
+    if not (names := sealed_names(source)):
+        raise TsaeError("has no checksums, as earlier versions wrote it", where=source, fix=_AGAIN)
+    to.mkdir(parents=True)
+    for name in (*names, SEAL):
+        _copy(source / name, to / name)
+
+
+def _copy(file: Path, to: Path) -> None:
+    if file.is_symlink():
+        raise TsaeError("is a link, and what it leads to is not published", where=file, fix="Put the file itself here.")
+    shutil.copyfile(file, to)
+
+
 def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
     folder, name, page = to / "space", f"{repo}-report", source / "report.html"
     if not page.is_file():
         raise TsaeError("is not there", where=page, fix="Write it with tsae report, or run the analysis again.")
     folder.mkdir(parents=True)
-    shutil.copyfile(page, folder / "index.html")
+    _copy(page, folder / "index.html")
     write_text(folder / "README.md", space_card(name, repo, licence=str(config.licence)))
     return Repository("space", name, folder)
 
@@ -218,8 +277,9 @@ def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
 
 def _base_of(run: Path) -> str | None:
     """The Hub's name of a run's base; no path of this machine."""
-    series = read_sealed(run, _AGAIN).get("series") or [[None, ""]]
-    name = str(series[0][1])
+    with reading(run, _AGAIN):
+        series = read_sealed(run, _AGAIN).get("series") or [[None, ""]]
+        _, name = map(str, series[0])
     return name if _NAME.fullmatch(name) and not Path(name).exists() else None
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,8 @@ class Evaluation:
     alive_in_training: float | None = None
     """Share of latents that fired in the last `dead_after_tokens` tokens of training; None where that is not known.
     The tokens measured on may be too few for a rare latent to fire."""
+    sae: str | None = None
+    """Fingerprint of the SAE; None in evaluations of earlier versions."""
 
     def table(self) -> pd.DataFrame:
         """Reconstruction: one row a slice."""
@@ -92,14 +94,16 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `as_dict`."""
+        """The inverse of `as_dict`.
 
-        def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: float("nan") if value is None else value for name, value in values.items()}
-
-        slices = tuple(Slice(**numbers(part)) for part in content["slices"])
-        losses = tuple(LossRecovered(**numbers(part)) for part in content["losses"])
-        return cls(**{**numbers(content), "slices": slices, "losses": losses})
+        Raises:
+            TypeError, ValueError, KeyError: where a value is missing, of another type, or not finite.
+        """
+        slices = tuple(Slice(**_values(Slice, part)) for part in content["slices"])
+        losses = tuple(LossRecovered(**_values(LossRecovered, part)) for part in content["losses"])
+        if not slices:
+            raise ValueError("it measures nothing")
+        return cls(**_values(cls, content), slices=slices, losses=losses)
 
     def _repr_html_(self) -> str:
         import pandas as pd
@@ -240,6 +244,7 @@ def evaluate(
         smoothness_all_robust=robust,
         slices=tuple(slices),
         alive_in_training=sae.training_info.get("last", {}).get("alive"),
+        sae=sae.fingerprint,
     )
     if series is None:
         return result
@@ -268,6 +273,28 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def _values(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass of numbers and texts, from JSON in which None stands for NaN."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in ("slices", "losses") or (field.name not in content and field.default is not MISSING):
+            continue
+        value, annotated = content[field.name], str(field.type)
+        if value is None:
+            value = None if "None" in annotated else float("nan")
+        elif annotated.startswith("str"):
+            if not isinstance(value, str):
+                raise TypeError(f"{field.name}={value!r} is no text")
+        elif isinstance(value, bool) or not isinstance(value, int if annotated == "int" else (int, float)):
+            raise TypeError(f"{field.name}={value!r} is no number, as was expected")
+        elif not np.isfinite(float(value)):
+            raise ValueError(f"{field.name}={value!r} is not finite")
+        found[field.name] = value
+    if unknown := sorted(set(content) - {field.name for field in fields(kind)}):
+        raise ValueError(f"{unknown[0]} is unknown")
+    return found
 
 
 def _row(name: str, cells: Iterable[str]) -> str:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FILE = "stability.json"
+_MOST = 1.001  # a cosine, with rounding
 FOUND_AGAIN = 0.7
 """Cosine from which Paulo & Belrose call a latent shared."""
 
@@ -138,14 +139,20 @@ class Stability:
             check_seal(folder, fix, [FILE])
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-            return cls(
+            found = cls(
                 sae=str(content["sae"]),
-                others=tuple(content["others"]),
+                others=tuple(map(str, content["others"])),
                 cosine=np.array(content["cosine"], dtype=float),
                 same_group=np.array(content["same_group"], dtype=bool),
                 d_high=int(content["d_high"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+            shape = (len(found.others), found.cosine.shape[-1])
+            if not found.others or not found.cosine.shape == found.same_group.shape == shape:
+                raise ValueError(f"{len(found.others)} other SAEs, and cosines of the shape {found.cosine.shape}")
+            if (np.abs(found.cosine) > _MOST).any() or not 0 <= found.d_high <= shape[1]:
+                raise ValueError("a cosine is above 1, or there are more high-level latents than latents")
+            return found
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
             raise TsaeError(f"is damaged ({error})", where=file, fix="Make it anew.") from error
 
     @classmethod
