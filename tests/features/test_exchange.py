@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from gguf import GGUFReader
@@ -232,6 +234,44 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         failing()
     assert not list(tmp_path.iterdir())
+    # What is beside it, under any name, is somebody else's; a link is not written through.
+    (tmp_path / "to.tmp").mkdir()
+    (tmp_path / "to.tmp" / "thesis.txt").write_text("x")
+    with new_folder(to) as folder:
+        (folder / "whole").write_text("x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["to", "to.tmp"]
+    assert (tmp_path / "to.tmp" / "thesis.txt").is_file()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with pytest.raises(TsaeError, match="link: is a link"), new_folder(tmp_path / "link"):
+        raise AssertionError
+
+
+def test_codes_of_another_sae_or_of_none_are_not_exported(
+    features: FeatureTable, sae: TemporalSAE, tmp_path: Path
+) -> None:
+    names = Neuronpedia("m", "14-s", "u")
+    told = features.info["sae"]
+    for change in ({"weights": "other"}, {"n_experts": N}):
+        other = replace(features, info={**features.info, "sae": {**told, **change}})
+        with pytest.raises(TsaeError, match="was encoded with another SAE"):
+            write_neuronpedia(other, sae, tmp_path, names, {})
+    with pytest.raises(TsaeError, match="no feature 7; there are 0 to 6"):
+        write_neuronpedia(features, sae, tmp_path, names, {}, chosen=[7])
+    rows = features.reader == 0
+    alone = replace(
+        features,
+        row_offsets=features.row_offsets[: rows.sum() + 1],
+        reader=features.reader[rows],
+        trajectory=features.trajectory[rows],
+    )
+    with pytest.raises(TsaeError, match="fewer than one sequence"):
+        write_delphi(alone, tmp_path, hookpoint="layers.1", model_name="m", reader="run")
+    # Each feature once, and no logits where some of them are not known.
+    described = pd.DataFrame({name: [None] * N for name in ("promotes", "promotes_by", "suppresses", "suppresses_by")})
+    write_neuronpedia(features, sae, tmp_path, names, {}, chosen=[2, 2], described=described)
+    (neuron,) = lines(tmp_path / "m" / "14-s" / "features" / "batch-0.jsonl.gz")
+    assert neuron["pos_str"] == []
 
 
 def test_an_export_killed_before_its_command_is_known_may_be_made_again(

@@ -21,6 +21,7 @@ import tsae
 from support.builders import make_rollouts
 from support.diffs import INVISIBLE, MARKUP, make, source
 from tsae.errors import TsaeError
+from tsae.features.top_contexts import top_contexts
 from tsae.report.figures import notebook
 from tsae.report.notebook import cards
 from tsae.report.story import facts
@@ -221,6 +222,25 @@ def test_tokens_carry_their_activations(features: Any, series: Any, capsys: pyte
     assert said.count("|") == (codes[~special, feature] > 0).sum()
     with pytest.raises(TsaeError, match="did not read trajectory 9999"):
         features.show(9999)
+
+
+def test_what_is_not_there_is_said(features: Any, series: Any) -> None:
+    rollouts = make_rollouts(tokenizer="another")
+    row = int(np.flatnonzero(features.trajectory[features.rows(reader="base")] == 0)[0])
+    codes = features.codes[slice(*features.row_offsets[row : row + 2])].toarray()
+    features.show(0, int(codes.sum(0).argmin()))  # no colour, and no error
+    features.show(0, np.int64(1))
+    for wrong in (features.n_features, -3, [0, 99]):
+        with pytest.raises(TsaeError, match="no feature"):
+            features.show(0, wrong)
+    with pytest.raises(TsaeError, match="n=0 responses are none"):
+        rollouts.show("p000", n=0)
+    with pytest.raises(TsaeError, match="no reader 'zz'"):
+        top_contexts(features, 0, reader="zz")
+    with pytest.raises(TsaeError, match="n=0 contexts are none"):
+        top_contexts(features, 0, 0)
+    with pytest.raises(TsaeError, match="is not the one that the trajectories were tokenised with"):
+        rollouts.show("p000", checkpoint=series.base)
 
 
 def test_examples_need_the_features(diff: tsae.FeatureDiff) -> None:

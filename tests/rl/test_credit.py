@@ -287,6 +287,18 @@ def test_credit_is_written_as_its_functions_have_it(tmp_path: Path, capsys: pyte
             np.testing.assert_allclose(rows.token_scores[row], scores[place], atol=1e-5)
             np.testing.assert_allclose(rows.token_advantages[row], expected[place], atol=1e-5)
             assert np.mean(rows.token_weights[row]) == pytest.approx(1, abs=1e-5)
+    for wrong, said in (
+        (np.full_like(logprob, np.nan), "tokens of responses have no log-probability, or one above 0"),
+        (np.where(np.arange(len(logprob)) == 5, np.nan, logprob), "1 tokens of responses have no log-probability"),
+        (-logprob, "or one above 0"),
+        (np.full_like(logprob, np.inf), "or one above 0"),
+        (np.r_[logprob, logprob], "expected one number for each of"),
+        (logprob[:-1], "expected one number for each of"),
+        ([], "expected one number for each of"),
+    ):
+        with pytest.raises(TsaeError, match=said):
+            write_credit(credit, table, tmp_path / "x.parquet", logprob=wrong)
+        assert not (tmp_path / "x.parquet").exists()
     table.info["sae"]["weights"] = "other"
     with pytest.raises(TsaeError, match="the credit was learned on features of the SAE abc, these are of other"):
         write_credit(credit, table, tmp_path / "x.parquet", logprob=logprob)

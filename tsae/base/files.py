@@ -53,12 +53,14 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         replace: whether a folder with something in it is replaced.
 
     Raises:
-        TsaeError: where something is in the folder that is not to be replaced.
+        TsaeError: where something is in the folder that is not to be replaced, or it is a link.
     """
     path = Path(os.path.abspath(path))
+    if path.is_symlink():
+        raise TsaeError("is a link, and a folder is to be written", where=path, fix="Give the folder that it leads to.")
     if path.is_dir() and not replace and any(path.iterdir()):
         raise TsaeError("is not empty", where=path, fix="Give another folder, or empty this one.")
-    partial = path.with_name(f"{path.name}.tmp")
+    partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
     try:

@@ -364,6 +364,10 @@ class FeatureDiff(Tables):
         info, tables = read_object(folder / "diff.json", fix), {}
         if info.pop("sealed", False):
             need_seal(folder, (file for file in files.values() if file.is_file()), fix)
+        strings = info.get("token_strings", {})
+        with reading(folder / "diff.json", fix):
+            if not all(isinstance(text, str) and 0 <= int(id) < 2**31 for id, text in strings.items()):
+                raise ValueError("its token_strings are not texts by token id")
         for name, file in files.items():
             if file.is_file():
                 with reading(file, fix):

@@ -7,6 +7,8 @@ intervals, controls and nulls. No dictionary is trained, and nothing is left une
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,6 +76,9 @@ def expert_use(
             each = sum(piece.nnz for piece in found) / max(1, sum(map(len, texts)))
             facts = {"n_tokens": sum(map(len, texts)), "fve": 1.0, "l0": each, "outlier_share": 0.0}
             records.append({**{name: info[name] for name in READER_INFO}, **facts})
+    # What the SAE's fingerprint is to codes: tables of other experts are not compared with this one.
+    told = json.dumps([base.readers[0]["weights"], list(first.routers), n_experts])
+    fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
     if len({piece.shape[1] for piece in codes}) > 1:
         raise TsaeError("the checkpoints have different numbers of experts", where="expert_use", fix="Use one model's.")
     return FeatureTable(
@@ -84,7 +89,13 @@ def expert_use(
         trajectory=np.concatenate(trajectory),
         rollouts=rollouts,
         info={
-            "sae": {"d_high": 0, "site": "routers", "layers": list(first.routers), "n_experts": n_experts},
+            "sae": {
+                "weights": fingerprint,
+                "d_high": 0,
+                "site": "routers",
+                "layers": list(first.routers),
+                "n_experts": n_experts,
+            },
             "readers": records,
             "special_ids": base.facts["special_ids"],
         },

@@ -159,6 +159,29 @@ class FeatureTable:
         """The codes by features: ``columns[:, features]`` is a (n_tokens, …) `scipy.sparse.csc_array`."""
         return columns_of(self.codes)
 
+    def need(self, features: Iterable[int]) -> list[int]:
+        """Some features as plain numbers, each once.
+
+        Raises:
+            TsaeError: where the table has no such feature.
+        """
+        found = list(dict.fromkeys(map(int, features)))
+        for feature in found:
+            if not 0 <= feature < self.n_features:
+                raise TsaeError(f"no feature {feature}; there are 0 to {self.n_features - 1}", where=self.origin)
+        return found
+
+    def need_sae(self, weights: str | None, d_sae: int) -> None:
+        """Check that the codes are of an SAE of this fingerprint and width.
+
+        Raises:
+            TsaeError: where another SAE made them, or none.
+        """
+        sae = self.info.get("sae") or {}
+        # Earlier versions wrote no fingerprint.
+        if "n_experts" in sae or sae.get("weights") not in (weights, None) or self.n_features != d_sae:
+            raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
+
     def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, activations) where a feature is active, in the order of the tokens."""
         found = self.columns[:, [feature]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tsae.activations.spans import rows_mask
+from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 
 
@@ -46,12 +47,18 @@ def top_contexts(features: FeatureTable, feature: int, n: int = 8, *, reader: st
         feature: its index.
         n: how many.
         reader: only what this reader read.
+
+    Raises:
+        TsaeError: where there is no such feature or reader, or none are asked for.
     """
+    features.need([feature])
+    if n < 1:
+        raise TsaeError(f"n={n} contexts are none", where=features.origin, fix="Ask for at least one.")
     counted = features.span_mask("all")
     tokens, values = features.column(feature)
     keep = counted[tokens]
     if reader is not None:
-        keep &= features.reader[features.rows_of(tokens)] == features.readers.index(reader)
+        keep &= features.reader[features.rows_of(tokens)] == features.readers.index(features.reader_info(reader)["id"])
     tokens, values = tokens[keep], values[keep]
     problems = features.rollouts.table["problem_id"].to_pylist()
     found: list[Context] = []

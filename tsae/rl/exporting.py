@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Lists have one entry a response token, in the order of response_ids; 0 where the policy did not sample it."""
+_ROUNDING = 1e-3  # A log-probability may be above 0 by no more.
 
 
 def write_credit(
@@ -64,7 +65,7 @@ def write_credit(
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     shaping = shaping or ShapingConfig()
-    ours, theirs = credit.info["sae"]["weights"], features.info["sae"]["weights"]
+    ours, theirs = credit.info["sae"].get("weights"), features.info["sae"].get("weights")
     if ours != theirs:
         raise TsaeError(
             f"the credit was learned on features of the SAE {ours}, these are of {theirs}",
@@ -79,10 +80,34 @@ def write_credit(
             where=features.origin,
             fix="Set them (`Rollouts.with_advantages`) before encoding.",
         )
+    logprob = _need_logprob(logprob, features, rows)
     # A group of one policy and problem stays in one table: its advantages must add up to 0.
     order = np.argsort(frame.groupby(["policy", "problem_id"]).ngroup().to_numpy(), kind="stable")
     tables = _tables(credit, features, rows[order], shaping, logprob)
     return write_table(Path(path), SCHEMA, tables, {"kind": "token weights", "credit": credit.info})
+
+
+def _need_logprob(logprob: np.ndarray, features: FeatureTable, rows: np.ndarray) -> np.ndarray:
+    """Log-probabilities, one a token; those of the rows' responses must be known."""
+    found = np.asarray(logprob, dtype=np.float32)
+    if found.shape != features.token_ids.shape:
+        raise TsaeError(
+            f"logprob has the shape {found.shape}, expected one number for each of {len(features.token_ids):,} tokens",
+            where=features.origin,
+        )
+    counted = features.span_mask("response")
+    unknown = sum(
+        int((~(part <= _ROUNDING))[counted[start:stop]].sum())
+        for start, stop in ((features.row_offsets[row], features.row_offsets[row + 1]) for row in rows)
+        if len(part := found[start:stop])
+    )
+    if unknown:
+        raise TsaeError(
+            f"{unknown:,} tokens of responses have no log-probability, or one above 0",
+            where=features.origin,
+            fix="Give those of the reader that the credit was learned on (`stored_logprob`, `read_logprob`).",
+        )
+    return found
 
 
 def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore | str | Path) -> np.ndarray:
@@ -143,6 +168,8 @@ def read_logprob(
     Raises:
         TsaeError: where the reference has another width than the SAE, or a batch does not fit into memory.
     """
+    if "d_model" not in features.info["sae"]:
+        raise TsaeError("its features are of no SAE", where=features.origin, fix="Encode with an SAE.")
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
     sae = features.info["sae"]

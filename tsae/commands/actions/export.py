@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +26,10 @@ from tsae.sae.steering import SteeringVector
 
 def run_export(options: Export) -> None:
     sae = TemporalSAE.load(options.sae, site=options.site)
-    features = None if options.features is None else _features(options.features, sae)
+    features = None if options.features is None else FeatureTable.load(options.features)
+    if features is not None:
+        features.need_sae(sae.fingerprint, sae.config.d_sae)
+    options = replace(options, choose=tuple(dict.fromkeys(options.choose)))
     before = made_by(options.to)
     with new_folder(options.to, replace=before is not None and before.words[:1] == ("export",)) as folder:
         told = _written(options, sae, features, folder)
@@ -79,14 +83,6 @@ def _written(options: Export, sae: TemporalSAE, features: FeatureTable | None, f
         labels=None if found is None else found.labels, labeller="" if found is None else found.info["labeller"],
     )  # fmt: skip
     return f"{len(options.choose) or features.n_features:,} features as {options.model}/{options.source}"
-
-
-def _features(folder: Path, sae: TemporalSAE) -> FeatureTable:
-    """The features of this SAE."""
-    features = FeatureTable.load(folder)
-    if features.info["sae"].get("weights") not in (sae.fingerprint, None):
-        raise TsaeError("was encoded with another SAE", where=folder, fix="Give the SAE that `tsae encode` read.")
-    return features
 
 
 def _typical(features: FeatureTable | None, feature: int) -> float:

@@ -56,7 +56,8 @@ def write_delphi(
     if context < 1:
         raise TsaeError(f"context={context} is less than 1", where="delphi", fix="Give the tokens of a sequence.")
     rows = features.rows(reader=reader or features.readers[0])
-    tokens = np.concatenate([np.arange(*features.row_offsets[row : row + 2]) for row in rows])
+    read = [np.arange(*features.row_offsets[row : row + 2]) for row in rows]
+    tokens = np.concatenate([np.zeros(0, dtype=np.int64), *read])
     n = len(tokens) // context
     if not n:
         raise TsaeError(

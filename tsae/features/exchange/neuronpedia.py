@@ -31,6 +31,7 @@ from tsae.features.top_contexts import peaks_of
 from tsae.sae.model import TemporalSAE
 
 BATCH = 1024
+_HAS_LOGITS = {"promotes", "promotes_by", "suppresses", "suppresses_by"}
 _BINS, _TOP, _PER_BIN, _BAR = 5, 10, 2, 30
 _BEFORE, _AFTER = 64, 32
 """Tokens of a context around its strongest one."""
@@ -95,9 +96,13 @@ def write_neuronpedia(
         described: indexed by feature, with promotes, promotes_by, suppresses, suppresses_by where known.
         labels: by feature.
         labeller: who made the labels.
+
+    Raises:
+        TsaeError: where the features are of another SAE, or one that is chosen is not there.
     """
+    features.need_sae(sae.fingerprint, sae.config.d_sae)
     folder = to / names.model / names.source
-    every = list(chosen) or list(range(features.n_features))
+    every = features.need(chosen) or list(range(features.n_features))
     counted = features.span_mask("all")
     n_counted = int(counted.sum())
     for batch, start in enumerate(range(0, len(every), BATCH)):
@@ -124,14 +129,16 @@ def _neuron(
     values = values[counted[tokens]]
     heights, edges = np.histogram(values, bins=_BAR) if len(values) else (np.zeros(0), np.zeros(1))
     logits: dict[str, list[Any]] = {name: [] for name in ("pos_str", "pos_values", "neg_str", "neg_values")}
-    if described is not None and "promotes" in described:
+    if described is not None and set(described) >= _HAS_LOGITS and feature in described.index:
         row = described.loc[feature]
-        logits = {
-            "pos_str": [str(token) for token in row.promotes],
-            "pos_values": [float(value) for value in row.promotes_by],
-            "neg_str": [str(token) for token in row.suppresses],
-            "neg_values": [float(value) for value in row.suppresses_by],
-        }
+        # A feature whose logits are not known has none of the four.
+        if all(isinstance(row[name], list | tuple | np.ndarray) for name in _HAS_LOGITS):
+            logits = {
+                "pos_str": [str(token) for token in row.promotes],
+                "pos_values": [float(value) for value in row.promotes_by],
+                "neg_str": [str(token) for token in row.suppresses],
+                "neg_values": [float(value) for value in row.suppresses_by],
+            }
     return {
         **_place(names, feature),
         "creatorId": names.creator,

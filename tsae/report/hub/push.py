@@ -147,8 +147,8 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
             raise TsaeError(
                 f"cannot be pushed ({without_secrets(why)}){kept}",
                 where=f"{one.kind} {one.name}",
-                fix="Log in with a token that may write there (hf auth login, or HF_TOKEN), and see that the Hub can be "
-                "reached; then try again.",
+                fix="See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
+                "HF_TOKEN); then try again.",
             ) from error
     return done
 

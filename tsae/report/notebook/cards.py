@@ -91,7 +91,7 @@ def tokens_html(
     shown = [
         (
             token.replace("\n", "⏎\n"),
-            f"{0.12 + 0.48 * min(1.0, float(value) / strongest):.2f}",
+            f"{0.12 + 0.48 * min(1.0, float(value) / (strongest or 1.0)):.2f}",
             number(float(value)) if value > 0 else "",
         )
         for token, value in zip(tokens, values, strict=True)

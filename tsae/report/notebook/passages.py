@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pandas as pd
 
+from tsae.activations.reader.assignment import check_tokenizer
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
 from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
@@ -88,6 +89,8 @@ def show_problem(
     rollouts: Rollouts, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
 ) -> None:
     """See `Rollouts.show`."""
+    if n < 1:
+        raise TsaeError(f"n={n} responses are none", where=rollouts.origin, fix="Show at least one.")
     frame = rollouts.frame
     mask = frame.problem_id == problem
     if policy is not None:
@@ -102,7 +105,7 @@ def show_problem(
     turn = frame[mask].groupby("outcome").cumcount().sort_values(kind="stable").index[:n]
     found = frame.loc[turn].sort_values("outcome", key=lambda names: names.map(list(_MARKS).index), kind="stable")
     first = found.iloc[0]
-    strings = None if checkpoint is None else _strings(checkpoint)
+    strings = None if checkpoint is None else _strings(checkpoint, rollouts)
     answer = "" if pd.isna(first.answer) else f", answer {first.answer}"
     band = "" if pd.isna(first.band) else f", {first.band}"
     head = f"problem {problem}{band}{answer}: {len(found)} of {int(mask.sum())} responses"
@@ -135,8 +138,8 @@ def show_trajectory(
     span = slice(int(features.row_offsets[row]), int(features.row_offsets[row + 1]))
     if chosen is None:
         chosen = _strongest(features, row)
-    ids = [chosen] if isinstance(chosen, int) else list(chosen)
-    strings: Any = {} if checkpoint is None else dict(enumerate(_strings(checkpoint)))
+    ids = features.need([chosen] if isinstance(chosen, SupportsIndex) else chosen)
+    strings: Any = {} if checkpoint is None else dict(enumerate(_strings(checkpoint, features.rollouts)))
     tokens = _texts(features.token_ids[span], strings)
     contexts = [context(features, feature, row) for feature in ids]
     if not contexts:
@@ -164,8 +167,10 @@ def _strongest(features: FeatureTable, row: int, n: int = 4) -> list[int]:
     return [int(feature) for feature in order if mine[feature] > 0]
 
 
-def _strings(checkpoint: Checkpoint) -> list[str]:
-    return token_strings(checkpoint.load_tokenizer())
+def _strings(checkpoint: Checkpoint, rollouts: Rollouts) -> list[str]:
+    tokenizer = checkpoint.load_tokenizer()
+    check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
+    return token_strings(tokenizer)
 
 
 def _texts(ids: np.ndarray, strings: Any) -> list[str]:
@@ -177,7 +182,7 @@ def _passage(text: object, ids: np.ndarray, strings: list[str] | None) -> str:
     """The text, or its tokens with every other one shaded where the tokenizer is known."""
     if strings is None:
         return text_html("" if text is None else str(text))
-    return tokens_html([strings[i] for i in ids], [float(i % 2) for i in range(len(ids))], strongest=4.0)
+    return tokens_html(_texts(ids, dict(enumerate(strings))), [float(i % 2) for i in range(len(ids))], strongest=4.0)
 
 
 def _bracketed(tokens: Sequence[str], values: Sequence[float] | np.ndarray) -> str:
